@@ -1,0 +1,21 @@
+"""speculon: lossless speculative decoding. Importing it does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from speculon.config import SamplingParams, SpeculationConfig
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "SpeculationConfig", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from speculon.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'speculon' has no attribute {name!r}")

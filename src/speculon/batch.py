@@ -1,0 +1,42 @@
+"""One flat row of T tokens for a whole step. Positions are made here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculon.core import Span, flat
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    spans: list[Span]
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    score_rows: Tensor  # [R] rows of the flat batch whose logits are wanted
+
+    @classmethod
+    def pack(cls, spans: list[Span], device: torch.device) -> Batch:
+        """Lays the spans end to end and gives each its `row` and its `score` range.
+
+        A span that reaches its sequence's last token is scored from that token on: K + 1 rows.
+        A prompt chunk is scored nowhere, or everywhere when the request wants prompt log-probabilities.
+        """
+        row = scored = 0
+        ids, positions, score_rows = [], [], []
+        for span in spans:
+            first = 0 if span.scores_prompt else span.length - 1 if span.samples else span.rows
+            span.row, span.score = row, range(scored, scored + span.rows - first)
+            ids.append(span.seq.tokens[span.start : span.start + span.length])
+            ids.append(span.draft.tokens)
+            positions.append(range(span.start, span.end))
+            score_rows.append(range(row + first, row + span.rows))
+            row, scored = row + span.rows, scored + len(span.score)
+        return cls(
+            spans,
+            torch.tensor([flat(ids)], device=device),
+            torch.tensor([flat(positions)], device=device),
+            torch.tensor(flat(score_rows), device=device),
+        )

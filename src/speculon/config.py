@@ -1,0 +1,175 @@
+"""Everything a user can set, described once: the same fields feed Python, flags, environment and file.
+
+Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`speculon.toml`, or `SPECULON_CONFIG`) > default.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from speculon.errors import ConfigError, InvalidParameter, UnknownMethod
+
+MAX_STOPS = 64  # each stop string is searched for at every token; the OpenAI API allows 4
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 128
+MAX_BIASES = 4096
+MAX_BAD_WORDS = 256
+MAX_SAMPLES = 64
+MAX_DRAFTS = 64
+
+POLICIES = ("fixed",)
+
+
+class Checked(BaseModel):
+    """Refuses bad values with `InvalidParameter`, which names the field, the value and the limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, /, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise invalid_parameter(error) from None
+
+
+def invalid_parameter(error: ValidationError) -> InvalidParameter:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"]) or error.title
+    limit = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return InvalidParameter(name, first["input"], limit)
+
+
+class SamplingParams(Checked):
+    """How one request is sampled. Field names and meanings are those of the field's other servers.
+
+    >>> SamplingParams(temperature=0.0, max_tokens=64)
+    """
+
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens whose probability reaches this")
+    top_k: int = Field(0, ge=-1, description="keep this many tokens; 0 or -1 keeps all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest one")
+    max_tokens: int | None = Field(None, ge=0, description="tokens to write at most; None: to the end of the context")
+    min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
+    stop: tuple[str, ...] = Field((), max_length=MAX_STOPS, description="strings that end the text, not shown")
+    stop_token_ids: tuple[int, ...] = Field((), max_length=MAX_STOPS, description="token ids that end the text")
+    ignore_eos: bool = Field(False, description="write on past the end-of-text token")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same text")
+    n: int = Field(1, ge=1, le=MAX_SAMPLES, description="texts per prompt")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the chosen and the likeliest tokens")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
+    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added to its logit")
+    bad_words: tuple[str, ...] = Field((), max_length=MAX_BAD_WORDS, description="strings that are never completed")
+    structured: None = Field(None, description="structured output is not in this version")
+    skip_special_tokens: bool = True
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _one_string_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else (value or ())
+
+    @field_validator("stop", "bad_words")
+    @classmethod
+    def _no_empty_or_huge_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                raise ValueError(f"each string needs 1 to {MAX_STOP_CHARS} characters")
+        return value
+
+    @model_validator(mode="after")
+    def _min_within_max(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is beyond max_tokens {self.max_tokens}")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class SpeculationConfig(Checked):
+    """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
+
+    method: str = Field("auto", description="off | ngram | synthetic | auto, or a plug-in's name")
+    policy: str = Field("fixed", description="how far to speculate: fixed")
+    draft: str | dict[str, str] | None = Field(None, description="draft checkpoint, or a table {method: path}")
+    num_speculative_tokens: int = Field(4, ge=0, le=MAX_DRAFTS, description="drafts per round (K); 0 equals off")
+    prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
+    prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
+    synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
+    options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+
+    @model_validator(mode="after")
+    def _orders(self) -> SpeculationConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}")
+        return self
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        if value not in POLICIES:
+            raise UnknownMethod(f"policy = {value!r}: known are {', '.join(POLICIES)}")
+        return value
+
+
+class RequestSpeculation(Checked):
+    """What one request may say about its own speculation."""
+
+    method: str | None = None
+    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
+
+
+class EngineConfig(BaseSettings):
+    """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPECULON_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    model: str = Field("demo", description="a folder, a hub id, or `demo`: the model that ships with speculon")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's; fp32 where the chip has no bf16")
+    device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
+    max_context: int | None = Field(None, ge=2, description="longest prompt + answer in tokens; None: the model's")
+    max_num_seqs: int = Field(32, ge=1, le=4096, description="texts written at the same time")
+    max_batch_tokens: int = Field(512, ge=1, description="rows of one forward; longer prompts come in chunks")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
+    num_blocks: int | None = Field(None, ge=1, description="KV pages; None: from kv_memory_gb")
+    kv_memory_gb: float | None = Field(None, gt=0, description="memory of the page pool; None: what the sequences can use, at most 30 % of what is free")
+    prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
+    allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+
+    file: ClassVar[str] = "speculon.toml"
+
+    def __init__(self, /, **values: Any):
+        unknown = {k for k in os.environ if k.startswith("SPECULON_")} - set(self._env_names())
+        if unknown:
+            raise ConfigError(f"unknown setting in the environment: {', '.join(sorted(unknown))}")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(str(invalid_parameter(error))) from None
+
+    @classmethod
+    def _env_names(cls) -> list[str]:
+        nested = [f"SPECULON_SPECULATION__{name.upper()}" for name in SpeculationConfig.model_fields]
+        return ["SPECULON_CONFIG", *nested, *(f"SPECULON_{name.upper()}" for name in cls.model_fields)]
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, env_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = os.environ.get("SPECULON_CONFIG", cls.file)
+        if "SPECULON_CONFIG" in os.environ and not os.path.exists(path):
+            raise ConfigError(f"SPECULON_CONFIG = {path!r}: no such file")
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)

@@ -1,0 +1,251 @@
+"""The nouns. No torch here: plans, drafts and verdicts are plain integers.
+
+Shape letters used everywhere: B sequences, T tokens of a flat batch, R scored rows, K drafts,
+V vocabulary, D hidden (or head) width, L layers, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from speculon.config import SamplingParams
+
+
+class Reason(StrEnum):
+    """Why a round was not speculative. Metric label, log word, API value and tooltip alike."""
+
+    OFF_CONFIG = "off_config"
+    OFF_REQUEST = "off_request"
+    NO_DRAFTER = "no_drafter"
+    NOT_READY = "not_ready"
+    NO_MATCH = "no_match"
+    COLD = "cold"
+    COOLDOWN = "cooldown"
+    LOW_ACCEPTANCE = "low_acceptance"
+    COST = "cost"
+    LOAD = "load"
+    SOLO = "solo"
+    NO_PAGES = "no_pages"
+    MEMORY = "memory"
+    CONTEXT_LIMIT = "context_limit"
+    MAX_TOKENS = "max_tokens"
+    FEATURE = "feature"
+    DRAFTER_STATE_LOST = "drafter_state_lost"
+    ERROR = "error"
+
+
+class SpanKind(StrEnum):
+    """How a drafted span ended.
+
+    full: every draft accepted · tail: only the last draft rejected · early: a mismatch before the last draft ·
+    stop: the text ended inside accepted drafts · early_stop: the text ended at a correction.
+    """
+
+    FULL = "full"
+    TAIL = "tail"
+    EARLY = "early"
+    STOP = "stop"
+    EARLY_STOP = "early_stop"
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guessed tokens of one sequence for one round. A chain, for now."""
+
+    tokens: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()  # one per token: drafts may be joined
+    probs: Tensor | None = None  # q [K, V]; None when the guess is one-hot
+    confidence: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
+
+    def cut(self, k: int) -> Draft:
+        """The first `k` drafts."""
+        if k >= len(self.tokens):
+            return self
+        probs = None if self.probs is None else self.probs[:k]
+        return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k])
+
+
+NO_DRAFT = Draft()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw log-probabilities of the target at one position."""
+
+    token: int
+    logprob: float
+    rank: int  # 1 = the most likely token
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a text ended; `matched` is the stop string or stop token id."""
+
+    reason: FinishReason
+    matched: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one round yields for one sequence: 1..K+1 tokens of the target, or none for a prompt chunk."""
+
+    tokens: tuple[int, ...]
+    accepted: int = 0
+    kind: SpanKind | None = None  # None without a draft
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why."""
+
+    method: str | None
+    k: int
+    reason: Reason | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.k > 0) == (self.reason is None), self
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's claim on the page pool."""
+
+    kind: Literal["attention"]
+    heads: int  # key-value heads
+    k_dim: int
+    v_dim: int
+    dtype: dtype
+    window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter asks of the engine: hidden-state taps, its own KV layers, what feeds it, its limits."""
+
+    taps: tuple[int, ...] = ()
+    layers: tuple[LayerSpec, ...] = ()
+    fed_by: Literal["tokens", "taps"] = "tokens"
+    max_context: int | None = None
+    bytes_fixed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One text being written. Between steps: `tokens[:committed]` have their K and V in `table`'s pages."""
+
+    id: int
+    request_id: str
+    tokens: list[int]  # prompt, then output
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    max_len: int  # prompt + max_tokens
+    sample: int = 0  # which of the request's n samples
+    method: str | None = None  # as the request asked; None = the engine's
+    k: int | None = None
+    committed: int = 0
+    table: list[int] = field(default_factory=list)  # page numbers, in order
+    finish: Finish | None = None
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose K and V are not in pages yet; 1 while decoding."""
+        return len(self.tokens) - self.committed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def room(self) -> int:
+        """Tokens it may still write."""
+        return self.max_len - len(self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Consecutive positions of one sequence inside one flat forward: a prompt chunk, or [last token, d_1..d_K]."""
+
+    seq: Sequence
+    start: int  # position of the first row in its sequence = tokens already in pages
+    length: int  # rows without the drafts
+    draft: Draft = NO_DRAFT
+    row: int = 0  # first row in the flat batch
+    score: range = range(0)  # its rows among the R scored ones
+
+    @property
+    def rows(self) -> int:
+        return self.length + len(self.draft.tokens)
+
+    @property
+    def end(self) -> int:
+        """Positions occupied once this span has run."""
+        return self.start + self.rows
+
+    @property
+    def samples(self) -> bool:
+        """Whether it reaches the sequence's last token, so that its last rows are sampled."""
+        return self.start + self.length == len(self.seq.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether every row is wanted, for prompt log-probabilities."""
+        return self.seq.params.prompt_logprobs is not None and self.start < self.seq.prompt_len
+
+
+@dataclass(slots=True)
+class Plan:
+    """Who runs in this step."""
+
+    spans: list[Span]
+
+    @property
+    def decoding(self) -> list[Span]:
+        return [span for span in self.spans if span.length == 1 and span.samples]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the policy may know of the engine's state."""
+
+    running: int
+    waiting: int
+    free_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one sequence: new tokens, and how it ended if it did. Plain data."""
+
+    request_id: str
+    sample: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: Finish | None = None
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def flat(items: Seq[Seq[int]]) -> list[int]:
+    return [x for item in items for x in item]

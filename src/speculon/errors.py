@@ -1,0 +1,92 @@
+"""Every error a user can meet.
+
+SpeculonError
+├── InvalidRequest(ValueError)      the request cannot be served as asked; nothing was started
+│   ├── InvalidParameter            one field is out of its range or unknown
+│   ├── EmptyPrompt
+│   ├── TooLong                     prompt + max_tokens is beyond the context
+│   ├── NeverFits                   more KV pages over its lifetime than the pool owns
+│   └── UnknownMethod               no such drafting method
+├── ConfigError(ValueError)         the engine's own settings are wrong
+├── ModelError                      the checkpoint cannot be used
+│   ├── ModelNotFound               no such folder or hub id
+│   ├── MissingWeights
+│   ├── CorruptWeights              truncated, or not what its header says
+│   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
+│   └── UnsupportedModel            an architecture trait this engine cannot carry, by name
+└── EngineError(RuntimeError)       a fault inside; the engine stays whole
+    └── BenchError                  a benchmark that would have reported an untrue figure
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SpeculonError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class InvalidRequest(SpeculonError, ValueError):
+    """The request cannot be served as asked; nothing was started."""
+
+
+class InvalidParameter(InvalidRequest):
+    """One field is out of its range or unknown. Carries `name`, `value` and `limit`."""
+
+    def __init__(self, name: str, value: Any, limit: str):
+        self.name, self.value, self.limit = name, value, limit
+        shown = repr(value)
+        super().__init__(f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
+
+
+class EmptyPrompt(InvalidRequest):
+    """A prompt without a single token leaves nothing to continue."""
+
+
+class TooLong(InvalidRequest):
+    """prompt + max_tokens does not fit the context."""
+
+
+class NeverFits(InvalidRequest):
+    """The request needs more KV pages over its lifetime than the pool owns."""
+
+
+class UnknownMethod(InvalidRequest):
+    """No drafting method (or policy) of that name."""
+
+
+class ConfigError(SpeculonError, ValueError):
+    """The engine's own settings are wrong."""
+
+
+class ModelError(SpeculonError):
+    """The checkpoint cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, and no cached hub id of that name."""
+
+
+class MissingWeights(ModelError):
+    """A folder with a config but no safetensors file, or with tensors missing."""
+
+
+class CorruptWeights(ModelError):
+    """A weight file that is truncated or not what its header says."""
+
+
+class UnsafeCheckpoint(ModelError):
+    """Pickle weights or remote code that nobody asked for."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture trait that cannot be carried exactly, named."""
+
+
+class EngineError(SpeculonError, RuntimeError):
+    """A fault inside the engine, which stays whole."""
+
+
+class BenchError(EngineError):
+    """A benchmark that would have reported an untrue figure."""
