@@ -1,0 +1,110 @@
+"""The bytes of the page pool: where each row's keys and values go, and where a span finds those of its sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculon.core import LayerSpec, Span, ceil_div
+
+Where = slice | Tensor  # consecutive slots, or a LongTensor of them
+
+
+class PageStore:
+    """One K and one V tensor per layer, addressed by slot = page * block_size + offset."""
+
+    def __init__(self, layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, device: torch.device | str):
+        self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
+        self.device = torch.device(device)
+        slots = num_blocks * block_size
+        # empty + zero_ touches every page now, not during a step; and a padded read must never meet a NaN.
+        self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device).zero_() for x in layers]
+        self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device).zero_() for x in layers]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.bytes_per_token for spec in self.layers) * self.num_blocks * self.block_size
+
+    def view(self, spans: list[Span]) -> View:
+        """What one forward over `spans` writes and reads. Does not modify the store."""
+        return self.view_of([SpanView(s.row, s.row + s.rows, self.where(s.seq.table, s.end), s.end) for s in spans])
+
+    def view_of(self, spans: list[SpanView]) -> View:
+        return View(self, self._writes(spans), spans)
+
+    def where(self, table: list[int], length: int) -> Where:
+        """The slots of a sequence's first `length` positions."""
+        size, pages = self.block_size, table[: ceil_div(length, self.block_size)]
+        assert len(pages) * size >= length, f"{length} positions in {len(pages)} pages of {size}"
+        first = pages[0]
+        if pages == list(range(first, first + len(pages))):
+            return slice(first * size, first * size + length)
+        starts = torch.tensor(pages) * size
+        slots = (starts[:, None] + torch.arange(size)).flatten()[:length]  # [S]
+        return slots.to(self.device)
+
+    def _writes(self, spans: list[SpanView]) -> Where:
+        tails = [span.tail(span.rows) for span in spans]
+        if all(isinstance(tail, slice) for tail in tails):
+            joined = slice(tails[0].start, tails[-1].stop)
+            if all(a.stop == b.start for a, b in zip(tails, tails[1:], strict=False)):
+                return joined
+        return torch.cat([as_index(tail, self.device) for tail in tails])  # [T]
+
+
+@dataclass(slots=True)
+class SpanView:
+    """One span's rows in the flat batch, and the slots of every position its last row may see."""
+
+    first: int
+    last: int
+    where: Where
+    context: int  # S = start + rows
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+    def tail(self, length: int) -> Where:
+        """The slots of the last `length` positions."""
+        if isinstance(self.where, slice):
+            return slice(self.where.stop - length, self.where.stop)
+        return self.where[self.context - length :]
+
+
+@dataclass(slots=True)
+class View:
+    """The store as one forward sees it. `memo` keeps what all layers of this forward share."""
+
+    store: PageStore
+    slots: Where
+    spans: list[SpanView]
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:  # k [T, Hkv, Dk], v [T, Hkv, Dv]
+        """Puts the keys and values of all T rows into their slots."""
+        slots = self.slots
+        if isinstance(slots, slice):
+            self.store.k[layer][slots].copy_(k)
+            self.store.v[layer][slots].copy_(v)
+        else:
+            self.store.k[layer].index_copy_(0, slots, k)
+            self.store.v[layer].index_copy_(0, slots, v)
+
+    def read(self, layer: int, span: SpanView) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
+        """Keys and values of every position the span's last row may see; views where the pages are consecutive."""
+        return self.take(layer, span.where)
+
+    def take(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:
+        k, v = self.store.k[layer], self.store.v[layer]
+        if isinstance(where, slice):
+            return k[where], v[where]
+        return k.index_select(0, where), v.index_select(0, where)
+
+
+def as_index(where: Where, device: torch.device) -> Tensor:
+    """The slots as a LongTensor."""
+    return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
