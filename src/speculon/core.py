@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
     from speculon.config import SamplingParams
+    from speculon.sampling import Rules
+    from speculon.telemetry import RequestStats
+    from speculon.verify import Ending
 
 
 class Reason(StrEnum):
@@ -107,6 +110,7 @@ class Verdict:
     kind: SpanKind | None = None  # None without a draft
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +163,15 @@ class Sequence:
     params: SamplingParams
     seed: int
     max_len: int  # prompt + max_tokens
+    rules: Rules
+    ending: Ending
+    stats: RequestStats
     sample: int = 0  # which of the request's n samples
-    method: str | None = None  # as the request asked; None = the engine's
-    k: int | None = None
+    method: str | None = None  # the drafting method; None is plain decoding, and `off` says why
+    k: int = 0
+    off: Reason | None = None
     committed: int = 0
     table: list[int] = field(default_factory=list)  # page numbers, in order
-    finish: Finish | None = None
 
     @property
     def pending(self) -> int:
@@ -191,6 +198,10 @@ class Span:
     draft: Draft = NO_DRAFT
     row: int = 0  # first row in the flat batch
     score: range = range(0)  # its rows among the R scored ones
+    samples: bool = field(init=False)  # whether it reaches the sequence's last token, so that its last rows are sampled
+
+    def __post_init__(self) -> None:
+        self.samples = self.start + self.length == len(self.seq.tokens)
 
     @property
     def rows(self) -> int:
@@ -202,11 +213,6 @@ class Span:
         return self.start + self.rows
 
     @property
-    def samples(self) -> bool:
-        """Whether it reaches the sequence's last token, so that its last rows are sampled."""
-        return self.start + self.length == len(self.seq.tokens)
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether every row is wanted, for prompt log-probabilities."""
         return self.seq.params.prompt_logprobs is not None and self.start < self.seq.prompt_len
@@ -214,13 +220,13 @@ class Span:
 
 @dataclass(slots=True)
 class Plan:
-    """Who runs in this step."""
+    """Who runs in this step; `decoding` are the spans that may carry a draft."""
 
     spans: list[Span]
+    decoding: list[Span] = field(init=False)
 
-    @property
-    def decoding(self) -> list[Span]:
-        return [span for span in self.spans if span.length == 1 and span.samples]
+    def __post_init__(self) -> None:
+        self.decoding = [span for span in self.spans if span.length == 1 and span.samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +247,8 @@ class Event:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: Finish | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    stats: RequestStats | None = None  # with the finish
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,0 +1,31 @@
+"""The door: a request is judged once, by its whole lifetime, before anything is started."""
+
+from __future__ import annotations
+
+from speculon.config import SamplingParams
+from speculon.core import ceil_div
+from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+
+
+def check_request(prompt: list[int], params: SamplingParams, *, vocab_size: int, max_context: int, pages: int, block_size: int) -> int:
+    """Raises by name what cannot be served; returns the most tokens the sequence may hold."""
+    if not prompt:
+        raise EmptyPrompt("the prompt has no tokens")
+    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise InvalidParameter("prompt", bad, f"token ids go from 0 to {vocab_size - 1}")
+    if len(prompt) > max_context:
+        raise TooLong(f"prompt {len(prompt)} > context {max_context} tokens")
+    max_len = max_context if params.max_tokens is None else len(prompt) + params.max_tokens
+    if max_len > max_context:
+        raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {max_context}")
+    if ceil_div(max_len, block_size) > pages:
+        raise NeverFits(f"{max_len} tokens need {ceil_div(max_len, block_size)} KV pages of {block_size}, the pool owns {pages}")
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise InvalidParameter(name, wrong, f"token ids go from 0 to {vocab_size - 1}")
+    for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if top is not None and top > vocab_size:
+            raise InvalidParameter(name, top, f"the vocabulary has {vocab_size} tokens")
+    return max_len

@@ -1,0 +1,202 @@
+"""The loop: plan, decide, reserve, propose, trim, pack, forward, verify, cut, commit, learn, settle."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from speculon.batch import Batch
+from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
+from speculon.control.policy import POLICIES, Policy
+from speculon.core import Decision, Event, Plan, Reason, Sequence, Verdict
+from speculon.engine.admission import check_request
+from speculon.engine.scheduler import Ended, Scheduler
+from speculon.kv.blocks import BlockPool
+from speculon.kv.budget import count_pages
+from speculon.kv.lease import Leases
+from speculon.kv.store import PageStore
+from speculon.proposers.base import TargetFacts
+from speculon.proposers.registry import Proposers
+from speculon.sampling import Rules
+from speculon.telemetry import EngineCounters, PlainCost, RequestStats, log_line
+from speculon.text import StopStrings, Tokenizer
+from speculon.verify import Ending, cut, verify
+
+if TYPE_CHECKING:
+    from speculon.models.target import Target
+
+log = logging.getLogger("speculon")
+
+
+@dataclass(slots=True)
+class _Request:
+    """Bookkeeping of one request until all of its samples have ended."""
+
+    began: float
+    open: int
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+class Engine:
+    """Writes many texts at once with one target. One thread may use it at a time."""
+
+    def __init__(self, target: Target, tokenizer: Tokenizer, config: EngineConfig):
+        self.target, self.tokenizer, self.config = target, tokenizer, config
+        self.max_context = min(target.max_context, config.max_context or target.max_context)
+        pages = count_pages(config, target.layers, self.max_context, target.device)
+        self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
+        self.leases = Leases(self.pool, PageStore(target.layers, pages, config.block_size, target.device))
+        self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
+        self.policy: Policy = POLICIES[config.speculation.policy]()
+        self.proposers = Proposers(config.speculation, TargetFacts(target.vocab_size, self.max_context))
+        self._method = self.proposers.resolve(config.speculation.method)
+        self.counters = EngineCounters()
+        self._plain_cost = PlainCost()
+        self._requests: dict[str, _Request] = {}
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        speculation: RequestSpeculation | dict[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Admits a request or refuses it by name; nothing is started before every check has passed."""
+        number = next(self._ids)
+        request_id = request_id or f"r-{number}"
+        max_len = check_request(
+            prompt,
+            params,
+            vocab_size=self.target.vocab_size,
+            max_context=self.max_context,
+            pages=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+        )
+        method, k, off = self._speculation_of(speculation)
+        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        bad_words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_ids)
+        rules = Rules.of(params, tuple(bad_words), tuple(sorted(stop_ids)))
+        find_stop = None
+        if params.stop:
+            stops = StopStrings(params.stop, self.tokenizer)
+            find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
+        ending = Ending(stop_ids, params.min_tokens, find_stop)
+        samples = [
+            Sequence(
+                id=number if sample == 0 else next(self._ids),
+                request_id=request_id,
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                params=params,
+                seed=seed,
+                max_len=max_len,
+                rules=rules,
+                ending=ending,
+                stats=RequestStats(),
+                sample=sample,
+                method=method,
+                k=k,
+                off=off,
+            )
+            for sample in range(params.n)
+        ]
+        self._requests[request_id] = _Request(perf_counter(), len(samples))
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(prompt)
+        self.scheduler.add(samples)
+        return request_id
+
+    def step(self) -> list[Event]:
+        """One round for everybody who can run. An error leaves every sequence as it was before."""
+        began = perf_counter()
+        plan = self.scheduler.plan()
+        if not plan.spans:
+            return []
+        load = self.scheduler.load
+        decisions = self.policy.decide([span.seq for span in plan.decoding], load)
+        with self.leases.reserve(plan, decisions) as lease:
+            before = perf_counter()
+            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease)
+            drafts = self.policy.trim(drafts, load)
+            draft_ms = (perf_counter() - before) * 1e3
+            for span, draft in zip(plan.decoding, drafts, strict=True):
+                span.draft = draft
+            batch = Batch.pack(plan.spans, self.target.device)
+            out = self.target.forward(batch, view=lease.view(batch))
+            verdicts = cut(verify(batch, out.logits), plan.spans)
+            lease.commit(verdicts)
+        verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
+        self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
+        step_ms = (perf_counter() - began) * 1e3
+        self.policy.observe(plan.decoding, decisions, verdicts, step_ms)
+        self._account(plan, decisions, verdicts, draft_ms, out.ms, step_ms)
+        events, ended = self.scheduler.settle(plan.spans, verdicts)
+        self._forget(ended)
+        self.counters.step_ms += (perf_counter() - began) * 1e3
+        return events
+
+    def abort(self, request_id: str) -> list[Event]:
+        """Ends a request now; its pages are free at once."""
+        events, ended = self.scheduler.abort(request_id)
+        self._forget(ended)
+        return events
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is accounted for."""
+        self.scheduler.check_integrity()
+
+    def _speculation_of(self, asked: RequestSpeculation | dict[str, Any] | None) -> tuple[str | None, int, Reason | None]:
+        """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
+        if not isinstance(asked, RequestSpeculation):
+            asked = RequestSpeculation(**(asked or {}))
+        method = self._method if asked.method is None else self.proposers.resolve(asked.method)
+        asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.num_speculative_tokens
+        k = default_k if asked_k is None else asked_k
+        if method and k:
+            return method, k, None
+        by_request = asked.method is not None if method is None else asked_k is not None
+        return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
+
+    def _account(
+        self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, forward_ms: float, step_ms: float
+    ) -> None:
+        rows = sum(span.rows for span in plan.spans)
+        self.counters.steps += 1
+        self.counters.rows += rows
+        self.counters.forward_ms += forward_ms
+        decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
+        if rows == len(decided):
+            self._plain_cost.observe(rows, step_ms)
+        plain_ms = self._plain_cost.per_row(len(decided))
+        drafting = sum(1 for decision in decisions if decision.method)
+        for span, verdict in zip(plan.spans, verdicts, strict=True):
+            if not span.samples:
+                continue
+            stats = span.seq.stats
+            stats.record(decided.get(span.seq.id), span.draft, verdict)
+            if span.draft.tokens:
+                verify_ms = (step_ms - draft_ms) * span.rows / rows
+                stats.spend(draft_ms / drafting, verify_ms, plain_ms, len(verdict.tokens))
+
+    def _forget(self, ended: Ended) -> None:
+        for seq, finish in ended:
+            self.proposers.release(seq)
+            self.counters.finished[finish.reason] += 1
+            self.counters.totals.add(seq.stats)
+            request = self._requests[seq.request_id]
+            request.stats.add(seq.stats)
+            request.open -= 1
+            if not request.open:
+                log.info(log_line(seq.request_id, request.stats, perf_counter() - request.began, finish.reason))
+                del self._requests[seq.request_id]

@@ -1,0 +1,175 @@
+"""Who owns which KV page. Integers only: the bytes live in `kv.store`.
+
+A page is *used* (some sequence holds it), *cached* (nobody does, but its content is indexed and may be found again)
+or *free*. Pages of one sequence are kept consecutive where possible, because a run of pages can be read without a copy;
+so a starting sequence softly *claims* the run that it will grow into. A claim never denies a page to anybody.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from speculon.core import Sequence, ceil_div
+
+FREE, CLAIMED, TAKEN = 0, 1, 2
+ROOT = 0  # the content id before the first page
+
+
+class BlockPool:
+    """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True):
+        self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
+        self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
+        self._refs = [0] * num_blocks
+        self._num_taken = 0
+        self._claims: dict[int, range] = {}  # sequence id -> pages it would like to grow into
+        self._index: dict[tuple[int, tuple[int, ...]], int] = {}  # (content id before, tokens) -> page
+        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # indexed page -> its key
+        self._content: dict[int, int] = {}  # indexed page -> content id: never reused, so an orphan is never found
+        self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages that nobody uses, oldest first
+        self._sealed: dict[int, tuple[int, int]] = {}  # sequence id -> (pages indexed so far, content id of the last)
+        self._next_content = ROOT + 1
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken now, cached ones included."""
+        return self.num_blocks - self._num_taken + len(self._cached)
+
+    def missing(self, seq: Sequence, end: int) -> int:
+        """Pages to take before positions below `end` can be written. Does not modify the pool."""
+        return max(0, ceil_div(end, self.block_size) - len(seq.table))
+
+    def attach(self, seq: Sequence) -> int:
+        """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.
+
+        At least one token is left to compute, because its logits are wanted.
+        """
+        assert not seq.table and seq.committed == 0
+        content, size = ROOT, self.block_size
+        if self.prefix_cache and seq.params.prompt_logprobs is None:
+            for start in range(0, (len(seq.tokens) - 1) // size * size, size):
+                page = self._index.get((content, tuple(seq.tokens[start : start + size])))
+                if page is None:
+                    break
+                content = self._content[page]
+                self._hold(page)
+                seq.table.append(page)
+        self._sealed[seq.id] = (len(seq.table), content)
+        seq.committed = len(seq.table) * size
+        self._claim(seq)
+        return seq.committed
+
+    def extend(self, seq: Sequence, end: int) -> None:
+        """Takes the pages for positions below `end`; the caller has made sure that they are available."""
+        for _ in range(self.missing(seq, end)):
+            page = self._next_page(seq)
+            assert self._refs[page] == 0
+            self._take(page)
+            self._refs[page] = 1
+            seq.table.append(page)
+
+    def trim(self, seq: Sequence) -> None:
+        """Gives back the pages beyond the committed tokens, last first."""
+        keep = ceil_div(seq.committed, self.block_size)
+        while len(seq.table) > keep:
+            self._drop(seq.table.pop(), claimed_by=seq)
+
+    def seal(self, seq: Sequence) -> None:
+        """Indexes the full committed pages, so that a later prompt can find them."""
+        if not self.prefix_cache:
+            return
+        done, content = self._sealed[seq.id]
+        for i in range(done, seq.committed // self.block_size):
+            key = (content, tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+            page = self._index.get(key)
+            if page is None:  # the first of its content; a twin computed meanwhile stays out of the index
+                page = self._index[key] = seq.table[i]
+                self._key[page] = key
+                self._content[page] = self._next_content
+                self._next_content += 1
+            content = self._content[page]
+            self._sealed[seq.id] = (i + 1, content)
+
+    def release(self, seq: Sequence) -> None:
+        """Takes all pages from a sequence; it may be attached again later."""
+        seq.committed = 0
+        self._unclaim(seq)
+        self.trim(seq)
+        self._sealed.pop(seq.id, None)
+
+    def check_integrity(self, live: Iterable[Sequence]) -> None:
+        """Raises AssertionError unless every page is exactly used, cached or free, as the live sequences say."""
+        refs = [0] * self.num_blocks
+        for seq in live:
+            assert len(seq.table) >= ceil_div(seq.committed, self.block_size), f"sequence {seq.id}: tokens without pages"
+            for page in seq.table:
+                refs[page] += 1
+        assert refs == self._refs, "page owners differ from the reference counts"
+        taken = {page for page, state in enumerate(self._state) if state == TAKEN}
+        assert taken == {page for page, n in enumerate(refs) if n} | set(self._cached), "a page leaked"
+        assert all(refs[page] == 0 and page in self._key for page in self._cached)
+        assert len(taken) == self._num_taken
+        assert set(self._index.values()) == set(self._key) == set(self._content)
+        assert all(self._index[key] == page for page, key in self._key.items())
+
+    # pages, one by one
+
+    def _hold(self, page: int) -> None:
+        self._refs[page] += 1
+        self._cached.pop(page, None)
+
+    def _take(self, page: int) -> None:
+        self._state[page] = TAKEN
+        self._num_taken += 1
+
+    def _drop(self, page: int, claimed_by: Sequence) -> None:
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return
+        if page in self._key:
+            self._cached[page] = None
+            return
+        claim = self._claims.get(claimed_by.id, range(0))
+        self._state[page] = CLAIMED if page in claim else FREE
+        self._num_taken -= 1
+
+    def _next_page(self, seq: Sequence) -> int:
+        claim = self._claims.get(seq.id, range(0))
+        following = seq.table[-1] + 1 if seq.table else claim.start
+        if following < self.num_blocks and (
+            self._state[following] == FREE or (self._state[following] == CLAIMED and following in claim)
+        ):
+            return following
+        for state in (FREE, CLAIMED):
+            page = self._state.find(state)
+            if page >= 0:
+                return page
+        return self._evict()
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._index[self._key.pop(page)], self._content[page]
+        self._state[page] = FREE
+        self._num_taken -= 1
+        return page
+
+    # claims
+
+    def _claim(self, seq: Sequence) -> None:
+        wanted = self.missing(seq, seq.max_len)
+        while wanted:
+            following = seq.table[-1] + 1 if seq.table else self.num_blocks
+            run = bytes(wanted)  # FREE is the zero byte
+            start = following if self._state[following : following + wanted] == run else self._state.find(run)
+            if start >= 0:
+                self._claims[seq.id] = range(start, start + wanted)
+                self._state[start : start + wanted] = bytes([CLAIMED]) * wanted
+                return
+            wanted //= 2
+
+    def _unclaim(self, seq: Sequence) -> None:
+        for page in self._claims.pop(seq.id, ()):
+            if self._state[page] == CLAIMED:
+                self._state[page] = FREE

@@ -1,0 +1,48 @@
+"""The plug: what a way of drafting has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from speculon.config import SpeculationConfig
+from speculon.core import Draft, Needs, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import Lease
+
+
+class Proposer(Protocol):
+    """admit -> (propose -> observe)* -> release, for each sequence that uses it.
+
+    One instance serves all sequences of an engine. It may raise: the sequence then goes on plainly, with reason `error`.
+    """
+
+    needs: Needs
+
+    def admit(self, seq: Sequence) -> None:
+        """Called once, before the first round of `seq`."""
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+        """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to guess."""
+        ...
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        """What became of the round; `seqs` hold the committed tokens already."""
+
+    def release(self, seq: Sequence) -> None:
+        """Called once, when `seq` has ended or was aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a proposer may know of the target before it is built."""
+
+    vocab_size: int
+    max_context: int
+
+
+class Factory(Protocol):
+    def __call__(self, config: SpeculationConfig, target: TargetFacts) -> Proposer: ...

@@ -1,0 +1,70 @@
+"""Prompt lookup: what followed the last time the text ended like this (Saxena 2023)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.proposers.base import TargetFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import Lease
+
+
+class Index:
+    """For every n-gram of a growing text, where its most recent occurrence was followed by what."""
+
+    def __init__(self, min_order: int, max_order: int):
+        self.min_order, self.max_order = min_order, max_order
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> position after its latest occurrence
+        self._done = 0  # positions below this have been a continuation
+
+    def extend(self, tokens: list[int]) -> None:
+        """Indexes what is new. The n-grams at the very end wait until something follows them."""
+        for end in range(max(self._done, 1), len(tokens)):
+            for order in range(self.min_order, min(self.max_order, end) + 1):
+                self._next[tuple(tokens[end - order : end])] = end
+        self._done = len(tokens)
+
+    def lookup(self, tokens: list[int], k: int) -> tuple[int, ...]:
+        """Up to `k` tokens after the longest, most recent match of the text's end; reads no other part of the text."""
+        for order in range(min(self.max_order, len(tokens)), self.min_order - 1, -1):
+            at = self._next.get(tuple(tokens[-order:]))
+            if at is not None:
+                period = len(tokens) - at  # a match that reaches the end repeats itself
+                return tuple(tokens[at + i % period] for i in range(k))
+        return ()
+
+
+class NGram:
+    """Drafts from the sequence's own prompt and output."""
+
+    def __init__(self, min_order: int, max_order: int):
+        self.needs = Needs()
+        self._orders = (min_order, max_order)
+        self._index: dict[int, Index] = {}
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> NGram:
+        return cls(config.prompt_lookup_min, config.prompt_lookup_max)
+
+    def admit(self, seq: Sequence) -> None:
+        self._index[seq.id] = Index(*self._orders)
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        """Nothing to learn: the next proposal reads the committed tokens."""
+
+    def release(self, seq: Sequence) -> None:
+        self._index.pop(seq.id, None)
+
+    def _draft(self, seq: Sequence, k: int) -> Draft:
+        index = self._index[seq.id]
+        index.extend(seq.tokens)
+        found = index.lookup(seq.tokens, k)
+        return Draft(found, ("ngram",) * len(found)) if found else NO_DRAFT

@@ -1,0 +1,191 @@
+"""From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
+
+One fixed order: penalties, bias, bad words, min_tokens, temperature, top-k, top-p, min-p. Ties go to the lowest id.
+A drawn token is argmax over the surviving tokens of log p + g, with Gumbel noise g that is a pure function of
+(seed, sample, output position, token id): the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014).
+So a text depends on the model, the prompt and the seed alone, whatever else runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculon.config import SamplingParams
+from speculon.core import Sequence, TokenLogprobs
+
+# v lies on a 32-bit grid in [2^-33, 1 - 2^-24], so g = -log(-log(1 - v)) lies within [-2.9, 22.9]:
+# a token further than this below the best one can never win, and needs no noise.
+NOISE_REACH = 26.0
+NEVER = float("-inf")
+U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`SamplingParams` resolved once per sequence against the vocabulary."""
+
+    params: SamplingParams
+    greedy: bool
+    adjusts: bool  # whether any logit is changed before the temperature
+    penalises: bool
+    filters: bool
+    bad_words: tuple[tuple[int, ...], ...]
+    stop_ids: tuple[int, ...]  # forbidden below min_tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (), stop_ids: tuple[int, ...] = ()) -> Rules:
+        p = params
+        penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids))
+        filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        return cls(p, p.greedy, adjusts, penalises, filters, bad_words, stop_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scored position: a sequence, and the drafted tokens that stand before this row."""
+
+    seq: Sequence
+    rules: Rules
+    prefix: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Index of the output token that this row decides."""
+        return self.seq.num_output + len(self.prefix)
+
+
+Draw = Callable[[Tensor, list[Row]], Tensor]
+
+
+def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
+    """The target's token of each row; `logits` [R, V] are not modified. `draw` replaces the keyed noise in tests."""
+    if any(row.rules.adjusts for row in rows):
+        logits = adjust(logits, rows)
+    tokens = logits.argmax(-1)  # [R]
+    drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
+    if drawn:
+        chosen = [rows[i] for i in drawn]
+        tokens[drawn] = (draw or gumbel_max)(shape(logits[drawn], chosen), chosen)
+    return tokens.tolist()
+
+
+def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Penalties, bias, bad words and min_tokens on a copy of `logits` [R, V]; each row sees its drafted prefix."""
+    logits = logits.clone()
+    for x, row in zip(logits, rows, strict=True):  # x [V]
+        if row.rules.penalises:
+            penalise(x, row)
+        if bias := row.rules.params.logit_bias:
+            x[list(bias)] += torch.tensor(list(bias.values()), device=x.device)
+        for word in row.rules.bad_words:
+            forbid_completion(x, row, word)
+        if row.position < row.rules.params.min_tokens:
+            x[list(row.rules.stop_ids)] = NEVER
+    return logits
+
+
+def penalise(x: Tensor, row: Row) -> None:
+    """Repetition looks at prompt and output, presence and frequency at the output. Changes `x` [V]."""
+    seq, p = row.seq, row.rules.params
+    if p.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*seq.tokens, *row.prefix}), device=x.device)
+        x[seen] = torch.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
+    written = [*seq.tokens[seq.prompt_len :], *row.prefix]
+    if written and (p.presence_penalty or p.frequency_penalty):
+        ids, counts = torch.tensor(written, device=x.device).unique(return_counts=True)
+        x[ids] -= p.presence_penalty + p.frequency_penalty * counts
+
+
+def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
+    """Removes the last token of `word` where the text before ends with the rest of it. Changes `x` [V]."""
+    head = word[:-1]
+    context = (*row.seq.tokens[-len(head) :], *row.prefix) if head else ()
+    if not head or context[-len(head) :] == head:
+        x[word[-1]] = NEVER
+
+
+def shape(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Log-weights [N, V] of drawn rows after temperature, top-k, top-p and min-p; removed tokens are -inf."""
+    temperature = torch.tensor([[row.rules.params.temperature] for row in rows], device=logits.device)
+    # Relative to the best token first: a tiny temperature would overflow the quotient.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    filtered = [i for i, row in enumerate(rows) if row.rules.filters]
+    if filtered:
+        logits[filtered] = keep_likely(logits[filtered], [rows[i].rules.params for i in filtered])
+    return logits
+
+
+def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """top-k, then top-p over what is left, then min-p, on logits [N, V]."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)[:, None]  # [N, 1]
+
+    vocab = logits.shape[-1]
+    ordered, ids = logits.sort(-1, descending=True, stable=True)  # stable: ties stay in the order of ids
+    rank = torch.arange(vocab, device=logits.device)
+    keep = rank < column([p.top_k if p.top_k > 0 else vocab for p in params])
+    probs = ordered.masked_fill(~keep, NEVER).softmax(-1)
+    keep &= probs.cumsum(-1) - probs < column([p.top_p for p in params])
+    keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
+    keep[:, 0] = True
+    return torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
+
+
+def gumbel_max(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Draws one token per row [N] from softmax(logits) with the row's keyed noise."""
+    row_keys = [row_key(row.seq.seed, row.seq.sample, row.position) for row in rows]
+    keys = torch.tensor(row_keys, device=logits.device, dtype=torch.int32)  # [N, 2]
+    near = logits > logits.amax(-1, keepdim=True) - NOISE_REACH
+    row, token = near.nonzero(as_tuple=True)  # [M], [M]
+    scores = torch.full_like(logits, NEVER)
+    scores[row, token] = logits[row, token] + gumbel(keys[row], token.int())
+    return scores.argmax(-1)
+
+
+def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
+    """64 key bits of one output position as two signed 32-bit integers (splitmix64, Steele et al. 2014)."""
+    x = 0
+    for part in (seed, sample, position):
+        x = (x + (part & U64) + 0x9E3779B97F4A7C15) & U64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
+        x ^= x >> 31
+    return signed32(x), signed32(x >> 32)
+
+
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise [M] for keys [M, 2] and token ids [M], both int32: the same on every device."""
+    x = mix32(mix32(tokens * signed32(0x9E3779B1) + keys[:, 0]) ^ keys[:, 1])
+    v = torch.where(x < 0, x.float() + 2.0**32, x.float()).add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))  # fine near v = 0, where the rare tokens win
+
+
+def mix32(x: Tensor) -> Tensor:
+    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C. Wellons' hash-prospector)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * signed32(0x7FEB352D)
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * signed32(0x846CA68B)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def signed32(x: int) -> int:
+    x &= U32
+    return x - (1 << 32) if x >> 31 else x
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], top: int) -> tuple[TokenLogprobs, ...]:
+    """Log-softmax of the raw logits [N, V] at `tokens`, with their rank and the `top` likeliest tokens."""
+    logp = logits.float().log_softmax(-1)
+    chosen = logp.gather(-1, torch.tensor(tokens, device=logp.device)[:, None])  # [N, 1]
+    ranks = ((logp > chosen).sum(-1) + 1).tolist()
+    values, ids = logp.topk(top, -1)  # [N, top]
+    best = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return tuple(
+        TokenLogprobs(token, lp, rank, pairs)
+        for token, (lp,), rank, pairs in zip(tokens, chosen.tolist(), ranks, best, strict=True)
+    )

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from speculon.core import Sequence
+from speculon.kv.blocks import BlockPool
+from tests.builders import make_sequence
+
+
+def fill(pool: BlockPool, seq: Sequence, upto: int | None = None) -> None:
+    """Computes a sequence up to `upto` tokens, as a step would."""
+    upto = len(seq.tokens) if upto is None else upto
+    pool.extend(seq, upto)
+    seq.committed = upto
+    pool.seal(seq)
+
+
+def test_pages_of_a_starting_sequence_are_consecutive_also_beside_others():
+    pool = BlockPool(64, 4)
+    seqs = [make_sequence([i] * 9, max_tokens=30) for i in range(3)]
+    for seq in seqs:
+        pool.attach(seq)
+        fill(pool, seq)
+    for step in range(25):
+        for seq in seqs:
+            seq.tokens.append(step)
+            fill(pool, seq)
+    for seq in seqs:
+        assert seq.table == list(range(seq.table[0], seq.table[0] + len(seq.table)))
+    pool.check_integrity(seqs)
+
+
+def test_a_prompt_that_begins_alike_finds_full_pages_but_computes_at_least_one_token():
+    pool = BlockPool(16, 4)
+    first = make_sequence(list(range(8)))
+    assert pool.attach(first) == 0
+    fill(pool, first)
+    same, longer, other = make_sequence(list(range(8))), make_sequence(list(range(10))), make_sequence([9, *range(1, 8)])
+    assert [pool.attach(s) for s in (same, longer, other)] == [4, 8, 0]
+    assert same.table == first.table[:1] and longer.table == first.table[:2]
+    pool.check_integrity([first, same, longer, other])
+
+
+def test_released_pages_stay_findable_until_evicted_oldest_first():
+    pool = BlockPool(4, 4)
+    old, new = make_sequence([1] * 8), make_sequence([2] * 8)
+    for seq in (old, new):
+        pool.attach(seq)
+        fill(pool, seq)
+        pool.release(seq)
+    assert pool.available == 4
+    third = make_sequence([3] * 4)
+    pool.attach(third)
+    fill(pool, third)
+    again = make_sequence([2] * 9)
+    assert pool.attach(again) == 8
+    pool.check_integrity([third, again])
+
+
+def test_a_page_is_found_only_behind_the_same_prefix():
+    pool = BlockPool(16, 2)
+    seq = make_sequence([1, 1, 7, 7])
+    pool.attach(seq)
+    fill(pool, seq)
+    assert pool.attach(make_sequence([2, 2, 7, 7, 5])) == 0
+
+
+def test_trim_returns_what_is_beyond_the_committed_tokens():
+    pool = BlockPool(8, 4)
+    seq = make_sequence([1] * 5)
+    pool.attach(seq)
+    pool.extend(seq, 20)
+    seq.committed = 5
+    pool.trim(seq)
+    assert len(seq.table) == 2 and pool.available == 6
+    pool.check_integrity([seq])
+
+
+def test_prompt_logprobs_take_no_cached_prefix():
+    from speculon.config import SamplingParams
+
+    pool = BlockPool(8, 2)
+    seq = make_sequence([1] * 6)
+    pool.attach(seq)
+    fill(pool, seq)
+    assert pool.attach(make_sequence([1] * 6, params=SamplingParams(prompt_logprobs=0))) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_life_keeps_the_pool_whole(seed: int):
+    chance = random.Random(seed)
+    pool, live = BlockPool(24, 4), []
+    for _ in range(600):
+        action = chance.random()
+        if action < 0.3:
+            seq = make_sequence([chance.randrange(2) for _ in range(chance.randrange(1, 20))], max_tokens=chance.randrange(20))
+            pool.attach(seq)
+            if pool.missing(seq, len(seq.tokens)) <= pool.available:
+                fill(pool, seq)
+                live.append(seq)
+            else:
+                pool.release(seq)
+        elif action < 0.5 and live:
+            pool.release(live.pop(chance.randrange(len(live))))
+        elif live:
+            seq = chance.choice(live)
+            if pool.missing(seq, len(seq.tokens) + 6) <= pool.available:
+                pool.extend(seq, len(seq.tokens) + 6)  # drafts
+                seq.tokens += [chance.randrange(2) for _ in range(chance.randrange(1, 7))]
+                seq.committed = len(seq.tokens) - 1
+                pool.seal(seq)
+                pool.trim(seq)
+        pool.check_integrity(live)
+    for seq in live:
+        pool.release(seq)
+    pool.check_integrity([])
+    assert pool.available == 24
+
+
+def test_integrity_goes_red_on_a_leak_and_on_a_double_owner():
+    pool = BlockPool(8, 4)
+    seq = make_sequence([1] * 8)
+    pool.attach(seq)
+    fill(pool, seq)
+    with pytest.raises(AssertionError):
+        pool.check_integrity([])  # a sequence forgotten
+    seq.table.append(seq.table[0])
+    with pytest.raises(AssertionError):
+        pool.check_integrity([seq])

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from speculon.config import SpeculationConfig
+from speculon.proposers.base import TargetFacts
+from speculon.proposers.ngram import Index, NGram
+from speculon.proposers.synthetic import Synthetic
+from tests.builders import make_sequence
+
+
+def naive(tokens: list[int], k: int, lo: int, hi: int) -> tuple[int, ...]:
+    for order in range(min(hi, len(tokens)), lo - 1, -1):
+        for at in range(len(tokens) - 1, order - 1, -1):
+            if tokens[at - order : at] == tokens[-order:]:
+                period = len(tokens) - at
+                return tuple(tokens[at + i % period] for i in range(k))
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        pytest.param([1, 2, 3, 4], (), id="nothing repeats"),
+        pytest.param([1, 2, 3, 4, 1, 2], (3, 4, 1), id="what followed"),
+        pytest.param([1, 2, 8, 1, 2, 9, 1, 2], (9, 1, 2), id="most recent wins"),
+        pytest.param([5, 1, 2, 8, 1, 2, 9, 5, 1, 2], (8, 1, 2), id="longest wins over most recent"),
+        pytest.param([7, 7, 7], (7, 7, 7), id="a match at the end repeats itself"),
+    ],
+)
+def test_lookup(tokens: list[int], expected: tuple[int, ...]):
+    index = Index(2, 4)
+    index.extend(tokens)
+    assert index.lookup(tokens, 3) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_equals_a_scan_however_the_text_grows(seed: int):
+    chance = random.Random(seed)
+    tokens: list[int] = []
+    index = Index(1, 4)
+    while len(tokens) < 200:
+        tokens += [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
+        index.extend(tokens)
+        assert index.lookup(tokens, 5) == naive(tokens, 5, 1, 4)
+
+
+def test_ngram_serves_many_sequences_and_forgets_them():
+    ngram = NGram(1, 3)
+    a, b = make_sequence([1, 2, 1]), make_sequence([3, 4, 5])
+    for seq in (a, b):
+        ngram.admit(seq)
+    drafts = ngram.propose([a, b], [2, 2], lease=None)  # type: ignore[arg-type]
+    assert [d.tokens for d in drafts] == [(2, 1), ()] and drafts[0].sources == ("ngram", "ngram")
+    for seq in (a, b):
+        ngram.release(seq)
+    assert not ngram._index
+
+
+def test_synthetic_hits_the_wanted_acceptance_of_a_text_it_has_seen():
+    synthetic = Synthetic.build(SpeculationConfig(synthetic_acceptance=0.7), TargetFacts(50, 10_000))
+    text = [i % 50 for i in range(4000)]
+    first = make_sequence([1], output=text, max_tokens=5000)
+    synthetic.admit(first)
+    synthetic.release(first)
+    again = make_sequence([1], max_tokens=5000)
+    synthetic.admit(again)
+    right = 0
+    for token in text:
+        (draft,) = synthetic.propose([again], [1], lease=None)  # type: ignore[arg-type]
+        right += draft.tokens == (token,)
+        again.tokens.append(token)
+    assert 0.66 < right / len(text) < 0.74

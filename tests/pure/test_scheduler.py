@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from speculon.config import SamplingParams
+from speculon.control.policy import Fixed
+from speculon.core import Decision, Finish, Load, Plan, Reason, Sequence, Verdict
+from speculon.engine.admission import check_request
+from speculon.engine.scheduler import Scheduler
+from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+from speculon.kv.blocks import BlockPool
+from tests.builders import make_sequence
+
+LOAD = Load(1, 0, 10)
+
+
+def run(scheduler: Scheduler, plan: Plan, token: int = 7, finish: set[Sequence] = frozenset()) -> list:  # type: ignore[assignment]
+    """Computes a plan as the engine would, every sampled sequence writing `token`."""
+    verdicts = []
+    for span in plan.spans:
+        scheduler.pool.extend(span.seq, span.end)
+        span.seq.committed = span.end
+        done = Finish("length") if span.seq in finish else None
+        verdicts.append(Verdict((token,) if span.samples else (), finish=done))
+        span.seq.tokens.extend(verdicts[-1].tokens)
+        scheduler.pool.seal(span.seq)
+    return scheduler.settle(plan.spans, verdicts)[0]
+
+
+def test_a_long_prompt_comes_in_chunks_and_decoding_goes_first():
+    scheduler = Scheduler(BlockPool(64, 4), 8, max_batch_tokens=10)
+    short, long = make_sequence([1] * 3), make_sequence([2] * 25)
+    scheduler.add([short])
+    scheduler.add([long])
+    lengths = []
+    for _ in range(4):
+        plan = scheduler.plan()
+        lengths.append([(span.seq is long, span.length) for span in plan.spans])
+        run(scheduler, plan)
+    assert lengths == [
+        [(False, 3), (True, 7)],
+        [(False, 1), (True, 9)],
+        [(False, 1), (True, 9)],
+        [(False, 1), (True, 1)],
+    ]
+
+
+def test_without_pages_the_youngest_gives_way_and_comes_back():
+    pool = BlockPool(6, 4)
+    scheduler = Scheduler(pool, 8, 100)
+    old, young = make_sequence([1] * 8, max_tokens=16), make_sequence([2] * 8, max_tokens=16)
+    scheduler.add([old])
+    scheduler.add([young])
+    for _ in range(9):
+        run(scheduler, scheduler.plan())
+        scheduler.check_integrity()
+    assert scheduler.running == [old] and list(scheduler.waiting) == [young]
+    assert young.stats.preemptions == 1 and young.committed == 0
+    run(scheduler, scheduler.plan(), finish={old})
+    plan = scheduler.plan()
+    assert plan.spans[0].seq is young and plan.spans[0].samples
+
+
+def test_samples_start_from_the_first_one_s_pages():
+    scheduler = Scheduler(BlockPool(32, 4), 8, 100)
+    samples = [make_sequence([1] * 9, request_id="r") for _ in range(3)]
+    scheduler.add(samples)
+    run(scheduler, scheduler.plan())
+    plan = scheduler.plan()
+    assert [(span.seq.id, span.start) for span in plan.spans[1:]] == [(s.id, 8) for s in samples[1:]]
+    assert samples[1].table == samples[0].table[:2]
+
+
+def test_abort_ends_running_waiting_and_not_yet_started_samples():
+    scheduler = Scheduler(BlockPool(32, 4), 8, 100)
+    scheduler.add([make_sequence([1] * 9, request_id="r") for _ in range(3)])
+    scheduler.add([make_sequence([1] * 9, request_id="other")])
+    run(scheduler, scheduler.plan())
+    events, ended = scheduler.abort("r")
+    assert len(ended) == 3 and all(event.finish and event.finish.reason == "abort" for event in events)
+    assert [seq.request_id for seq in scheduler.running] == ["other"]
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, Decision("ngram", 4), id="as set"),
+        pytest.param({"max_tokens": 3}, Decision("ngram", 2), id="no further than max_tokens"),
+        pytest.param({"max_tokens": 1}, Decision(None, 0, Reason.MAX_TOKENS), id="the last token needs no draft"),
+        pytest.param({"off": Reason.OFF_REQUEST}, Decision(None, 0, Reason.OFF_REQUEST), id="off by request"),
+    ],
+)
+def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
+    assert Fixed().decide([make_sequence([1], **fields)], LOAD) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "said"),
+    [
+        pytest.param([], {}, EmptyPrompt, "no tokens", id="empty"),
+        pytest.param([99], {}, InvalidParameter, "prompt = 99: token ids go from 0 to 9", id="unknown id"),
+        pytest.param([1] * 21, {}, TooLong, "prompt 21 > context 20", id="prompt too long"),
+        pytest.param([1] * 11, {"max_tokens": 10}, TooLong, "prompt 11 \\+ max_tokens 10 > context 20", id="answer too long"),
+        pytest.param([1] * 10, {"max_tokens": 7}, NeverFits, "17 tokens need 5 KV pages of 4, the pool owns 4", id="never fits"),
+        pytest.param([1], {"max_tokens": 1, "logit_bias": {10: 1.0}}, InvalidParameter, "logit_bias = 10", id="bias id"),
+        pytest.param([1], {"max_tokens": 1, "logprobs": 11}, InvalidParameter, "logprobs = 11", id="logprobs"),
+    ],
+)
+def test_admission_refuses_by_name_and_number(prompt: list[int], params: dict, error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        check_request(prompt, SamplingParams(**params), vocab_size=10, max_context=20, pages=4, block_size=4)
