@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
-from transformers.modeling_utils import AttentionInterface
 
-from speculon.core import LayerSpec
 from speculon.models import attention
+from speculon.models.probe import discover, use_attention
 from speculon.models.target import Target
 
-AttentionInterface.register(attention.NAME, attention.attend)
 OWN_BUFFER = 1 << 16  # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 
 
@@ -32,9 +29,6 @@ def own_structure(model: PreTrainedModel) -> PreTrainedModel:
 def make_target(model: PreTrainedModel, name: str, max_context: int | None) -> Target:
     model.eval()
     config = model.config.get_text_config()
-    model.set_attn_implementation(attention.NAME)
-    layers = tuple(
-        LayerSpec("attention", config.num_key_value_heads, config.head_dim, config.head_dim, model.dtype)
-        for _ in range(config.num_hidden_layers)
-    )
-    return Target(model, layers, name=name, max_context=config.max_position_embeddings, eos_ids=frozenset())
+    layers, vocab = discover(model)
+    use_attention(model, attention.NAME)
+    return Target(model, layers, name=name, vocab_size=vocab, max_context=config.max_position_embeddings, eos_ids=frozenset())

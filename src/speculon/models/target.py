@@ -32,14 +32,14 @@ class Target:
         layers: tuple[LayerSpec, ...],
         *,
         name: str,
+        vocab_size: int,
         max_context: int,
         eos_ids: frozenset[int],
         notes: tuple[str, ...] = (),
     ):
-        self.model, self.layers, self.name = model, layers, name
+        self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.device, self.dtype = model.device, model.dtype
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         weights = {p.data_ptr(): p for p in model.parameters()}.values()  # tied weights count once
         self.num_parameters = sum(p.numel() for p in weights)
         self.num_bytes = sum(p.nbytes for p in weights)

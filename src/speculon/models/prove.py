@@ -1,0 +1,61 @@
+"""The proof at load: two sequences packed into one row, one continued from its pages, against the stock model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speculon.batch import Batch
+from speculon.errors import UnsupportedModel
+from speculon.kv.store import PageStore, SpanView
+from speculon.models.probe import stock_attention
+from speculon.models.target import Target
+
+TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
+LOOSE = 0.1  # guess, measured below
+BLOCK = 4
+LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
+TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
+
+
+@torch.inference_mode()
+def prove(target: Target) -> float:
+    """The largest difference of a logit, relative to the largest logit; too large a one is refused."""
+    stock, ours = stock_logits(target), paged_logits(target)
+    error = float((ours - stock).abs().max() / stock.abs().max())
+    limit = TOLERANCE.get(target.dtype, LOOSE)
+    if not error <= limit:  # a NaN is refused too
+        raise UnsupportedModel(
+            f"{target.name} ({type(target.model).__name__}, {target.dtype}): logits over pages differ from the stock model by "
+            f"{error:.2g} of the largest logit, allowed is {limit:.2g}"
+        )
+    return error
+
+
+def texts(target: Target) -> list[Tensor]:
+    """Two random texts: [11] and [6]."""
+    generator = torch.Generator().manual_seed(0)
+    size = min(target.vocab_size, target.model.get_input_embeddings().weight.shape[0])
+    return [torch.randint(size, (n,), generator=generator).to(target.device) for n in LENGTHS]
+
+
+def stock_logits(target: Target) -> Tensor:  # [17, V]
+    with stock_attention(target.model):
+        return torch.cat([target.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts(target)])
+
+
+def paged_logits(target: Target) -> Tensor:  # [17, V]
+    store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
+    before = [[], []]
+    for starts, ends in (((0, 0), FIRST), (FIRST, LENGTHS)):
+        spans, ids, positions, row = [], [], [], 0
+        for text, table, start, end in zip(texts(target), TABLES, starts, ends, strict=True):
+            spans.append(SpanView(row, row + end - start, store.where(table, end), end))
+            ids.append(text[start:end])
+            positions.append(torch.arange(start, end, device=target.device))
+            row += end - start
+        batch = Batch([], torch.cat(ids)[None], torch.cat(positions)[None], torch.arange(row, device=target.device))
+        logits = target.forward(batch, store.view_of(spans)).logits
+        for rows, span in zip(before, spans, strict=True):
+            rows.append(logits[span.first : span.last])
+    return torch.cat([*before[0], *before[1]])
