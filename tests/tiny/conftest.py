@@ -31,7 +31,11 @@ BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MIXED = {"num_hidden_layers": 3, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MIXED = {
+    "num_hidden_layers": 3,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -42,7 +46,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 12}),
     "gemma3": ("gemma3_text", {**MIXED, "query_pre_attn_scalar": 12}),
     "phi3": ("phi3", {}),
-    "gpt_oss": ("gpt_oss", {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **MIXED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
     "deepseek_v3": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class PageStore:
         tails = [span.tail(span.rows) for span in spans]
         if all(isinstance(tail, slice) for tail in tails):
             joined = slice(tails[0].start, tails[-1].stop)
-            if all(a.stop == b.start for a, b in zip(tails, tails[1:], strict=False)):
+            if all(a.stop == b.start for a, b in pairwise(tails)):
                 return joined
         return torch.cat([as_index(tail, self.device) for tail in tails])  # [T]
 

@@ -130,7 +130,7 @@ class MaskCache:
     def slice(
         self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:  # [n * g, length]
-        """Additive mask of the last n of `length` positions: row i * g + j sees keys in (length - n + i - window, length - n + i]."""
+        """Additive mask of the last n positions: row i * g + j sees keys in (length - n + i - window, length - n + i]."""
         key = (window, group, dtype, device)
         base, rows, before = self.bases.get(key, (None, 0, 0))
         if base is None or n > rows or length - n > before:

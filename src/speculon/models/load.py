@@ -3,20 +3,91 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
 
+from speculon.errors import (
+    ConfigError,
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    ModelNotFound,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
 from speculon.models import attention
 from speculon.models.probe import discover, use_attention
+from speculon.models.prove import prove
+from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
+DEMO = Path(__file__).resolve().parent.parent / "demo" / "target"
 OWN_BUFFER = 1 << 16  # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DEFAULT_CONTEXT = 4096  # guess, for a config that names no limit
+
+Progress = Callable[[str], None]  # told each stage's name as it begins
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    max_context: int | None = None,
+    progress: Progress | None = None,
+) -> Target:
+    """A checked Target from a folder, a hub id or `demo`. Fails with a ModelError that names path and reason."""
+    tell = progress or (lambda stage: None)
+    tell("reading the checkpoint")
+    folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    checkpoint = recognise(folder)
+    refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
+    with quiet():
+        config = load_config(checkpoint, trust_remote_code)
+        place = pick_device(device)
+        number = torch.float32 if str(path) == "demo" else pick_dtype(dtype, checkpoint.dtype, place)
+        tell("loading the weights")
+        model = load_model(checkpoint, config, number, place, trust_remote_code)
+        tell("checking the model against its stock forward")
+        return make_target(model, str(path), max_context)
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the model."""
+    folder = locate(path, trust_remote_code=trust_remote_code)
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        except Exception as error:
+            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
 
 
 def wrap_model(model: PreTrainedModel, *, name: str | None = None, max_context: int | None = None) -> Target:
-    """A Target over the weights of a model in memory. Does not modify `model`."""
-    return make_target(own_structure(model), name or type(model).__name__, max_context)
+    """A checked Target over the weights of a model in memory. Does not modify `model`."""
+    with quiet():
+        return make_target(own_structure(model), name or type(model).__name__, max_context)
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:
@@ -28,7 +99,162 @@ def own_structure(model: PreTrainedModel) -> PreTrainedModel:
 
 def make_target(model: PreTrainedModel, name: str, max_context: int | None) -> Target:
     model.eval()
-    config = model.config.get_text_config()
-    layers, vocab = discover(model)
+    layers, vocab_size = discover(model)
     use_attention(model, attention.NAME)
-    return Target(model, layers, name=name, vocab_size=vocab, max_context=config.max_position_embeddings, eos_ids=frozenset())
+    limit, notes = context_limit(model)
+    if max_context is not None and max_context > limit:
+        raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
+    target = Target(
+        model, layers, name=name, vocab_size=vocab_size, max_context=max_context or limit, eos_ids=eos_ids(model), notes=notes
+    )
+    prove(target)
+    return target
+
+
+def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Path:
+    """The folder of `path`; a hub id is fetched, or found in the cache when offline."""
+    if str(path) == "demo":
+        return DEMO
+    folder = Path(path).expanduser()
+    if folder.exists() or not HUB_ID.fullmatch(str(path)):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"] + ["*.bin"] * allow_pickle + ["*.py"] * trust_remote_code
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]))
+    except Exception as error:
+        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise ModelNotFound(
+            f"{path}: no such folder, and the hub gave none of that name ({first_line(error)}){offline}"
+        ) from error
+
+
+def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
+    if checkpoint.remote_code and checkpoint.model_type not in CONFIG_MAPPING and not trust_remote_code:
+        raise UnsafeCheckpoint(
+            f"{checkpoint.path}: needs Python code that comes with it; read it, then pass trust_remote_code=True"
+        )
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        if checkpoint.model_type not in CONFIG_MAPPING and not checkpoint.remote_code:
+            known = f"this transformers does not know model_type {checkpoint.model_type!r}"
+            raise UnsupportedModel(f"{checkpoint.path}: {known}") from error
+        raise ModelError(f"{checkpoint.path / 'config.json'}: {first_line(error)}") from error
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"{checkpoint.path}: {checkpoint.architecture} is an encoder-decoder")
+    return config
+
+
+def load_model(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=not checkpoint.pickled,
+            weights_only=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise loading_error(checkpoint, error) from error
+    if missing := sorted(info["missing_keys"]):
+        raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
+    if wrong := sorted(info["mismatched_keys"]):
+        raise CorruptWeights(
+            f"{checkpoint.path}: {len(wrong)} tensors have another shape than the config says, first {wrong[0][0]}"
+        )
+    return model.to(device)
+
+
+def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:
+    line = f"{checkpoint.path}: {first_line(error)}"
+    if "mismatch" in str(error) or "size" in str(error) and "shape" in str(error):
+        return CorruptWeights(line)
+    if checkpoint.pickled:
+        return CorruptWeights(f"{checkpoint.files[0]}: not readable as weights ({first_line(error)})")
+    return UnsupportedModel(line)
+
+
+def pick_device(device: str) -> torch.device:
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's own; on a CPU that cannot multiply it natively, fp32."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    own = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
+    if device.type != "cpu" or own is torch.float32:
+        return own
+    return own if own is torch.bfloat16 and native_bf16() else torch.float32
+
+
+def native_bf16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(flag) for flag in BF16_FLAGS)
+
+
+def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
+    """Positions this model reaches here, and what there is to say about them."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    notes = [] if limit else [f"the config names no context length; {DEFAULT_CONTEXT} is assumed"]
+    limit = limit or DEFAULT_CONTEXT
+    for kind, reach in rope_limits(model):
+        if reach < limit:
+            # The library scales by the longest position of the whole row, so one long text would change its neighbours.
+            notes.append(f"context is {reach} instead of {limit}: {kind} RoPE beyond it depends on the other texts of a batch")
+            limit = reach
+    return limit, tuple(notes)
+
+
+def rope_limits(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """For each rotary table that changes with length: its kind, and up to which position it is constant."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+                continue
+            parameters = module.config.rope_parameters
+            parameters = parameters if layer_type is None else parameters[layer_type]
+            reach = parameters.get("original_max_position_embeddings") or getattr(module, "original_max_seq_len", None)
+            if not reach:
+                raise UnsupportedModel(f"{type(module).__name__}: {kind} RoPE without an original length")
+            yield kind, int(reach)
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a text: the generation config's, else the config's."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = getattr(model.config.get_text_config(), "eos_token_id", None) if ids is None else ids
+    return frozenset(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without its warnings and progress bars, for a while."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

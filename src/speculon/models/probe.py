@@ -95,6 +95,7 @@ def mask_number(mask: Tensor | None, where: str) -> int | None:
     return int(number) - 1
 
 
+@torch.inference_mode()
 def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
     """The layers' claims on the page pool and the vocabulary's size, from one forward of a few tokens."""
     refuse_kind(model)
@@ -185,7 +186,16 @@ def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, w
 
 
 def landmarks(local_size: int | None, limit: int) -> Tensor:
-    """Positions at which masks differ: small ones, around powers of two, around multiples of the window, all within the context."""
+    """Positions at which masks differ: small ones, around powers of two, around multiples of the window."""
     size = local_size or 16
-    near = {0, 1, 2, 3, limit - 1, *(2**i for i in range(21)), *(size * i for i in range(1, 5)), *(size // 2 * i for i in range(1, 6))}
+    near = {
+        0,
+        1,
+        2,
+        3,
+        limit - 1,
+        *(2**i for i in range(21)),
+        *(size * i for i in range(1, 5)),
+        *(size // 2 * i for i in range(1, 6)),
+    }
     return torch.tensor(sorted({p + d for p in near for d in (-1, 0, 1) if 0 <= p + d < limit}))

@@ -12,7 +12,7 @@ from speculon.models.probe import stock_attention
 from speculon.models.target import Target
 
 TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
-LOOSE = 0.1  # guess, measured below
+LOOSE = 0.2  # bf16: 12 random models of 20 and 40 layers gave 0.01 to 0.10 (a MoE with wild weights), trained-like ones 0.01; x2
 BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
@@ -46,9 +46,10 @@ def stock_logits(target: Target) -> Tensor:  # [17, V]
 
 def paged_logits(target: Target) -> Tensor:  # [17, V]
     store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
-    before = [[], []]
+    before: tuple[list[Tensor], list[Tensor]] = ([], [])
     for starts, ends in (((0, 0), FIRST), (FIRST, LENGTHS)):
-        spans, ids, positions, row = [], [], [], 0
+        spans: list[SpanView] = []
+        ids, positions, row = [], [], 0
         for text, table, start, end in zip(texts(target), TABLES, starts, ends, strict=True):
             spans.append(SpanView(row, row + end - start, store.where(table, end), end))
             ids.append(text[start:end])
