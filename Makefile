@@ -1,0 +1,65 @@
+# Every target sets up what it needs: a virtual environment in .venv, once, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned on purpose: an open range brings the newest build, and with it gigabytes of CUDA libraries. For another build:
+#   make test TORCH="torch==2.13.0 --index-url <the index of your CUDA version>"
+TORCH ?= torch==2.13.0
+# More arguments for the command that a target runs: make bench ARGS="--json"
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+SUITES := $(wildcard tests/pure tests/tiny tests/stat tests/server)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo bench test soak gpu lint types layers check clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("speculon needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[bench,test]'
+	@touch $@
+
+setup: $(STAMP) ## the virtual environment, and nothing more
+
+demo: $(STAMP) ## the shipped model continues code, with and without speculation
+	$(BIN)/speculon demo $(ARGS)
+
+bench: $(STAMP) ## compare modes on workloads, with a chart
+	$(BIN)/speculon bench $(ARGS)
+
+test: export HF_HUB_OFFLINE := 1
+test: $(STAMP) ## all tests that take minutes, pure ones first
+	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" $(ARGS)
+
+soak: export HF_HUB_OFFLINE := 1
+soak: $(STAMP) ## long tests: many requests, small pools, aborts
+	$(BIN)/python -m pytest tests/soak -m "not gpu" --timeout 1800 $(ARGS)
+
+gpu: export HF_HUB_OFFLINE := 1
+gpu: $(STAMP) ## tests that need a CUDA device
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check --no-cache src tests $(wildcard recipes)
+
+types: $(STAMP) ## mypy, strict on the pure layers
+	$(BIN)/mypy
+
+layers: $(STAMP) ## the table of layers against the imports
+	$(BIN)/python -m pytest tests/pure/test_layers.py
+
+check: lint types test ## what a change must pass
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,232 @@
+"""Text to token ids and back: prompts, chat templates, streams, stop strings. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from speculon.errors import InvalidParameter, InvalidRequest, ModelError
+
+UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
+MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
+CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
+
+
+class Tokenizer:
+    """What speculon needs of a transformers tokenizer; `inner` is the tokenizer itself."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    @classmethod
+    def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
+        """From a folder or hub id. Raises `ModelError` when there is no tokenizer that can be read."""
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code))
+        except Exception as error:  # a broken file raises whatever its parser raises
+            raise ModelError(f"no usable tokenizer in {str(path)!r}: {first_line(error)}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.inner)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        eos = self.inner.eos_token_id
+        return frozenset() if eos is None else frozenset([eos])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
+        check_text("prompt", text)
+        try:
+            return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        except Exception as error:
+            raise InvalidParameter("prompt", text, f"the tokenizer cannot encode it: {first_line(error)}") from error
+
+    def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
+        # without the clean-up of spaces: it would change text that has been streamed already
+        return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def render_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
+        """The conversation as the checkpoint's template writes it, up to where the answer begins."""
+        check_messages(messages)
+        if not self.inner.chat_template:
+            raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
+        try:
+            text: str = self.inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise errors of their own choice
+            raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}") from error
+        return text
+
+    def apply_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    def bad_word_ids(self, words: Iterable[str]) -> list[tuple[int, ...]]:
+        """Each word as it would be written at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            check_text("bad_words", word)
+            for form in (word, word if word.startswith(" ") else " " + word):
+                ids = tuple(self.encode(form, add_special_tokens=False))
+                if not ids:
+                    raise InvalidParameter("bad_words", word, "it has no tokens")
+                found[ids] = None
+        return list(found)
+
+
+class Stream:
+    """Turns the tokens of one text into text as they come; what is returned is never taken back.
+
+    Held back are an unfinished character and, with `stops`, whatever may turn out to be a stop string.
+    Pushes and `flush` together are the decoded whole, up to the stop string that ended it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Seq[str] = (), skip_special_tokens: bool = True):
+        self._tokenizer, self._stops, self._skip = tokenizer, tuple(stops), skip_special_tokens
+        self._window: list[int] = []  # the latest tokens, from a character's beginning on
+        self._text = ""  # what they decode to
+        self._sure = 0  # characters of it that went on to `_held`
+        self._held = ""  # whole characters not returned yet
+        self._settled = 0  # characters of it from before the last token: no text ended there
+
+    def push(self, ids: Seq[int]) -> str:
+        """The text that is now certain."""
+        return "".join(self._push(token) for token in ids)
+
+    def flush(self, stop: str | int | None = None) -> str:
+        """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string is cut off."""
+        text = self._held + self._text[self._sure :]
+        after, self._held, self._window, self._text, self._sure = self._settled, "", [], "", 0
+        return truncate(text, stop, after) if isinstance(stop, str) else text
+
+    def _push(self, token: int) -> str:
+        self._settled = len(self._held)
+        self._held += self._decode(token)
+        certain = len(self._held) - self._may_be_stop()
+        ready, self._held = self._held[:certain], self._held[certain:]
+        self._settled = max(0, self._settled - certain)
+        return ready
+
+    def _decode(self, token: int) -> str:
+        self._window.append(token)
+        self._text = self._tokenizer.decode(self._window, self._skip)
+        long, unsure = len(self._window) > MAX_UNSURE, self._text.endswith(UNSURE)
+        end = max(self._sure, len(self._text) - unsure if long else len(self._text.rstrip(UNSURE)))
+        new, self._sure = self._text[self._sure : end], end
+        if long:
+            self._restart(self._window[-CONTEXT:], unsure)
+        elif end == len(self._text) > 0:
+            # the last visible token stays: some tokenizers write a word's space only after another word
+            for n in range(1, len(self._window)):
+                if self._tokenizer.decode(self._window[-n:], self._skip):
+                    self._restart(self._window[-n:], False)
+                    break
+        return new
+
+    def _restart(self, window: list[int], unsure: bool) -> None:
+        self._window = window
+        self._text = self._tokenizer.decode(window, self._skip)
+        self._sure = max(0, len(self._text) - unsure)
+
+    def _may_be_stop(self) -> int:
+        """Length of the held text's tail from where a stop string ended in the last token, or may be beginning."""
+        text, longest = self._held, 0
+        for stop in self._stops:
+            at = text.find(stop, max(0, self._settled - len(stop) + 1))
+            if at < 0:
+                at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+                while at >= 0 and not stop.startswith(text[at:]):
+                    at = text.find(stop[0], at + 1)
+            longest = max(longest, len(text) - at if at >= 0 else 0)
+        return longest
+
+
+class StopStrings:
+    """Finds where a text ends at a stop string, token by token, from a bounded tail of the text."""
+
+    def __init__(self, stops: Seq[str], tokenizer: Tokenizer):
+        self._stops, self._tokenizer = tuple(stops), tokenizer
+        self._longest = max(map(len, self._stops), default=0)
+
+    def find(self, before: list[int], new: tuple[int, ...], skip_special_tokens: bool = True) -> tuple[int, str] | None:
+        """(index of the first of the `new` tokens that completes a stop string, the one that ends first).
+
+        `before` are the output's earlier tokens, without the prompt: a stop string may begin in them, not before.
+        """
+        tail, settled = self._tail(before, skip_special_tokens)
+        if not self._complete(self._sure_text([*tail, *new], skip_special_tokens), settled):
+            return None
+        for i in range(len(new)):
+            text = self._sure_text([*tail, *new[: i + 1]], skip_special_tokens)
+            if ends := self._complete(text, settled):
+                return i, min(ends)[2]
+        return None
+
+    def _complete(self, text: str, settled: int) -> list[tuple[int, int, str]]:
+        """(end, rank, stop string) of those in `text` that end after its first `settled` characters."""
+        found = []
+        for rank, stop in enumerate(self._stops):
+            at = text.find(stop, max(0, settled - len(stop) + 1))
+            if at >= 0:
+                found.append((at + len(stop), rank, stop))
+        return found
+
+    def _tail(self, before: list[int], skip: bool) -> tuple[list[int], int]:
+        """Last tokens that hold every character a stop string could begin with, and how many characters they are."""
+        # tokens can be single bytes of characters that have four, so only their text says whether they are enough
+        enough, n = self._longest + 4, 4 + self._longest // 2
+        most = 4 * enough + MAX_UNSURE
+        while True:
+            n = min(n, len(before), most)
+            tail = before[len(before) - n :]
+            chars = len(self._sure_text(tail, skip))
+            if chars >= enough or n == len(before) or n == most:
+                return tail, chars
+            n *= 2
+
+    def _sure_text(self, ids: list[int], skip: bool) -> str:
+        # an unfinished character must not match: alone or in a crowd of drafts, the same token ends the text
+        return self._tokenizer.decode(ids, skip).rstrip(UNSURE)
+
+
+def truncate(text: str, stop: str, after: int = 0) -> str:
+    """`text` up to the first `stop` that ends beyond its first `after` characters; all of it when there is none."""
+    at = text.find(stop, max(0, after - len(stop) + 1))
+    return text if at < 0 else text[:at]
+
+
+def final_text(tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None = None, skip_special_tokens: bool = True) -> str:
+    """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
+    text = tokenizer.decode(ids, skip_special_tokens)
+    if not isinstance(stop, str):
+        return text
+    # only in the last token can it have ended the text: an earlier one was passed over for min_tokens
+    return truncate(text, stop, len(tokenizer.decode(ids[:-1], skip_special_tokens).rstrip(UNSURE)))
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises `InvalidParameter` for what is no text: other types, and halves of surrogate pairs."""
+    if not isinstance(text, str):
+        raise InvalidParameter(name, text, "must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        limit = f"a lone surrogate U+{ord(text[error.start]):04X} at character {error.start} is no text"
+        raise InvalidParameter(name, text[error.start : error.start + 8], limit) from None
+
+
+def check_messages(messages: Seq[Mapping[str, Any]]) -> None:
+    if isinstance(messages, str | Mapping) or not messages:
+        raise InvalidParameter("messages", messages, "a list of {'role': ..., 'content': ...}, not empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
+        check_text(f"messages.{i}.content", message.get("content"))  # type: ignore[arg-type]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
