@@ -15,7 +15,7 @@ from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.models.load import load_target, load_tokenizer
 from speculon.telemetry import RequestStats, SpeculationStats
-from speculon.text import Stream, truncate
+from speculon.text import Stream, Tokenizer, final_text
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -108,7 +108,7 @@ class LLM:
         model: str | None = None,
         *,
         speculation: SpeculationConfig | Mapping[str, Any] | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Callable[[str], None] | None = None,
         **settings: Any,
     ):
         if model is not None:
@@ -127,7 +127,7 @@ class LLM:
             max_context=self.config.max_context,
             progress=progress,
         )
-        self.tokenizer = load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code)
+        self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
 
     def generate(
@@ -190,7 +190,8 @@ class LLM:
                 for event in self.engine.step():
                     if event.request_id == request_id:
                         finished = event.finish is not None
-                        if new := text.push(event.tokens) + (text.flush() if finished else ""):
+                        new = text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else "")
+                        if new:
                             yield new
         finally:
             self.engine.abort(request_id)
@@ -208,8 +209,7 @@ class LLM:
 
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
         for one in output.outputs:
-            text = self.tokenizer.decode(one.token_ids, skip_special_tokens=params.skip_special_tokens)
-            one.text = truncate(text, one.stop) if isinstance(one.stop, str) else text
+            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
 
 
 class Session:

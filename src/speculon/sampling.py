@@ -127,7 +127,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
         return torch.tensor(values, device=logits.device)[:, None]  # [N, 1]
 
     vocab = logits.shape[-1]
-    ordered, ids = logits.sort(-1, descending=True, stable=True)  # stable: ties stay in the order of ids
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of ids
     rank = torch.arange(vocab, device=logits.device)
     keep = rank < column([p.top_k if p.top_k > 0 else vocab for p in params])
     probs = ordered.masked_fill(~keep, NEVER).softmax(-1)

@@ -10,6 +10,8 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from speculon.batch import Batch
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policy import POLICIES, Policy
@@ -117,6 +119,7 @@ class Engine:
         self.scheduler.add(samples)
         return request_id
 
+    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         began = perf_counter()
