@@ -212,6 +212,15 @@ class TestStream:
         if stop and not min_tokens:
             assert not any(other in text for other in stops)
 
+    def test_a_stop_string_that_was_passed_over_is_shown(self) -> None:
+        a, b, x, y = (byte_level().encode(char) for char in "abxy")
+        stream = Stream(byte_level(), stops=["a"])
+        assert [stream.push(token) for token in (a, b, a)] == ["", "ab", ""]
+        assert stream.flush("a") == ""
+        stream = Stream(byte_level(), stops=["a", "xaya"])
+        assert [stream.push(token) for token in (x, a, y, a)] == ["", "", "", ""]
+        assert stream.flush("a") == "xay" == final_text(byte_level(), [*x, *a, *y, *a], "a")
+
     @given(OUTPUTS, STOPS)
     def test_text_is_shown_as_soon_as_it_is_certain(self, ids: list[int], stops: list[str]) -> None:
         stream, shown = Stream(byte_level(), stops), ""
@@ -258,9 +267,12 @@ class TestStopStrings:
         assert StopStrings(["stop"], byte_level()).find(before, tuple(byte_level().encode(" and on"))) is None
 
     def test_the_first_to_end_wins_then_the_list(self) -> None:
-        new = tuple(byte_level().encode("x") + byte_level().encode("hello"))
-        assert StopStrings(["lo", "ell", "ll"], byte_level()).find([], new)[1] == "ell"  # type: ignore[index]
-        assert StopStrings(["lo", "ll", "ell"], byte_level()).find([], new)[1] == "ll"  # type: ignore[index]
+        def found(*stops: str) -> tuple[int, str] | None:
+            return StopStrings(stops, byte_level()).find([5], (6, 0), skip_special_tokens=False)
+
+        assert found("d|", "end", "<|") == (1, "<|")
+        assert found("end", "|end", "nd") == (1, "end")
+        assert found("|end", "end", "nd|") == (1, "|end")
 
     def test_hidden_tokens_do_not_part_a_stop_string(self) -> None:
         before, new = byte_level().encode(f"st{END}"), tuple(byte_level().encode("op"))
@@ -280,8 +292,9 @@ class TestStopStrings:
         StopStrings([stop], byte_level()).find(before, (5,))
         assert max(decoded) <= longest < len(before) / 3
 
-    def test_the_longest_stop_string_is_found_byte_by_byte(self) -> None:
-        stop = "🦊" * 256
+    @pytest.mark.parametrize("length", [*range(1, 24), 256])
+    def test_a_stop_string_is_found_byte_by_byte(self, length: int) -> None:
+        stop = "🦊" * length
         ids = byte_level().encode("here: " + stop)
         assert StopStrings([stop], byte_level()).find(ids[:-1], (ids[-1],)) == (0, stop)
 
