@@ -200,7 +200,7 @@ def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dt
 
 
 def native_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # a torch without it: no bf16
     return any(capabilities.get(flag) for flag in BF16_FLAGS)
 
 

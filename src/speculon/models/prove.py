@@ -17,6 +17,8 @@ BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
 
+Piece = tuple[Tensor, list[int], int, int]  # a text [n], its pages, and the part [start, end) to run
+
 
 @torch.inference_mode()
 def prove(target: Target) -> float:
@@ -46,17 +48,20 @@ def stock_logits(target: Target) -> Tensor:  # [17, V]
 
 def paged_logits(target: Target) -> Tensor:  # [17, V]
     store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
-    before: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for starts, ends in (((0, 0), FIRST), (FIRST, LENGTHS)):
-        spans: list[SpanView] = []
-        ids, positions, row = [], [], 0
-        for text, table, start, end in zip(texts(target), TABLES, starts, ends, strict=True):
-            spans.append(SpanView(row, row + end - start, store.where(table, end), end))
-            ids.append(text[start:end])
-            positions.append(torch.arange(start, end, device=target.device))
-            row += end - start
-        batch = Batch([], torch.cat(ids)[None], torch.cat(positions)[None], torch.arange(row, device=target.device))
-        logits = target.forward(batch, store.view_of(spans)).logits
-        for rows, span in zip(before, spans, strict=True):
-            rows.append(logits[span.first : span.last])
-    return torch.cat([*before[0], *before[1]])
+    steps = zip(((0, 0), FIRST), (FIRST, LENGTHS), strict=True)
+    parts = [run_pieces(target, store, list(zip(texts(target), TABLES, *bounds, strict=True))) for bounds in steps]
+    return torch.cat([rows for sequence in zip(*parts, strict=True) for rows in sequence])
+
+
+def run_pieces(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:  # one [rows, V] per piece
+    """One forward over pieces of texts, every row scored."""
+    spans: list[SpanView] = []
+    row = 0
+    for _, table, start, end in pieces:
+        spans.append(SpanView(row, row + end - start, store.where(table, end), end))
+        row += end - start
+    ids = torch.cat([text[start:end] for text, _, start, end in pieces])
+    positions = torch.cat([torch.arange(start, end) for _, _, start, end in pieces]).to(target.device)
+    batch = Batch([], ids[None], positions[None], torch.arange(row, device=target.device))
+    logits = target.forward(batch, store.view_of(spans)).logits
+    return list(logits.split([span.rows for span in spans]))

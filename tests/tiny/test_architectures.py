@@ -1,0 +1,314 @@
+"""Every architecture over pages equals its stock eager forward; every planted error is seen; what is not carried is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, masking_utils
+from transformers.modeling_utils import AttentionInterface
+
+from speculon.batch import Batch
+from speculon.core import LayerSpec
+from speculon.errors import UnsupportedModel
+from speculon.kv.store import PageStore
+from speculon.models import attention
+from speculon.models.load import context_limit, wrap_model
+from speculon.models.probe import window_of
+from speculon.models.prove import Piece, run_pieces
+from speculon.models.target import Target
+from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
+
+TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6
+LENGTHS = (23, 14, 9, 3, 80)
+BLOCK = 4
+# (text, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of several rows.
+STEPS = [
+    [(0, 0, 9), (1, 0, 9), (2, 0, 1)],
+    [(4, 0, 40)],
+    [(1, 9, 10), (0, 9, 17), (2, 1, 8), (3, 0, 3)],
+    [(2, 8, 9), (0, 17, 22), (1, 10, 14), (4, 40, 80)],
+    [(0, 22, 23)],
+]
+
+texts = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+
+
+def tables(scattered: bool) -> list[list[int]]:
+    """Pages for every text: in order and consecutive, or shuffled over the pool."""
+    counts = [-(-n // BLOCK) for n in LENGTHS]
+    pages = (
+        torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+        if scattered
+        else list(range(sum(counts)))
+    )
+    return [[pages.pop(0) for _ in range(count)] for count in counts]
+
+
+def difference(
+    name: str,
+    *,
+    scattered: bool = True,
+    layers: tuple[LayerSpec, ...] | None = None,
+    run: Callable[..., list[Tensor]] = run_pieces,
+) -> float:
+    """The largest error of any logit of any row, relative to the largest logit."""
+    target, stock = tiny_target(name), tiny_model(name)
+    store = PageStore(layers or target.layers, 48, BLOCK, "cpu")
+    for pool in (*store.k, *store.v):
+        pool.fill_(50.0)  # what nobody wrote must not be seen
+    pages = tables(scattered)
+    rows: list[list[Tensor]] = [[] for _ in texts]
+    for step in STEPS:
+        pieces = [(texts[i], pages[i], start, end) for i, start, end in step]
+        wrong = [((text + 7) % VOCAB, table, start, end) for text, table, start, end in pieces]
+        run(target, store, wrong)  # a rejected draft leaves its keys behind; the next forward writes over them
+        for (i, *_), logits in zip(step, run(target, store, pieces), strict=True):
+            rows[i].append(logits)
+    with torch.inference_mode():
+        truth = [stock(text[None]).logits[0] for text in texts]
+    assert [sum(map(len, x)) for x in rows] == list(LENGTHS)
+    scale = max(float(t.abs().max()) for t in truth)
+    return max(float((torch.cat(ours) - t).abs().max()) for ours, t in zip(rows, truth, strict=True)) / scale
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
+@pytest.mark.parametrize("name", TINY)
+def test_ragged_spans_equal_the_stock_forward(name: str, scattered: bool) -> None:
+    assert difference(name, scattered=scattered) < TOLERANCE
+
+
+@contextmanager
+def attention_changed(change: Callable[..., Any]) -> Iterator[None]:
+    """`change(attend, module, q, k, v, mask, **kwargs)` takes the place of the attention function."""
+    original = attention.attend
+    AttentionInterface.register(attention.NAME, lambda *args, **kwargs: change(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        AttentionInterface.register(attention.NAME, original)
+
+
+def without(argument: str) -> Callable[..., Any]:
+    return lambda attend, *args, **kwargs: attend(*args, **{**kwargs, argument: None})
+
+
+def scaled(attend: Callable[..., Any], *args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
+    scaling = args[1].shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(*args, scaling=scaling * 1.1, **kwargs)
+
+
+def regrouped(attend: Callable[..., Any], module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Query head h uses key-value head h % Hkv instead of h // group."""
+    heads = torch.arange(q.shape[1]).view(-1, k.shape[1]).T.flatten()
+    out, _ = attend(module, q[:, heads], k, v, *args, **kwargs)
+    return out[:, :, heads.argsort()], None
+
+
+class ShiftedMasks(attention.MaskCache):
+    def slice(self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return super().slice(n, length, window, group, dtype, device).roll(group, 0)
+
+
+def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
+    """Continued spans stand one position too far."""
+    forward = target.forward
+    late = torch.cat([torch.full((end - start,), int(start > 0)) for _, _, start, end in pieces])
+    try:
+        target.forward = lambda batch, view: forward(dataclasses.replace(batch, position_ids=batch.position_ids + late), view)  # type: ignore[method-assign]
+        return run_pieces(target, store, pieces)
+    finally:
+        del target.forward
+
+
+def foreign_page(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
+    """A text continued at a page's start reads the page before from where nobody wrote."""
+
+    def misread(text: Tensor, table: list[int], start: int, end: int) -> Piece:
+        table = list(table)
+        if start and start % BLOCK == 0:
+            table[start // BLOCK - 1] = store.num_blocks - 1
+        return text, table, start, end
+
+    return run_pieces(target, store, [misread(*piece) for piece in pieces])
+
+
+WINDOWED = ["mistral", "gemma2", "gemma3", "gpt_oss"]
+GROUPED = [name for name in TINY if name not in ("deepseek_v3", "gpt_neox", "gpt2")]
+VISIBLE = 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
+    layers = tuple(dataclasses.replace(spec, window=spec.window and window) for spec in tiny_target(name).layers)
+    assert difference(name, layers=layers) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("gpt_oss", without("s_aux")), ("gemma2", without("softcap"))]
+    + [(name, scaled) for name in TINY]
+    + [(name, regrouped) for name in GROUPED],
+)
+def test_a_wrong_trait_is_seen(name: str, change: Callable[..., Any]) -> None:
+    with attention_changed(change):
+        assert difference(name) > VISIBLE
+
+
+@pytest.mark.parametrize("run", [shifted_positions, foreign_page])
+@pytest.mark.parametrize("name", TINY)
+def test_a_wrong_place_is_seen(name: str, run: Callable[..., list[Tensor]]) -> None:
+    assert difference(name, run=run) > VISIBLE
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_mask_off_by_one_row_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MASKS", ShiftedMasks())
+    assert difference(name) > VISIBLE
+
+
+def test_the_check_at_load_sees_a_planted_error() -> None:
+    with (
+        attention_changed(scaled),
+        pytest.raises(UnsupportedModel, match=r"differ from the stock model by 0\.\d+ .* allowed is 0.0001"),
+    ):
+        wrap_model(tiny_model("llama"))
+
+
+def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
+    target, text = tiny_target("gemma2"), texts[1]
+    chunk, rest = PageStore(target.layers, 8, BLOCK, "cpu"), list(range(4))
+    scored = PageStore(target.layers, 8, BLOCK, "cpu")
+    run_pieces(target, scored, [(text, rest, 0, 9)])
+    span = chunk.view_of([attention.SpanView(0, 9, chunk.where(rest, 9), 9)])
+    out = target.forward(Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span)
+    assert out.logits.shape == (0, VOCAB)
+    assert all(torch.equal(a, b) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
+
+
+def test_wrapping_leaves_the_model_as_it_was() -> None:
+    model = build("llama", attn_implementation="sdpa")
+    before = model(texts[0][None]).logits
+    target = wrap_model(model)
+    assert model.config._attn_implementation != attention.NAME
+    assert target.model.config is not model.config
+    assert target.model.lm_head.weight is model.lm_head.weight
+    assert next(model.parameters()).requires_grad
+    assert torch.equal(model(texts[0][None]).logits, before)
+
+
+def test_bf16_is_carried() -> None:
+    model = copy.deepcopy(tiny_model("qwen3")).to(torch.bfloat16)
+    target = wrap_model(model)
+    assert target.dtype == torch.bfloat16
+    assert {spec.dtype for spec in target.layers} == {torch.bfloat16}
+
+
+MAMBA = {"state_size": 8, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCAB}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama4": (
+        "llama4_text",
+        {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        "chunked_attention",
+    ),
+    "mamba": ("mamba", MAMBA, "recurrent"),
+    "mamba2": ("mamba2", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "recurrent"),
+    "qwen3_next": ("qwen3_next", HYBRID, "Qwen3NextGatedDeltaNet keeps a recurrent state"),
+    "falcon_h1": (
+        "falcon_h1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8},
+        "FalconH1Mixer keeps a recurrent state",
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv keeps a recurrent state"),
+    "gemma3": ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": WINDOW}, "both directions|neither causal"),
+    "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_carried_is_refused_by_name(case: str) -> None:
+    model_type, settings, reason = REFUSED[case]
+    base = {"vocab_size": VOCAB} if model_type in ("mamba", "mamba2", "bloom") else None
+    model = (
+        build(model_type, **settings)
+        if base is None
+        else AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    )
+    with pytest.raises(UnsupportedModel, match=reason):
+        wrap_model(model)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder"):
+        wrap_model(T5ForConditionalGeneration(config))
+
+
+def test_a_class_that_keeps_its_own_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(UnsupportedModel, match="keeps its own attention"):
+        wrap_model(model)
+
+
+@pytest.mark.parametrize("argument", ["position_bias", "indices", "head_mask", "s_aux_2"])
+def test_a_tensor_nobody_carries_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    layer = type(model.model.layers[1].self_attn)
+    inner = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: inner(self, *args, **kwargs, **{argument: torch.ones(4)}))
+    with pytest.raises(UnsupportedModel, match=f"`{argument}`"):
+        wrap_model(model)
+
+
+ZERO = torch.zeros(1, dtype=torch.long)
+STRANGE = {
+    "chunked": (masking_utils.chunked_causal_mask_function(8, ZERO), 8),
+    "large chunks": (masking_utils.chunked_causal_mask_function(1000, ZERO), 1000),
+    "both directions": (masking_utils.bidirectional_mask_function, None),
+    "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(5), 5),
+    "image blocks": (
+        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(ZERO[None])),
+        None,
+    ),
+    "window off by one": (masking_utils.sliding_window_causal_mask_function(9), 8),
+    "large window off by one": (masking_utils.sliding_window_causal_mask_function(1001), 1000),
+    "a sink of four": (lambda b, h, q, k: (k <= q) & ((k > q - 100) | (k < 4)), 100),
+    "a hole far away": (lambda b, h, q, k: (k <= q) & ((q < 2048) | (k != 1024)), None),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strange_mask_is_refused(case: str) -> None:
+    with pytest.raises(UnsupportedModel, match="neither causal nor a sliding window|no function of two positions"):
+        window_of(*STRANGE[case], 4096, case)
+
+
+def test_plain_masks_are_recognised() -> None:
+    assert window_of(masking_utils.causal_mask_function, None, 4096, "") is None
+    assert window_of(masking_utils.sliding_window_causal_mask_function(7), 7, 4096, "") == 7
+    assert window_of(masking_utils.sliding_window_causal_mask_function(4096), 4096, 4096, "") is None  # never reached
+
+
+def test_rope_that_changes_with_length_limits_the_context() -> None:
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    longrope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit, notes = context_limit(build("phi3", rope_parameters=longrope, original_max_position_embeddings=32))
+    assert limit == 32
+    assert "longrope" in notes[0]
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert context_limit(build("llama", rope_parameters=dynamic))[0] == CONTEXT

@@ -1,0 +1,242 @@
+"""A checkpoint that cannot be used is refused with a typed error that names path and reason; nothing is half loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from speculon.errors import (
+    ConfigError,
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    ModelNotFound,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
+from speculon.models import load
+from speculon.models.load import load_target, load_tokenizer
+from speculon.models.recognise import recognise
+from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "llama"
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def test_a_good_folder_loads(folder: Path) -> None:
+    stages: list[str] = []
+    target = load_target(folder, progress=stages.append)
+    assert (target.vocab_size, target.max_context, target.eos_ids, target.notes) == (VOCAB, CONTEXT, frozenset({2}), ())
+    assert target.num_parameters == sum(p.numel() for p in tiny_model("llama").parameters())
+    assert target.num_bytes == 4 * target.num_parameters
+    assert len(stages) == 3
+
+
+def test_recognise_reads_the_headers(folder: Path) -> None:
+    found = recognise(folder)
+    assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == ("LlamaForCausalLM", 2, 32, VOCAB)
+    assert (found.dtype, found.max_context, found.pickled, found.remote_code) == ("float32", CONTEXT, False, False)
+    assert found.num_parameters == sum(p.numel() for p in tiny_model("llama").parameters())
+    assert found.num_bytes == (folder / WEIGHTS).stat().st_size
+
+
+def test_recognise_does_without_torch() -> None:
+    code = "import sys, speculon.models.recognise; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def truncate(folder: Path, size: int) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:size])
+
+
+def break_header(folder: Path, old: bytes, new: bytes) -> None:
+    raw = (folder / WEIGHTS).read_bytes()
+    assert len(old) == len(new)
+    assert old in raw
+    (folder / WEIGHTS).write_bytes(raw.replace(old, new, 1))
+
+
+SHARDS = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+INDEX = f"{WEIGHTS}.index.json"
+
+BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
+    "gone": (shutil.rmtree, ModelNotFound, "no such folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), ModelNotFound, "no config.json"),
+    "config is not json": (lambda f: (f / "config.json").write_text("{"), ModelError, "config.json: not readable as JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "not a JSON object"),
+    "config makes no sense": (lambda f: edit_config(f, num_attention_heads="four"), ModelError, "config.json"),
+    "unknown architecture": (lambda f: edit_config(f, model_type="nonsuch"), UnsupportedModel, "model_type 'nonsuch'"),
+    "encoder-decoder": (lambda f: edit_config(f, model_type="t5"), UnsupportedModel, "encoder-decoder"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), MissingWeights, "no safetensors file"),
+    "gguf": (lambda f: (f / WEIGHTS).rename(f / "model.gguf"), UnsupportedModel, "GGUF"),
+    "shards missing": (lambda f: (f / INDEX).write_text(json.dumps(SHARDS)), MissingWeights, "2 of 2 weight files are missing"),
+    "index is not json": (lambda f: (f / INDEX).write_text("["), CorruptWeights, "not readable as JSON"),
+    "index leaves the folder": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        CorruptWeights,
+        "outside the folder",
+    ),
+    "empty file": (lambda f: truncate(f, 0), CorruptWeights, "truncated"),
+    "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),
+    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header promises"),
+    "one byte short": (lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1), CorruptWeights, "truncated"),
+    "header is noise": (lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"), CorruptWeights, "header is not JSON"),
+    "header lies": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "makes no sense"),
+    "tensor missing": (
+        lambda f: edit_weights(f, lambda w: w.pop("model.norm.weight")),
+        MissingWeights,
+        "1 tensors are missing, first model.norm",
+    ),
+    "head missing": (lambda f: edit_weights(f, lambda w: w.pop("lm_head.weight")), MissingWeights, "lm_head.weight"),
+    "wrong shape": (lambda f: edit_config(f, intermediate_size=64), CorruptWeights, "model"),
+    "pickle": (as_pickle, UnsafeCheckpoint, "pytorch_model.bin: pickle weights"),
+    "remote code": (
+        lambda f: edit_config(f, model_type="theirs", auto_map={"AutoConfig": "theirs.Config"}),
+        UnsafeCheckpoint,
+        "trust_remote_code=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused(case: str, folder: Path) -> None:
+    break_it, error, reason = BROKEN[case]
+    break_it(folder)
+    with pytest.raises(error, match=reason) as caught:
+        load_target(folder)
+    assert type(caught.value) is error
+    assert str(folder) in str(caught.value)
+
+
+def test_files_are_checked_before_the_model_is_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truncate(folder, 20000)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("built"))
+    with pytest.raises(CorruptWeights):
+        load_target(folder)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    model = build("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
+    target = load_target(tmp_path)
+    assert target.num_parameters == recognise(tmp_path).num_parameters  # counted once
+
+
+def test_a_pickle_loads_when_asked_for(folder: Path) -> None:
+    as_pickle(folder)
+    assert load_target(folder, allow_pickle=True).vocab_size == VOCAB
+
+
+def test_a_pickle_that_runs_code_does_not_run(folder: Path, tmp_path: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save({"model.norm.weight": Trap(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(CorruptWeights, match="pytorch_model.bin: not readable as weights"):
+        load_target(folder, allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
+class Trap:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return Path.touch, (str(self.path),)
+
+
+def test_shards_load(saved: Path, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="30KB")
+    found = recognise(tmp_path)
+    assert len(found.files) > 1
+    assert found.num_parameters == recognise(saved).num_parameters
+    assert load_target(tmp_path).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
+def test_an_unknown_hub_id_is_not_found(name: str) -> None:
+    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub gave none"):
+        load_target(name)
+
+
+def test_a_hub_id_is_fetched_without_pickles_or_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_target("org/tiny").name == "org/tiny"
+    assert "*.safetensors" in asked
+    assert not {"*.bin", "*.py"} & set(asked)
+
+
+def test_a_context_beyond_the_model_is_a_config_error(folder: Path) -> None:
+    assert load_target(folder, max_context=64).max_context == 64
+    with pytest.raises(ConfigError, match=f"max_context = {CONTEXT + 1}"):
+        load_target(folder, max_context=CONTEXT + 1)
+
+
+def test_weights_that_are_not_numbers_are_refused(folder: Path) -> None:
+    edit_weights(folder, lambda w: w["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(ModelError, match="nan"):
+        load_target(folder)
+
+
+def test_no_tokenizer_is_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "native", "expected"),
+    [
+        ("auto", "float32", True, torch.float32),
+        ("auto", "bfloat16", True, torch.bfloat16),
+        ("auto", "bfloat16", False, torch.float32),
+        ("auto", "float16", True, torch.float32),
+        ("auto", None, True, torch.float32),
+        ("bfloat16", "float32", False, torch.bfloat16),
+    ],
+)
+def test_dtype_on_a_cpu(
+    asked: str, stored: str | None, native: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "native_bf16", lambda: native)
+    assert load.pick_dtype(asked, stored, torch.device("cpu")) is expected
