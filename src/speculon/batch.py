@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculon.core import Span, flat
+from speculon.core import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,20 @@ class Batch:
         A prompt chunk is scored nowhere, or everywhere when the request wants prompt log-probabilities.
         """
         row = scored = 0
-        ids, positions, score_rows = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        score_rows: list[int] = []
         for span in spans:
             first = 0 if span.scores_prompt else span.length - 1 if span.samples else span.rows
             span.row, span.score = row, range(scored, scored + span.rows - first)
-            ids.append(span.seq.tokens[span.start : span.start + span.length])
-            ids.append(span.draft.tokens)
-            positions.append(range(span.start, span.end))
-            score_rows.append(range(row + first, row + span.rows))
+            ids.extend(span.seq.tokens[span.start : span.start + span.length])
+            ids.extend(span.draft.tokens)
+            positions.extend(range(span.start, span.end))
+            score_rows.extend(range(row + first, row + span.rows))
             row, scored = row + span.rows, scored + len(span.score)
         return cls(
             spans,
-            torch.tensor([flat(ids)], device=device),
-            torch.tensor([flat(positions)], device=device),
-            torch.tensor(flat(score_rows), device=device),
+            torch.tensor([ids], device=device),
+            torch.tensor([positions], device=device),
+            torch.tensor(score_rows, device=device),
         )

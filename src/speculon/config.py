@@ -60,12 +60,12 @@ class SamplingParams(Checked):
     ignore_eos: bool = Field(False, description="write on past the end-of-text token")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same text")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="texts per prompt")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the chosen and the likeliest tokens")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
-    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added to its logit")
+    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added")
     bad_words: tuple[str, ...] = Field((), max_length=MAX_BAD_WORDS, description="strings that are never completed")
     structured: None = Field(None, description="structured output is not in this version")
     skip_special_tokens: bool = True
@@ -135,7 +135,9 @@ class EngineConfig(BaseSettings):
     )
 
     model: str = Field("demo", description="a folder, a hub id, or `demo`: the model that ships with speculon")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's; fp32 where the chip has no bf16")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: the checkpoint's; fp32 where the chip has no bf16"
+    )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     max_context: int | None = Field(None, ge=2, description="longest prompt + answer in tokens; None: the model's")
@@ -143,7 +145,7 @@ class EngineConfig(BaseSettings):
     max_batch_tokens: int = Field(512, ge=1, description="rows of one forward; longer prompts come in chunks")
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
     num_blocks: int | None = Field(None, ge=1, description="KV pages; None: from kv_memory_gb")
-    kv_memory_gb: float | None = Field(None, gt=0, description="memory of the page pool; None: what the sequences can use, at most 30 % of what is free")
+    kv_memory_gb: float | None = Field(None, gt=0, description="memory of the page pool; None: at most 30 % of what is free")
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
@@ -167,7 +169,12 @@ class EngineConfig(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, env_settings: PydanticBaseSettingsSource, **_: Any
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         path = os.environ.get("SPECULON_CONFIG", cls.file)
         if "SPECULON_CONFIG" in os.environ and not os.path.exists(path):

@@ -6,7 +6,6 @@ V vocabulary, D hidden (or head) width, L layers, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -171,6 +170,7 @@ class Sequence:
     k: int = 0
     off: Reason | None = None
     committed: int = 0
+    prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
 
     @property
@@ -215,7 +215,8 @@ class Span:
     @property
     def scores_prompt(self) -> bool:
         """Whether every row is wanted, for prompt log-probabilities."""
-        return self.seq.params.prompt_logprobs is not None and self.start < self.seq.prompt_len
+        seq = self.seq
+        return seq.params.prompt_logprobs is not None and seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1)
 
 
 @dataclass(slots=True)
@@ -253,7 +254,3 @@ class Event:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def flat(items: Seq[Seq[int]]) -> list[int]:
-    return [x for item in items for x in item]

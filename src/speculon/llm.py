@@ -77,7 +77,7 @@ class RequestOutput:
         return self.outputs[0].speculation
 
     def to_dict(self) -> dict[str, Any]:
-        outputs = [
+        outputs: list[dict[str, Any]] = [
             {
                 "text": one.text,
                 "token_ids": one.token_ids,
@@ -89,7 +89,7 @@ class RequestOutput:
             }
             for one in self.outputs
         ]
-        prompt_logprobs = self.prompt_logprobs and [lp and asdict(lp) for lp in self.prompt_logprobs]
+        prompt_logprobs: list[Any] | None = self.prompt_logprobs and [lp and asdict(lp) for lp in self.prompt_logprobs]
         return {"prompt_token_ids": self.prompt_token_ids, "prompt_logprobs": prompt_logprobs, "outputs": outputs}
 
 
@@ -143,7 +143,7 @@ class LLM:
         `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is called
         as texts grow. When one prompt is refused nothing is written for any.
         """
-        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item]
+        many = as_list(prompts)
         each = one_per_prompt("params", params or SamplingParams(), len(many), SamplingParams)
         asked = one_per_prompt("speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None)))
         ids = [self._encode(prompt) for prompt in many]
@@ -227,8 +227,10 @@ class Session:
         prompt = self._prompt(messages)
         output = self.llm.generate([prompt], params or self.params, speculation=speculation)[0]
         self.messages = [*messages, {"role": "assistant", "content": output.text}]
-        rendered = self.llm.tokenizer.render_chat(messages)
-        self._tokens, self._rendered = [*prompt, *output.token_ids], rendered + output.text
+        self._tokens = [*prompt, *output.token_ids]
+        # a stop string is in the tokens but not in the text: the next prompt is then made from the text again
+        ended_by_string = isinstance(output.outputs[0].stop, str)
+        self._rendered = "" if ended_by_string else self.llm.tokenizer.render_chat(messages) + output.text
         return output
 
     def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
@@ -251,6 +253,13 @@ def absorb(output: RequestOutput, event: Event) -> None:
         one.finish_reason, one.stop = event.finish.reason, event.finish.matched
     if event.stats is not None:
         one.stats = event.stats
+
+
+def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
 
 def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:

@@ -97,8 +97,8 @@ def penalise(x: Tensor, row: Row) -> None:
         x[seen] = torch.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
     written = [*seq.tokens[seq.prompt_len :], *row.prefix]
     if written and (p.presence_penalty or p.frequency_penalty):
-        ids, counts = torch.tensor(written, device=x.device).unique(return_counts=True)
-        x[ids] -= p.presence_penalty + p.frequency_penalty * counts
+        counts = torch.tensor(written, device=x.device).bincount(minlength=len(x))  # [V]
+        x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
 
 
 def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:

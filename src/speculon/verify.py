@@ -20,7 +20,8 @@ from speculon.sampling import Draw, Row, sample, token_logprobs
 def verify(batch: Batch, logits: Tensor, draw: Draw | None = None) -> list[Verdict]:
     """One verdict per span from the target's logits [R, V]; a prompt chunk yields none of its tokens yet."""
     sampled = [span for span in batch.spans if span.samples]
-    rows, wanted = [], []
+    rows: list[Row] = []
+    wanted: list[int] = []
     for span in sampled:
         k = len(span.draft.tokens)
         wanted.extend(span.score[-(k + 1) :])
@@ -59,8 +60,10 @@ def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdic
     seq = span.seq
     if not span.scores_prompt:
         return verdict
-    following = seq.tokens[span.start + 1 : min(span.start + span.length + 1, seq.prompt_len)]
-    rows = logits[span.score.start : span.score.start + len(following)]
+    first = max(span.start, seq.prompt_scored)  # a prompt that is computed again is not reported again
+    following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.prompt_len)]
+    row = span.score.start + first - span.start
+    rows = logits[row : row + len(following)]
     return replace(verdict, prompt_logprobs=token_logprobs(rows, following, seq.params.prompt_logprobs or 0))
 
 
@@ -93,9 +96,7 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
     if kind is not None and end < len(span.draft.tokens):
         kind = SpanKind.STOP if end < verdict.accepted else SpanKind.EARLY_STOP
     logprobs = verdict.logprobs and verdict.logprobs[: len(kept)]
-    return replace(
-        verdict, tokens=kept, accepted=min(verdict.accepted, len(kept)), kind=kind, logprobs=logprobs, finish=finish
-    )
+    return replace(verdict, tokens=kept, accepted=min(verdict.accepted, len(kept)), kind=kind, logprobs=logprobs, finish=finish)
 
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:

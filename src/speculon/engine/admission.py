@@ -7,7 +7,9 @@ from speculon.core import ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 
 
-def check_request(prompt: list[int], params: SamplingParams, *, vocab_size: int, max_context: int, pages: int, block_size: int) -> int:
+def check_request(
+    prompt: list[int], params: SamplingParams, *, vocab_size: int, max_context: int, pages: int, block_size: int
+) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold."""
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")

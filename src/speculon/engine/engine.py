@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -18,6 +19,7 @@ from speculon.control.policy import POLICIES, Policy
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Verdict
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Ended, Scheduler
+from speculon.errors import InvalidParameter
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import count_pages
 from speculon.kv.lease import Leases
@@ -70,12 +72,14 @@ class Engine:
         self,
         prompt: list[int],
         params: SamplingParams,
-        speculation: RequestSpeculation | dict[str, Any] | None = None,
+        speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed."""
         number = next(self._ids)
         request_id = request_id or f"r-{number}"
+        if request_id in self._requests:
+            raise InvalidParameter("request_id", request_id, "is in use")
         max_len = check_request(
             prompt,
             params,
@@ -100,7 +104,7 @@ class Engine:
                 request_id=request_id,
                 tokens=list(prompt),
                 prompt_len=len(prompt),
-                params=params,
+                params=params if sample == 0 else params.model_copy(update={"prompt_logprobs": None}),
                 seed=seed,
                 max_len=max_len,
                 rules=rules,
@@ -159,7 +163,7 @@ class Engine:
         """Raises AssertionError unless every page is accounted for."""
         self.scheduler.check_integrity()
 
-    def _speculation_of(self, asked: RequestSpeculation | dict[str, Any] | None) -> tuple[str | None, int, Reason | None]:
+    def _speculation_of(self, asked: RequestSpeculation | Mapping[str, Any] | None) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
         if not isinstance(asked, RequestSpeculation):
             asked = RequestSpeculation(**(asked or {}))

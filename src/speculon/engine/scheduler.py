@@ -114,6 +114,4 @@ class Scheduler:
 
 def news(seq: Sequence, verdict: Verdict) -> Event:
     stats = seq.stats if verdict.finish else None
-    return Event(
-        seq.request_id, seq.sample, verdict.tokens, verdict.logprobs, verdict.finish, verdict.prompt_logprobs, stats
-    )
+    return Event(seq.request_id, seq.sample, verdict.tokens, verdict.logprobs, verdict.finish, verdict.prompt_logprobs, stats)

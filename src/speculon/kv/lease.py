@@ -29,6 +29,7 @@ class Lease:
             assert verdict.accepted <= len(span.draft.tokens)
             seq.committed = span.start + span.length + min(verdict.accepted, len(verdict.tokens))
             seq.tokens.extend(verdict.tokens)
+            seq.prompt_scored = max(seq.prompt_scored, min(span.start + span.length, seq.prompt_len - 1))
             self._pool.seal(seq)
 
     def __enter__(self) -> Lease:

@@ -21,9 +21,9 @@ class PageStore:
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.device = torch.device(device)
         slots = num_blocks * block_size
-        # empty + zero_ touches every page now, not during a step; and a padded read must never meet a NaN.
-        self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device).zero_() for x in layers]
-        self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device).zero_() for x in layers]
+        # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read before it is written.
+        self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
+        self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
 
     @property
     def num_bytes(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -57,7 +59,7 @@ def find_factory(name: str) -> Factory:
         target = import_module(module)
         for part in path.split("."):
             target = getattr(target, part)
-        return target  # type: ignore[return-value]
+        return target
     return next(iter(entry_points(group=ENTRY_POINTS, name=name))).load()
 
 
@@ -82,44 +84,59 @@ class Proposers:
     def propose(self, spans: list[Span], decisions: list[Decision], lease: Lease) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method."""
         drafts, outcome = [NO_DRAFT] * len(spans), list(decisions)
-        for method, chosen in self._by_method(decisions).items():
+        for method, chosen in by_method(decisions).items():
             seqs = [spans[i].seq for i in chosen]
-            try:
-                for seq in seqs:
-                    self._admit(method, seq)
-                guesses = self._built[method].propose(seqs, [decisions[i].k for i in chosen], lease)
-                assert len(guesses) == len(seqs), f"{len(guesses)} drafts for {len(seqs)} sequences"
-            except Exception:
-                log.exception("proposer %s failed; its sequences go on plainly", method)
+            with self._fault_of(method, seqs) as fault:
+                guesses = self._ask(method, seqs, [decisions[i].k for i in chosen], lease)
+                for i, guess in zip(chosen, guesses, strict=True):
+                    drafts[i] = guess
+                    k = len(guess.tokens)
+                    outcome[i] = Decision(method, k) if k else Decision(method, 0, Reason.NO_MATCH)
+            if fault:
                 for i in chosen:
-                    spans[i].seq.method, spans[i].seq.off = None, Reason.ERROR
                     outcome[i] = Decision(None, 0, Reason.ERROR)
-                continue
-            for i, guess in zip(chosen, guesses, strict=True):
-                drafts[i] = guess.cut(decisions[i].k)
-                k = len(drafts[i].tokens)
-                outcome[i] = Decision(method, k) if k else Decision(method, 0, Reason.NO_MATCH)
         return drafts, outcome
 
     def observe(self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: Tensor | None) -> None:
         """Tells each method what became of its sequences; `verdicts` by sequence id."""
-        for method, chosen in self._by_method(decisions).items():
+        for method, chosen in by_method(decisions).items():
             seqs = [spans[i].seq for i in chosen]
-            self._built[method].observe(seqs, [verdicts[seq.id] for seq in seqs], taps)
+            with self._fault_of(method, seqs):
+                self._built[method].observe(seqs, [verdicts[seq.id] for seq in seqs], taps)
 
     def release(self, seq: Sequence) -> None:
         for method in self._admitted.pop(seq.id, ()):
-            self._built[method].release(seq)
+            with self._fault_of(method, [seq]):
+                self._built[method].release(seq)
 
-    def _admit(self, method: str, seq: Sequence) -> None:
-        if method not in self._admitted[seq.id]:
-            self._built[method].admit(seq)
-            self._admitted[seq.id].add(method)
+    def _ask(self, method: str, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+        proposer = self._built[method]
+        for seq in seqs:
+            if method not in self._admitted[seq.id]:
+                proposer.admit(seq)
+                self._admitted[seq.id].add(method)
+        drafts = [d.cut(k) for d, k in zip(proposer.propose(seqs, budgets, lease), budgets, strict=True)]
+        if not all(0 <= token < self._facts.vocab_size for draft in drafts for token in draft.tokens):
+            raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
+        return drafts
 
-    @staticmethod
-    def _by_method(decisions: list[Decision]) -> dict[str, list[int]]:
-        groups: dict[str, list[int]] = defaultdict(list)
-        for i, decision in enumerate(decisions):
-            if decision.method and decision.k:
-                groups[decision.method].append(i)
-        return groups
+    @contextmanager
+    def _fault_of(self, method: str, seqs: list[Sequence]) -> Iterator[list[Exception]]:
+        """A proposer's error costs its sequences their speculation, with reason `error`, and nothing else."""
+        fault: list[Exception] = []
+        try:
+            yield fault
+        except Exception as error:
+            log.exception("proposer %s failed; its sequences go on plainly", method)
+            fault.append(error)
+            for seq in seqs:
+                seq.method, seq.off = None, Reason.ERROR
+
+
+def by_method(decisions: list[Decision]) -> dict[str, list[int]]:
+    """Which decisions ask which method for a draft."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, decision in enumerate(decisions):
+        if decision.method and decision.k:
+            groups[decision.method].append(i)
+    return groups
