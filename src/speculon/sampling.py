@@ -17,7 +17,7 @@ from torch import Tensor
 from speculon.config import SamplingParams
 from speculon.core import Sequence, TokenLogprobs
 
-# v lies on a 32-bit grid in [2^-33, 1 - 2^-24], so g = -log(-log(1 - v)) lies within [-2.9, 22.9]:
+# v lies on a 31-bit grid in [2^-32, 1 - 2^-24], so g = -log(-log(1 - v)) lies within [-2.9, 22.2]:
 # a token further than this below the best one can never win, and needs no noise.
 NOISE_REACH = 26.0
 NEVER = float("-inf")
@@ -161,16 +161,16 @@ def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [M] for keys [M, 2] and token ids [M], both int32: the same on every device."""
-    x = mix32(mix32(tokens * signed32(0x9E3779B1) + keys[:, 0]) ^ keys[:, 1])
-    v = torch.where(x < 0, x.float() + 2.0**32, x.float()).add(0.5).mul(2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-v))  # fine near v = 0, where the rare tokens win
+    x = mix32(mix32(tokens * signed32(0x9E3779B1) + keys[:, 0]).bitwise_xor_(keys[:, 1]))
+    v = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - v)), fine near v = 0, where the rare tokens win
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C. Wellons' hash-prospector)."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * signed32(0x7FEB352D)
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * signed32(0x846CA68B)
-    return x ^ ((x >> 16) & 0xFFFF)
+    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C. Wellons' hash-prospector). Changes `x`."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(signed32(0x7FEB352D))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(signed32(0x846CA68B))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def signed32(x: int) -> int:
