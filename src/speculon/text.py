@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
-from speculon.errors import InvalidParameter, InvalidRequest, ModelError
+from speculon.errors import InvalidParameter, InvalidRequest
 
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
@@ -19,16 +18,6 @@ class Tokenizer:
 
     def __init__(self, inner: Any):
         self.inner = inner
-
-    @classmethod
-    def load(cls, path: str | Path, *, trust_remote_code: bool = False) -> Tokenizer:
-        """From a folder or hub id. Raises `ModelError` when there is no tokenizer that can be read."""
-        from transformers import AutoTokenizer
-
-        try:
-            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code))
-        except Exception as error:  # a broken file raises whatever its parser raises
-            raise ModelError(f"no usable tokenizer in {str(path)!r}: {first_line(error)}") from error
 
     @property
     def vocab_size(self) -> int:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculon.errors import InvalidParameter, InvalidRequest, ModelError
+from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.text import MAX_UNSURE, StopStrings, Stream, Tokenizer, final_text, truncate
 
 CORPUS = [
@@ -118,19 +117,6 @@ class TestTokenizer:
     def test_bad_words_are_met_at_the_start_and_after_a_space(self) -> None:
         found = byte_level().bad_word_ids(["hello", " stop", "hello"])
         assert [byte_level().decode(ids) for ids in found] == ["hello", " hello", " stop"]
-
-    def test_a_missing_or_broken_tokenizer_is_a_model_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="no usable tokenizer"):
-            Tokenizer.load(tmp_path)
-        (tmp_path / "tokenizer.json").write_text("{not json")
-        with pytest.raises(ModelError, match="no usable tokenizer"):
-            Tokenizer.load(tmp_path)
-
-    def test_loads_what_was_saved(self, tmp_path: Path) -> None:
-        byte_level().inner.save_pretrained(tmp_path)
-        loaded = Tokenizer.load(tmp_path)
-        assert loaded.encode("the end €") == byte_level().encode("the end €")
-        assert loaded.eos_ids == {0}
 
 
 class TestChat:

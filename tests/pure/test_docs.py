@@ -1,0 +1,64 @@
+"""What the documents say is so: examples run, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.config import SpeculationConfig
+from speculon.core import Verdict
+from speculon.proposers import registry
+from speculon.proposers.base import TargetFacts
+from tests.builders import make_sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(registry, "_registered", {})
+    source = blocks(ROOT / "docs" / "proposers.md", "python")[0]
+    exec(compile(source, "docs/proposers.md", "exec"), {})
+    factory = registry.find_factory(registry.check_method("bigram"))
+    yield factory(SpeculationConfig(options={"at_least": 1}), TargetFacts(vocab_size=10, max_context=64))
+
+
+def test_the_example_of_a_proposer_drafts_what_followed(example: Any) -> None:
+    first, second = make_sequence([1, 2, 3, 1, 2, 3, 1]), make_sequence([7, 8, 7])
+    for seq in (first, second):
+        example.admit(seq)
+    drafts = example.propose([first, second], [4, 1], None)
+    assert [draft.tokens for draft in drafts] == [(2, 3, 1, 2), (8,)]
+    assert set(drafts[0].sources) == {"bigram"}
+    first.tokens.extend([2, 9])
+    example.observe([first, second], [Verdict((2, 9), 1), Verdict((8,), 0)], None)
+    assert example.propose([first], [4], None)[0].tokens == ()
+    for seq in (first, second):
+        example.release(seq)
+
+
+def test_the_example_stays_short() -> None:
+    class_body = blocks(ROOT / "docs" / "proposers.md", "python")[0].partition("class Bigram")[2]
+    assert sum(bool(line.strip()) for line in class_body.splitlines()) <= 35
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if not link.startswith(("http://", "https://", "#")):
+            assert (document.parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_in_documents_compiles(document: Path) -> None:
+    for source in blocks(document, "python"):
+        compile(source, str(document), "exec")

@@ -1,0 +1,195 @@
+"""The table of layers in docs/architecture.md, against what the modules import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "speculon"
+TABLE = ROOT / "docs" / "architecture.md"
+ROW = re.compile(r"^\| (\d) \| (.+?) \|(.*)\| (yes|no) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Row:
+    layer: int
+    modules: tuple[str, ...]
+    below: range  # layers it may import
+    beside: tuple[str, ...]  # and modules, by name or pattern
+    torch: bool
+
+
+@dataclass(frozen=True)
+class Import:
+    name: str  # of a module, dotted; our own without `speculon.`
+    ours: bool
+    at_import: bool  # runs when the module is imported, not when a function is called
+
+
+def read_table(text: str) -> list[Row]:
+    rows = []
+    for layer, modules, may, torch in ROW.findall(text):
+        names = re.findall(r"`([^`]+)`", may)
+        span = re.search(r"(\d)(?:–(\d))?", re.sub(r"`[^`]*`", "", may))
+        below = range(int(span[1]), int(span[2] or span[1]) + 1) if span else range(0)
+        rows.append(Row(int(layer), tuple(re.findall(r"`([^`]+)`", modules)), below, tuple(names), torch == "yes"))
+    return rows
+
+
+def row_of(module: str, rows: list[Row]) -> Row | None:
+    """The row that names the module; else the first whose pattern fits."""
+    exact = [row for row in rows if module in row.modules]
+    fitting = [row for row in rows if any(fnmatchcase(module, pattern) for pattern in row.modules)]
+    return next(iter(exact + fitting), None)
+
+
+def read_sources() -> dict[str, str]:
+    """Module name -> source. A package's empty `__init__` is no module of its own."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        source = path.read_text(encoding="utf-8")
+        if source.strip() or not name.endswith(".__init__"):
+            found[name.removesuffix(".__init__")] = source
+    return found
+
+
+def imports_of(source: str, modules: set[str]) -> Iterator[Import]:
+    """What a module imports at run time; what stands under `if TYPE_CHECKING` is for the type checker only."""
+    pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while pending:
+        node, at_import = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend((child, at_import) for child in node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield resolve(alias.name, at_import, modules)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield resolve(whole if whole.removeprefix("speculon.") in modules else str(node.module), at_import, modules)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        pending.extend((child, at_import and not inside) for child in ast.iter_child_nodes(node))
+
+
+def resolve(name: str, at_import: bool, modules: set[str]) -> Import:
+    if name != "speculon" and not name.startswith("speculon."):
+        return Import(name, False, at_import)
+    inner = name.removeprefix("speculon").lstrip(".")
+    while inner and inner not in modules and "." in inner:
+        inner = inner.rpartition(".")[0]
+    return Import(inner or "__init__", True, at_import)
+
+
+def breaches(table: str, sources: dict[str, str]) -> list[str]:
+    """Every sentence in which the sources break the table."""
+    rows, found = read_table(table), []
+    graph = {name: set(imports_of(source, set(sources))) for name, source in sources.items()}
+    for name, imports in graph.items():
+        row = row_of(name, rows)
+        if row is None:
+            found.append(f"{name} stands in no row")
+            continue
+        for other in sorted({i.name for i in imports if i.ours and i.name != name}):
+            there = row_of(other, rows)
+            named = any(fnmatchcase(other, pattern) for pattern in row.beside)
+            if not named and (there is None or there.layer not in row.below):
+                found.append(f"{name} imports {other}")
+        if not row.torch and (path := path_to_torch(name, graph)):
+            found.append(f"{name} brings torch in: {' -> '.join(path)}")
+    found.extend(f"a cycle: {' -> '.join(cycle)}" for cycle in cycles(graph))
+    return found
+
+
+def path_to_torch(start: str, graph: dict[str, set[Import]]) -> list[str] | None:
+    paths, seen = [[start]], {start}
+    for path in paths:
+        for i in graph.get(path[-1], ()):
+            if i.at_import and not i.ours and i.name.split(".")[0] in ("torch", "transformers"):
+                return [*path, i.name]
+            if i.at_import and i.ours and i.name not in seen:
+                seen.add(i.name)
+                paths.append([*path, i.name])
+    return None
+
+
+def cycles(graph: dict[str, set[Import]]) -> list[list[str]]:
+    """One path for each module that reaches itself, lazy imports included; each cycle once."""
+    found: dict[frozenset[str], list[str]] = {}
+    for start in graph:
+        paths, seen = [[start]], set()
+        for path in paths:
+            for i in sorted((i for i in graph.get(path[-1], ()) if i.ours), key=lambda i: i.name):
+                if i.name == start:
+                    found.setdefault(frozenset(path), [*path, start])
+                elif i.name not in seen:
+                    seen.add(i.name)
+                    paths.append([*path, i.name])
+    return list(found.values())
+
+
+def test_the_code_keeps_the_table() -> None:
+    assert breaches(TABLE.read_text(encoding="utf-8"), read_sources()) == []
+
+
+def test_every_row_is_read_and_names_something() -> None:
+    rows = read_table(TABLE.read_text(encoding="utf-8"))
+    assert [row.layer for row in rows] == sorted(row.layer for row in rows)
+    assert {row.layer for row in rows} == set(range(8))
+    assert sum(len(row.modules) for row in rows) == len({name for row in rows for name in row.modules})
+
+
+PLANTED = [
+    pytest.param("verify", "from speculon.proposers.ngram import NGram", "verify imports proposers.ngram", id="upward"),
+    pytest.param("verify", "def f():\n    import speculon.llm", "verify imports llm", id="in a function"),
+    pytest.param("control.policy", "from speculon.kv import blocks", "control.policy imports kv.blocks", id="by name"),
+    pytest.param("proposers.ngram", "import speculon.proposers.synthetic", "proposers.ngram imports proposers", id="sideways"),
+    pytest.param("errors", "from speculon import LLM", "errors imports __init__", id="the front door"),
+    pytest.param("kv.blocks", "import torch.nn", "kv.blocks brings torch in: kv.blocks -> torch.nn", id="torch"),
+    pytest.param("core", "try:\n    import torch\nfinally:\n    pass", "control.policy brings torch in", id="by a path"),
+    pytest.param("text", "if TYPE_CHECKING:\n    pass\nelse:\n    import speculon.llm", "text imports llm", id="else"),
+    pytest.param("models.target", "import speculon.models.load", "a cycle: ", id="cycle"),
+    pytest.param("utils", "", "utils stands in no row", id="no row"),
+]
+
+
+@pytest.mark.parametrize(("module", "line", "complaint"), PLANTED)
+def test_a_planted_breach_is_found(module: str, line: str, complaint: str) -> None:
+    sources = read_sources()
+    sources[module] = sources.get(module, "") + "\n" + line
+    found = breaches(TABLE.read_text(encoding="utf-8"), sources)
+    assert any(sentence.startswith(complaint) for sentence in found), found
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("core", "if TYPE_CHECKING:\n    import torch\n    from speculon.llm import LLM"),
+        ("cli", "def f():\n    import torch\n    from speculon.llm import LLM"),
+        ("proposers.mine", "import torch\nfrom speculon.proposers.base import Proposer"),
+    ],
+)
+def test_what_is_allowed_is_not_found(module: str, line: str) -> None:
+    sources = read_sources()
+    sources[module] = sources.get(module, "") + "\n" + line
+    assert breaches(TABLE.read_text(encoding="utf-8"), sources) == []
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]["bench"]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]}
+    sources = read_sources()
+    used = {i.name.split(".")[0] for source in sources.values() for i in imports_of(source, set(sources)) if not i.ours}
+    assert used - set(sys.stdlib_module_names) - declared == set()

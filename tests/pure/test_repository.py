@@ -1,0 +1,78 @@
+"""What the repository promises as a product: a light import, short files, nothing in it that should not be."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_LINES = 450
+MAX_PACKAGE_BYTES = 30_000_000
+UNTRACKED = {"build", "dist", "__pycache__"}
+PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"}
+SECRETS = re.compile(
+    r"AKIA[0-9A-Z]{16}|\bhf_[A-Za-z0-9]{30,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{24,}|xox[abpr]-[\w-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+
+
+def repository_files() -> list[Path]:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode == 0:
+        return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+    return [path for path in ROOT.rglob("*") if path.is_file() and not is_untracked(path.relative_to(ROOT))]
+
+
+def is_untracked(path: Path) -> bool:
+    return any(part in UNTRACKED or part.endswith(".egg-info") or (part[0] == "." and part != ".ci") for part in path.parts)
+
+
+def secrets_in(text: str) -> list[str]:
+    return SECRETS.findall(text)
+
+
+@pytest.mark.parametrize("module", ["speculon", "speculon.cli", "speculon.config", "speculon.text"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_files_are_short() -> None:
+    lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in repository_files() if path.suffix == ".py"}
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_no_pickle_lies_about() -> None:
+    for path in repository_files():
+        with path.open("rb") as file:
+            head = file.read(4)
+        pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+        assert path.suffix not in PICKLES and not pickled and head != b"PK\x03\x04", path
+
+
+def test_no_secret_lies_about() -> None:
+    for path in repository_files():
+        assert not secrets_in(path.read_bytes().decode("utf-8", errors="ignore")), path
+
+
+@pytest.mark.parametrize("planted", ["hf_" + "a1B2" * 9, "ghp_" + "x9" * 18, "-----BEGIN " + "PRIVATE KEY", "AKIA" + "Q" * 16])
+def test_a_planted_secret_is_found(planted: str) -> None:
+    assert secrets_in(f"token = '{planted}'")
+
+
+def test_the_package_stays_small() -> None:
+    package = ROOT / "src"
+    assert sum(path.stat().st_size for path in repository_files() if path.is_relative_to(package)) <= MAX_PACKAGE_BYTES
+
+
+def test_one_version() -> None:
+    import speculon
+
+    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(speculon.__version__)}\]", log, re.MULTILINE)
