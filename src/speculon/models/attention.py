@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import SpanView, View, Where
 
 NAME = "speculon"
 FOLD_ROWS = 32  # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+GATHER_BYTES = 1 << 18  # K and V of one span; below it one padded call for many spans beats a call each
+WASTE = 2  # guess: a padded call may do at most this many times the work of its spans
 
-Call = tuple[int, int, Where, Tensor | None]  # first row, rows, slots of the keys, additive mask
+
+@dataclass(slots=True)
+class Call:
+    """One call of the kernel: B spans of up to n rows each."""
+
+    rows: slice | Tensor  # of the flat batch; [B * n] when padded
+    spans: int  # B
+    n: int
+    where: Where  # slots of the keys, [B * S]
+    mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
+
+
+@dataclass(slots=True)
+class Calls:
+    """What all layers of one window do in one forward."""
+
+    calls: list[Call]
+    order: Tensor | None = None  # [T] where the row of the flat batch lies among the calls' rows, None: in place
 
 
 def attend(
@@ -34,31 +56,32 @@ def attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     view.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     spec = view.store.layers[layer]
-    group = query.shape[1] // spec.heads
     plain = softcap is None and s_aux is None
-    calls = span_calls(view, spec.window, group if plain else 1, query)
+    group = query.shape[1] // spec.heads
+    todo = calls_of(view, spec, group if plain else 1, query)
     outs = []
-    for first, rows, where, mask in calls:
-        k, v = view.take(layer, where)  # [S, Hkv, D]
-        q = query[:, :, first : first + rows]  # [1, H, n, Dk]
-        if plain:
-            outs.append(sdpa(q, k, v, mask, group, scaling))
+    for call in todo.calls:
+        k, v = view.take(layer, call.where)  # [B * S, Hkv, D]
+        k, v = k.view(call.spans, -1, *k.shape[1:]), v.view(call.spans, -1, *v.shape[1:])
+        q = query[0, :, call.rows] if isinstance(call.rows, slice) else query[0].index_select(1, call.rows)
+        if not plain:
+            out = by_hand(fold(q, call.spans, group), k, v, call.mask, group, scaling, softcap, s_aux)
+        elif call.n > FOLD_ROWS:
+            outs.append(sdpa(q[None], k, v, call.mask, scaling)[0].transpose(0, 1))
+            continue
         else:
-            outs.append(by_hand(q, k, v, mask, group, scaling, softcap, s_aux))
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)  # [1, T, H, Dv]
-    return out, None
+            out = sdpa(fold(q, call.spans, group), k, v, call.mask, scaling)
+        outs.append(unfold(out, group))
+    rows = outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, Dv]
+    return (rows if todo.order is None else rows.index_select(0, todo.order))[None], None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: int, scaling: float | None) -> Tensor:
-    """The library's kernel. Folding the head group into the rows keeps K and V unrepeated."""
-    _, heads, n, _ = q.shape
-    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, Hkv, S, D]
-    if n > FOLD_ROWS:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=group > 1).transpose(1, 2)
-    kv_heads = heads // group
-    q = q.reshape(1, kv_heads, group, -1) if n == 1 else fold(q, kv_heads, group)  # [1, Hkv, n * g, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    return unfold(out, n, group)
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """The library's kernel: q [B, H or Hkv, n or n * g, D] on k, v [B, S, Hkv, D]."""
+    grouped = q.shape[1] != k.shape[2]
+    return F.scaled_dot_product_attention(
+        q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scaling, enable_gqa=grouped
+    )
 
 
 def by_hand(
@@ -72,57 +95,136 @@ def by_hand(
     sinks: Tensor | None,
 ) -> Tensor:
     """Softmax in fp32 with what no kernel takes: a soft cap on the scores, a sink that drains probability."""
-    _, heads, n, width = q.shape
-    scale = width**-0.5 if scaling is None else scaling
-    q = fold(q, heads // group, group)[0]  # [Hkv, n * g, Dk]
-    scores = (q @ k.permute(1, 2, 0)).float() * scale  # [Hkv, n * g, S]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (q @ k.permute(0, 2, 3, 1)).float() * scale  # [B, Hkv, n * g, S]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.view(-1, n, group, scores.shape[-1])
+    scores = scores.unflatten(2, (-1, group))  # [B, Hkv, n, g, S]
     if mask is not None:
-        scores = scores + mask[:, None]
+        scores = scores + mask.unsqueeze(-2)
     if sinks is not None:
-        drain = sinks.float().view(-1, 1, group, 1).expand(-1, n, -1, -1)  # [Hkv, n, g, 1]
+        drain = sinks.float().view(-1, 1, group, 1).expand(*scores.shape[:-1], 1)  # [B, Hkv, n, g, 1]
         scores = torch.cat([scores, drain], -1)
     p = scores.softmax(-1)
     if sinks is not None:
         p = p[..., :-1]
-    out = p.flatten(1, 2).to(v.dtype) @ v.transpose(0, 1)  # [Hkv, n * g, Dv]
-    return unfold(out[None], n, group)
+    return p.flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)  # [B, Hkv, n * g, Dv]
 
 
-def fold(q: Tensor, kv_heads: int, group: int) -> Tensor:
-    """[1, H, n, D] -> [1, Hkv, n * g, D]: row i of head (h, j) becomes row i * g + j of key-value head h."""
-    n, width = q.shape[2:]
-    return q.reshape(1, kv_heads, group, n, width).transpose(2, 3).reshape(1, kv_heads, n * group, width)
+def fold(q: Tensor, spans: int, group: int) -> Tensor:
+    """[H, B * n, D] -> [B, Hkv, n * g, D]: row i of head (h, j) becomes row i * g + j of key-value head h."""
+    heads, rows, width = q.shape
+    n = rows // spans
+    if rows == 1:
+        return q.view(1, heads // group, group, width)
+    return q.view(heads // group, group, spans, n, width).permute(2, 0, 3, 1, 4).reshape(spans, heads // group, n * group, width)
 
 
-def unfold(out: Tensor, n: int, group: int) -> Tensor:
-    """[1, Hkv, n * g, D] -> [1, n, H, D]."""
-    _, kv_heads, _, width = out.shape
-    return out.view(1, kv_heads, n, group, width).transpose(1, 2).reshape(1, n, kv_heads * group, width)
+def unfold(out: Tensor, group: int) -> Tensor:
+    """[B, Hkv, n * g, D] -> [B * n, H, D]."""
+    spans, kv_heads, rows, width = out.shape
+    if rows == group:  # n = 1
+        return out.reshape(spans, kv_heads * group, width)
+    return out.view(spans, kv_heads, -1, group, width).transpose(1, 2).reshape(-1, kv_heads * group, width)
 
 
-def span_calls(view: View, window: int | None, group: int, query: Tensor) -> list[Call]:
-    """What each span reads and under which mask; made once per forward for all layers of one window."""
-    memo_key = (window, group)
-    calls = view.memo.get(memo_key)
-    if calls is None:
-        calls = view.memo[memo_key] = [span_call(span, window, group, query.dtype, query.device) for span in view.spans]
-    return calls
+def calls_of(view: View, spec: LayerSpec, group: int, query: Tensor) -> Calls:
+    """The calls for one kind of layer; made once per forward and shared by all its layers."""
+    token_bytes = spec.bytes_per_token
+    memo_key = (spec.window, group, token_bytes)
+    todo: Calls | None = view.memo.get(memo_key)
+    if todo is None:
+        todo = view.memo[memo_key] = make_calls(view, spec.window, group, token_bytes, query)
+    return todo
+
+
+def make_calls(view: View, window: int | None, group: int, token_bytes: int, query: Tensor) -> Calls:
+    dtype, device = query.dtype, query.device
+    if len(view.spans) == 1:
+        return Calls([span_call(view.spans[0], window, group, dtype, device)])
+    alone, together = [], []
+    for span in view.spans:
+        cheap = device.type != "cpu" or isinstance(span.where, Tensor) or reach(span, window) * token_bytes <= GATHER_BYTES
+        (together if cheap and span.rows <= FOLD_ROWS else alone).append(span)
+    calls, placed, at = [], [], 0
+    for bucket in buckets(together, window):
+        call = (
+            joint_call(bucket, view, window, group, dtype, device)
+            if len(bucket) > 1
+            else span_call(bucket[0], window, group, dtype, device)
+        )
+        calls.append(call)
+        for i, span in enumerate(bucket):
+            placed.append((span.first, range(at + i * call.n, at + i * call.n + span.rows)))
+        at += len(bucket) * call.n
+    for span in alone:
+        calls.append(span_call(span, window, group, dtype, device))
+        placed.append((span.first, range(at, at + span.rows)))
+        at += span.rows
+    order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
+    return Calls(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
+
+
+def buckets(spans: list[SpanView], window: int | None) -> list[list[SpanView]]:
+    """Spans that share one padded call: all of them in flat order if that wastes little, else groups of like size."""
+    if not spans or fits(spans, window):
+        return [spans] if spans else []
+    found: list[list[SpanView]] = []
+    for span in sorted(spans, key=lambda s: (s.rows, s.context)):
+        if found and fits([*found[-1], span], window):
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return found
+
+
+def fits(spans: list[SpanView], window: int | None) -> bool:
+    needed = sum(s.rows * reach(s, window) for s in spans)
+    return len(spans) * max(s.rows for s in spans) * max(reach(s, window) for s in spans) <= WASTE * needed
+
+
+def reach(span: SpanView, window: int | None) -> int:
+    """Keys that any of the span's rows may see."""
+    return span.context if window is None else min(span.context, window + span.rows - 1)
 
 
 def span_call(span: SpanView, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Call:
-    n = span.rows
-    length = span.context if window is None else min(span.context, window + n - 1)
+    n, length = span.rows, reach(span, window)
     where = span.where if length == span.context else span.tail(length)
-    if n == 1:
-        return span.first, n, where, None
-    return span.first, n, where, MASKS.slice(n, length, window, group if n <= FOLD_ROWS else 1, dtype, device)
+    mask = None if n == 1 else MASKS.slice(n, length, window, group if n <= FOLD_ROWS else 1, dtype, device)
+    return Call(slice(span.first, span.last), 1, n, where, mask)
+
+
+def joint_call(
+    spans: list[SpanView], view: View, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Call:
+    """One call for many spans, rows and keys padded at the end. A padding row sees the first key: it stays finite."""
+    n, length = max(s.rows for s in spans), max(reach(s, window) for s in spans)
+    where = torch.cat([padded(s.tail(reach(s, window)), reach(s, window), length, device) for s in spans])  # [B * S]
+    even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
+    rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
+    if not even:
+        rows = torch.tensor([min(s.first + i, s.last - 1) for s in spans for i in range(n)], device=device)
+    if n == 1 and all(reach(s, window) == length for s in spans):
+        return Call(rows, len(spans), n, where, None)
+    ends = [reach(s, window) - s.rows + i + 1 if i < s.rows else 1 for s in spans for i in range(n) for _ in range(group)]
+    end = torch.tensor(ends, device=device).view(len(spans), 1, n * group, 1)
+    column = torch.arange(length, device=device)
+    hidden = column >= end
+    if window is not None:
+        hidden |= column < end - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    return Call(rows, len(spans), n, where, mask)
+
+
+def padded(where: Where, length: int, to: int, device: torch.device) -> Tensor:
+    """`length` slots, then the last of them again: it is written, while an unused slot may hold a NaN."""
+    index = torch.arange(to, device=device).clamp_max_(length - 1)
+    return index + where.start if isinstance(where, slice) else where[index]
 
 
 class MaskCache:
-    """Banded base masks, grown by doubling: every span's mask is a slice of one of them."""
+    """Banded base masks, grown by doubling: a single span's mask is a slice of one of them."""
 
     def __init__(self) -> None:
         self.bases: dict[tuple[int | None, int, torch.dtype, torch.device], tuple[Tensor, int, int]] = {}
@@ -143,11 +245,11 @@ class MaskCache:
 
 def banded(rows: int, before: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """0 where row i sees column c (before + i - window < c <= before + i), minus infinity elsewhere."""
-    reach = (before + torch.arange(rows, device=device)).repeat_interleave(group)[:, None]  # [rows * g, 1]
+    last = (before + torch.arange(rows, device=device)).repeat_interleave(group)[:, None]  # [rows * g, 1]
     column = torch.arange(before + rows, device=device)[None]
-    hidden = column > reach
+    hidden = column > last
     if window is not None:
-        hidden |= column <= reach - window
+        hidden |= column <= last - window
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
