@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -180,19 +181,28 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
+        text = Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+        with closing(self.events(prompt, params, speculation=speculation)) as events:
+            for event in events:
+                new = text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else "")
+                if new:
+                    yield new
+
+    def events(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Generator[Event, None, None]:
+        """Yields what each step brings to one prompt. Closing the generator aborts the request."""
+        params = params or SamplingParams()
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a stream carries one text")
         request_id = self.engine.add_request(self._encode(prompt), params, speculation)
-        text = Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
         try:
             finished = False
             while not finished:
                 for event in self.engine.step():
                     if event.request_id == request_id:
                         finished = event.finish is not None
-                        new = text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else "")
-                        if new:
-                            yield new
+                        yield event
         finally:
             self.engine.abort(request_id)
 

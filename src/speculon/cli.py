@@ -1,0 +1,75 @@
+"""The command line. A command's module is imported when the command is named; this one never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculon import __version__
+from speculon.commands.options import Given, settings_from
+from speculon.commands.screen import answered, show_log
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+
+app = typer.Typer(
+    name="speculon",
+    help="Lossless speculative decoding: the model's own text, several tokens per call.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="machine-readable: JSON on stdout and nothing else")]
+
+
+def main() -> None:
+    app()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=lambda on: on and show_version())] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="a log line per request, on stderr")] = False,
+) -> None:
+    if verbose:
+        show_log()
+
+
+def show_version() -> None:
+    typer.echo(f"speculon {__version__}")
+    raise typer.Exit
+
+
+@app.command()
+@answered
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig)
+def generate(
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a message, answered through the chat template")] = False,
+    system: Annotated[str | None, typer.Option(help="system message; implies --chat")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="vLLM's form of the speculation options; single options win over it")
+    ] = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006 (made by settings_from)
+) -> None:
+    """Continue prompts, from --prompt, --prompt-file or stdin; a single text is shown as it is written."""
+    from speculon.commands.generate import Task, run
+
+    run(Task(prompt or [], prompt_file or [], chat or system is not None, system), given, speculative_config, as_json)
+
+
+@app.command()
+@answered
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="[MODEL]", help="a folder, a hub id, or `demo`")] = "demo",
+    model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
+    load: Annotated[bool, typer.Option(help="load it and check it against its stock forward; without: headers only")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint is, and whether it is carried or refused."""
+    from speculon.commands.inspect import run
+
+    run(model or path, load, as_json)

@@ -1,0 +1,95 @@
+"""`speculon generate`: a single text as it is written, or many at once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speculon.commands.options import Given, engine_settings, pick
+from speculon.commands.screen import account, counting, errors, loading, print_json
+from speculon.config import EngineConfig, SamplingParams
+from speculon.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM, Prompt, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to continue."""
+
+    prompts: list[str]
+    files: list[Path]
+    chat: bool = False
+    system: str | None = None
+
+    def texts(self) -> list[str]:
+        """All prompts, as they are: prompts first, then files; stdin when there are none and it is no terminal."""
+        found = [*self.prompts, *(read_text(path) for path in self.files)]
+        if not found and not sys.stdin.isatty():
+            found = [read_text(Path("-"))]
+        if not found:
+            raise InvalidParameter("prompt", None, "give --prompt, --prompt-file or a text on stdin")
+        return found
+
+
+def run(task: Task, given: Given, speculative_config: str | None, as_json: bool) -> None:
+    params = SamplingParams(**pick(SamplingParams, given))
+    settings = engine_settings(given, speculative_config)
+    texts = task.texts()
+    EngineConfig(**settings)  # a wrong setting is told before torch is imported
+    with loading(as_json) as tell:
+        tell("importing torch")
+        from speculon.llm import LLM
+
+        llm = LLM(progress=tell, **settings)
+    prompts = [encode(llm, task, text) for text in texts]
+    if len(prompts) == 1 and params.n == 1 and not as_json:
+        return stream(llm, prompts[0], params)
+    total = None if params.max_tokens is None else params.max_tokens * params.n * len(prompts)
+    with counting(as_json, "writing", total, "tokens") as advance:
+        outputs = llm.generate(prompts, params, on_token=lambda _, n: advance(n))
+    for text, output in zip(texts, outputs, strict=True):
+        print_json({"prompt": text, **output.to_dict()}) if as_json else show(text, output, params)
+
+
+def encode(llm: LLM, task: Task, text: str) -> Prompt:
+    if not task.chat:
+        return text
+    system = [{"role": "system", "content": task.system}] if task.system is not None else []
+    return llm.tokenizer.apply_chat([*system, {"role": "user", "content": text}])
+
+
+def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    """Text on stdout as it comes; the account on stderr, so that a pipe carries the text alone."""
+    from speculon.llm import Completion, RequestOutput, absorb
+    from speculon.text import Stream
+
+    text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+    output = RequestOutput([], [Completion()])
+    for event in llm.events(prompt, params):
+        absorb(output, event)
+        sys.stdout.write(text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else ""))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    errors().print(account(output.speculation, output.reasons), style="dim", markup=False)
+
+
+def show(prompt: str, output: RequestOutput, params: SamplingParams) -> None:
+    head = prompt.strip().splitlines()[0][:60] if prompt.strip() else ""
+    for i, one in enumerate(output.outputs):
+        number = f" ({i + 1} of {params.n})" if params.n > 1 else ""
+        sys.stdout.write(f"==> {head}{number}\n{one.text}\n")
+        sys.stdout.flush()
+        errors().print(account(one.speculation, one.reasons), style="dim", markup=False)
+
+
+def read_text(path: Path) -> str:
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameter("prompt-file", str(path), str(error)) from None

@@ -1,0 +1,124 @@
+"""`speculon inspect`: what a checkpoint is, from its headers, and whether it is carried, by loading it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from speculon.commands.options import as_json_error
+from speculon.commands.screen import EXIT_REFUSED, loading, print_json
+from speculon.errors import SpeculonError
+from speculon.models.recognise import Checkpoint, recognise
+
+if TYPE_CHECKING:
+    from speculon.core import LayerSpec
+    from speculon.models.target import Target
+
+Facts = dict[str, Any]
+
+WORDS = {
+    "path": "folder",
+    "architecture": "architecture",
+    "model_type": "model type",
+    "num_layers": "layers",
+    "hidden_size": "hidden width",
+    "vocab_size": "vocabulary",
+    "max_context": "context",
+    "dtype": "dtype",
+    "num_parameters": "parameters",
+    "num_bytes": "weight files",
+    "quantization": "quantization",
+    "kv_bytes_per_token": "KV per token",
+    "layers": "attention",
+    "notes": "notes",
+    "carried": "carried",
+}
+
+
+def run(model: str, load: bool, as_json: bool) -> None:
+    facts = headers(recognise(folder_of(model)))
+    refusal: SpeculonError | None = None
+    if load:
+        try:
+            with loading(as_json) as tell:
+                tell("importing torch")
+                from speculon.models.load import load_target
+
+                facts |= loaded(load_target(model, progress=tell))
+        except SpeculonError as error:
+            refusal = error
+            facts |= {"carried": False, **as_json_error(error)}
+    print_json(facts) if as_json else Console(soft_wrap=True, highlight=False).print(as_table(facts))
+    if refusal:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def folder_of(model: str) -> Path:
+    """A folder as it is; only another name needs the loader, and with it torch."""
+    if Path(model).expanduser().exists():
+        return Path(model).expanduser()
+    from speculon.models.load import locate
+
+    return locate(model)
+
+
+def headers(checkpoint: Checkpoint) -> Facts:
+    names = [name for name in WORDS if name in Checkpoint.__slots__]
+    facts = {name: getattr(checkpoint, name) for name in names}
+    return {**facts, "path": str(checkpoint.path), "pickled": checkpoint.pickled, "remote_code": checkpoint.remote_code}
+
+
+def loaded(target: Target) -> Facts:
+    return {
+        "num_parameters": target.num_parameters,
+        "max_context": target.max_context,
+        "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
+        "layers": [layer_facts(layer) for layer in target.layers],
+        "notes": list(target.notes),
+        "carried": True,
+    }
+
+
+def layer_facts(layer: LayerSpec) -> Facts:
+    dtype = str(layer.dtype).removeprefix("torch.")
+    return {"heads": layer.heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim, "window": layer.window, "dtype": dtype}
+
+
+def as_table(facts: Facts) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, words in WORDS.items():
+        if facts.get(name) not in (None, []):
+            table.add_row(f"[dim]{words}[/dim]", in_words(name, facts))
+    return table
+
+
+def in_words(name: str, facts: Facts) -> str:
+    value = facts[name]
+    if name == "carried":
+        return "[green]yes: equal to its stock forward[/green]" if value else f"[red]no: {facts['error']['message']}[/red]"
+    if name == "layers":
+        kinds = Counter(tuple(layer.values()) for layer in value)
+        return "\n".join(describe_layers(count, *kind) for kind, count in kinds.items())
+    if name == "num_bytes":
+        return size(value) + (" of pickles" if facts["pickled"] else "")
+    if name == "kv_bytes_per_token":
+        return f"{size(value)}, {size(value * facts['max_context'])} for a full context"
+    return "\n".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def describe_layers(count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str) -> str:
+    width = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
+    return f"{count} layers, {heads} KV heads x {width} in {dtype}, {f'window {window}' if window else 'full'}"
+
+
+def size(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError

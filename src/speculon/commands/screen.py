@@ -1,0 +1,106 @@
+"""What all commands share: errors as one line, progress on stderr, speculation in words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from speculon.commands.options import as_json_error
+from speculon.errors import SpeculonError
+
+if TYPE_CHECKING:
+    from speculon.telemetry import SpeculationStats
+
+EXIT_REFUSED = 2
+
+MEANING: Mapping[str, str] = {
+    "off_config": "speculation is off in the settings",
+    "off_request": "the request turned speculation off",
+    "no_drafter": "there is no drafter",
+    "not_ready": "the drafter was not ready",
+    "no_match": "the text's end had not occurred before",
+    "no_pages": "no free pages for drafts",
+    "context_limit": "the context was full",
+    "max_tokens": "only one token was left to write",
+    "error": "the drafter failed",
+}
+
+
+def errors() -> Console:
+    """The terminal's stderr as it is now."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def answered(command: Callable[..., None]) -> Callable[..., None]:
+    """Turns an error made on purpose into one line (or JSON object) and exit code 2."""
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        try:
+            command(**values)
+        except SpeculonError as error:
+            if values.get("as_json"):
+                print_json(as_json_error(error))
+            else:
+                errors().print(f"{type(error).__name__}: {error}", style="red", markup=False)
+            raise typer.Exit(EXIT_REFUSED) from None
+
+    return run
+
+
+def print_json(value: Any) -> None:
+    """One object, one line. A NaN would be no JSON, so it fails here."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def show_log() -> None:
+    """One line per request on stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+
+
+@contextmanager
+def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner with the stage's name; yields the function to tell the stage to."""
+    with bar(as_json, "starting", SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (progress, task):
+        yield lambda stage: progress.update(task, description=stage)
+
+
+@contextmanager
+def counting(as_json: bool, what: str, total: int | None, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """A bar with the time left; yields the function to advance it by."""
+    done = TextColumn(f"{{task.completed:.0f}}{'' if total is None else f'/{total}'} {unit}")
+    left = (TextColumn("left"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), *left)
+    with bar(as_json, what, *columns, total=total) as (progress, task):
+        yield lambda n: progress.advance(task, n)
+
+
+@contextmanager
+def bar(as_json: bool, what: str, *columns: ProgressColumn, total: int | None = None) -> Iterator[tuple[Progress, Any]]:
+    console = errors()
+    with Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress:
+        yield progress, progress.add_task(what, total=total)
+
+
+def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
+    """What speculation did, and why not, in one line for a person."""
+    why = "; ".join(f"{MEANING.get(reason, reason)} ({n}x)" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
+    if done is None:
+        return f"no speculation: {why or 'the text ended before a round could run'}"
+    line = (
+        f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
+        f"{done.tokens_per_target_call:.2f} per call; {done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
+    )
+    if done.saved_ms is not None:
+        line += f"; {'saved' if done.saved_ms >= 0 else 'lost'} about {abs(done.saved_ms) / 1e3:.2f} s"
+    return f"{line}; plain rounds: {why}" if why else line
