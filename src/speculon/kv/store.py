@@ -49,10 +49,9 @@ class PageStore:
 
     def _writes(self, spans: list[SpanView]) -> Where:
         tails = [span.tail(span.rows) for span in spans]
-        if all(isinstance(tail, slice) for tail in tails):
-            joined = slice(tails[0].start, tails[-1].stop)
-            if all(a.stop == b.start for a, b in pairwise(tails)):
-                return joined
+        slices = [tail for tail in tails if isinstance(tail, slice)]
+        if len(slices) == len(tails) and all(a.stop == b.start for a, b in pairwise(slices)):
+            return slice(slices[0].start, slices[-1].stop)
         return torch.cat([as_index(tail, self.device) for tail in tails])  # [T]
 
 

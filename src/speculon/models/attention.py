@@ -142,7 +142,8 @@ def make_calls(view: View, window: int | None, group: int, token_bytes: int, que
     dtype, device = query.dtype, query.device
     if len(view.spans) == 1:
         return Calls([span_call(view.spans[0], window, group, dtype, device)])
-    alone, together = [], []
+    alone: list[SpanView] = []
+    together: list[SpanView] = []
     for span in view.spans:
         cheap = device.type != "cpu" or isinstance(span.where, Tensor) or reach(span, window) * token_bytes <= GATHER_BYTES
         (together if cheap and span.rows <= FOLD_ROWS else alone).append(span)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -200,7 +199,7 @@ def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dt
 
 
 def native_bf16() -> bool:
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # a torch without it: no bf16
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # a torch without it: no bf16
     return any(capabilities.get(flag) for flag in BF16_FLAGS)
 
 
@@ -217,8 +216,9 @@ def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
     return limit, tuple(notes)
 
 
-def rope_limits(model: nn.Module) -> Iterator[tuple[str, int]]:
+def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """For each rotary table that changes with length: its kind, and up to which position it is constant."""
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
