@@ -86,7 +86,7 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             forbid_completion(x, row, word)
         if row.position < row.rules.params.min_tokens:
             x[list(row.rules.stop_ids)] = NEVER
-    return logits
+    return logits.clamp_(max=torch.finfo(logits.dtype).max)  # an overflow is the best token; inf - inf would be none
 
 
 def penalise(x: Tensor, row: Row) -> None:
@@ -111,7 +111,8 @@ def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
 
 def shape(logits: Tensor, rows: list[Row]) -> Tensor:
     """Log-weights [N, V] of drawn rows after temperature, top-k, top-p and min-p; removed tokens are -inf."""
-    temperature = torch.tensor([[row.rules.params.temperature] for row in rows], device=logits.device)
+    smallest = torch.finfo(logits.dtype).tiny  # what rounds to 0 would make 0 / 0 of the best token
+    temperature = torch.tensor([[max(row.rules.params.temperature, smallest)] for row in rows], device=logits.device)
     # Relative to the best token first: a tiny temperature would overflow the quotient.
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     filtered = [i for i, row in enumerate(rows) if row.rules.filters]
@@ -129,9 +130,10 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     vocab = logits.shape[-1]
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of ids
     rank = torch.arange(vocab, device=logits.device)
-    keep = rank < column([p.top_k if p.top_k > 0 else vocab for p in params])
+    keep = rank < column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params])
     probs = ordered.masked_fill(~keep, NEVER).softmax(-1)
-    keep &= probs.cumsum(-1) - probs < column([p.top_p for p in params])
+    # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
+    keep &= probs.cumsum(-1) - probs < column([p.top_p if p.top_p < 1 else 2.0 for p in params])
     keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
     keep[:, 0] = True
     return torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
