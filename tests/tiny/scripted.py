@@ -1,0 +1,146 @@
+"""A proposer that knows the text beforehand and lies when told to, a letter tokenizer, and a way to run requests."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from speculon.config import EngineConfig, SamplingParams
+from speculon.core import Draft, Event, Finish, Needs, Sequence, TokenLogprobs, Verdict
+from speculon.engine.engine import Engine
+from speculon.kv.lease import Lease
+from speculon.models.target import Target
+from speculon.proposers.registry import register
+from speculon.telemetry import RequestStats
+from speculon.text import Tokenizer
+
+Key = tuple[str, int]  # request id, sample
+
+
+class Scripted:
+    """Drafts the known text; `lies(position in the output)` says where another token stands in its place.
+
+    Without `lies` the truth is told with probability 0.6 per position, and in every other round up to a position
+    that goes through 0..K, so that long accepted runs occur as well.
+    """
+
+    def __init__(self, truth: Mapping[Key, list[int]], lies: Callable[[int], bool] | None = None, vocab_size: int = 96):
+        self.needs = Needs()
+        self.truth, self.lies, self.vocab_size = truth, lies, vocab_size
+        self.known: set[int] = set()
+        self._rounds: Counter[int] = Counter()  # by K
+
+    def admit(self, seq: Sequence) -> None:
+        assert seq.id not in self.known
+        self.known.add(seq.id)
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        assert all(seq.id in self.known for seq in seqs)
+
+    def release(self, seq: Sequence) -> None:
+        self.known.remove(seq.id)
+
+    def _draft(self, seq: Sequence, k: int) -> Draft:
+        at, truth = seq.num_output, self.truth.get((seq.request_id, seq.sample), [])
+        chance = random.Random(f"{seq.request_id} {seq.sample} {at}")
+        self._rounds[k] += 1
+        true_until = self._rounds[k] // 2 % (k + 1) if self._rounds[k] % 2 else None
+        tokens = []
+        for i, position in enumerate(range(at, at + k)):
+            token = truth[position] if position < len(truth) else chance.randrange(self.vocab_size)
+            if self.lies is not None:
+                lie = self.lies(position)
+            else:
+                lie = i == true_until if true_until is not None else chance.random() > 0.6
+            tokens.append((token + 1 + chance.randrange(self.vocab_size - 1)) % self.vocab_size if lie else token)
+        return Draft(tuple(tokens), ("scripted",) * k)
+
+
+def script(truth: Mapping[Key, list[int]], lies: Callable[[int], bool] | None = None) -> Scripted:
+    """Makes `scripted` the name of a proposer that knows `truth`."""
+    proposer = Scripted(truth, lies)
+    register("scripted", lambda config, target: proposer)
+    return proposer
+
+
+class Letters:
+    """Token i is the character 32 + i."""
+
+    eos_token_id = None
+    chat_template = None
+
+    def __len__(self) -> int:
+        return 96
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) - 32 for c in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(32 + i) for i in ids)
+
+
+def spell(ids: list[int]) -> str:
+    return Letters().decode(ids)
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+    speculation: dict[str, Any] | None = None
+    id: str = "r"
+
+
+@dataclass
+class Result:
+    """All that one sample's events said."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        assert self.finish is None, "news after the end"
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs or ()
+        self.prompt_logprobs += event.prompt_logprobs or ()
+        self.finish = event.finish
+        self.stats = event.stats or self.stats
+
+
+def make_engine(target: Target, **settings: Any) -> Engine:
+    return Engine(target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}))
+
+
+def drain(engine: Engine, results: dict[Key, Result] | None = None, steps: int = 2000) -> dict[Key, Result]:
+    """Steps until nothing is left to do; the pool is checked on the way and must be whole and unused at the end."""
+    results = {} if results is None else results
+    for step in range(steps):
+        if not engine.has_work:
+            break
+        for event in engine.step():
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+        if step % 8 == 0:
+            engine.check_integrity()
+    assert not engine.has_work, f"still busy after {steps} steps"
+    engine.check_integrity()
+    assert engine.pool.available == engine.pool.num_blocks
+    return results
+
+
+def run(target: Target, requests: list[Request], **settings: Any) -> dict[Key, Result]:
+    """All requests at once in an engine of their own."""
+    engine = make_engine(target, **settings)
+    for request in requests:
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    return drain(engine)
