@@ -73,3 +73,50 @@ def inspect(
     from speculon.commands.inspect import run
 
     run(model or path, load, as_json)
+
+
+@app.command()
+@answered
+@settings_from(EngineConfig)
+def bench(
+    workloads: Annotated[str | None, typer.Option(metavar="LIST", help="of code, edit, prose (default: all)")] = None,
+    modes: Annotated[str | None, typer.Option(metavar="LIST", help="METHOD or METHOD:K (default: ngram:4,ngram:8)")] = None,
+    concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,8)")] = None,
+    prompts: Annotated[int | None, typer.Option(help="per workload (default: 16)")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="written per prompt at most (default: 128)")] = None,
+    repeats: Annotated[int | None, typer.Option(help="of everything; medians are reported (default: 3)")] = None,
+    with_transformers: Annotated[bool | None, typer.Option(help="also transformers' own generate, one text at a time")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="8 prompts of 64 tokens, once")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write bench.json, bench.md and bench.png there")] = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Compare modes on held-out code, edits and prose, alternated in one run, with plain decoding measured twice."""
+    from speculon.commands.bench import numbers, run, words
+
+    asked = {
+        "workloads": words("workloads", workloads),
+        "modes": words("modes", modes),
+        "concurrency": numbers("concurrency", concurrency),
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "with_transformers": with_transformers,
+    }
+    run(asked, quick, out, given, as_json)
+
+
+@app.command()
+@answered
+@settings_from(EngineConfig)
+def demo(
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements of each, alternated")] = 3,
+    number: Annotated[int, typer.Option(min=1, help="which of the held-out functions and files")] = 1,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Edit and continue code that the shipped model has never seen, with and without speculation."""
+    from speculon.commands.demo import run
+
+    run(num_speculative_tokens, rounds, number, given, as_json)

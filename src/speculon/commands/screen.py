@@ -76,19 +76,25 @@ def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def counting(as_json: bool, what: str, total: int | None, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """A bar with the time left; yields the function to advance it by."""
+def counting(
+    as_json: bool, what: str, total: int | None, unit: str = "", *, still: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """A bar with the time left; yields the function to advance it by. A `still` one is drawn only when it advances."""
     done = TextColumn(f"{{task.completed:.0f}}{'' if total is None else f'/{total}'} {unit}")
     left = (TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), *left)
-    with bar(as_json, what, *columns, total=total) as (progress, task):
-        yield lambda n: progress.advance(task, n)
+    with bar(as_json, what, *columns, total=total, still=still) as (progress, task):
+        yield lambda n: progress.update(task, advance=n, refresh=still)
 
 
 @contextmanager
-def bar(as_json: bool, what: str, *columns: ProgressColumn, total: int | None = None) -> Iterator[tuple[Progress, Any]]:
+def bar(
+    as_json: bool, what: str, *columns: ProgressColumn, total: int | None = None, still: bool = False
+) -> Iterator[tuple[Progress, Any]]:
     console = errors()
-    with Progress(*columns, console=console, transient=True, disable=as_json or not console.is_terminal) as progress:
+    hidden = as_json or not console.is_terminal
+    # while something is measured no thread may draw: it would compete for the interpreter
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not still) as progress:
         yield progress, progress.add_task(what, total=total)
 
 

@@ -1,0 +1,61 @@
+"""The chart of a benchmark: how many times faster than plain decoding, with the band of the noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from speculon.bench.run import AGAIN, Cell
+from speculon.proposers.registry import OFF
+
+COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46")
+WIDTH = 0.8  # of all bars of a workload together
+
+
+def draw(cells: list[Cell], title: str, path: Path) -> Path:
+    """One panel per concurrency, one group of bars per workload, one bar per mode."""
+    counts = sorted({cell.concurrency for cell in cells})
+    figure = Figure(figsize=(1.6 + 4.4 * len(counts), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+    for panel, count in zip(panels, counts, strict=True):
+        draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
+    panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")
+    handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
+    workloads = list(dict.fromkeys(cell.workload for cell in cells))
+    modes = list(dict.fromkeys(cell.mode for cell in cells if cell.mode not in (OFF, AGAIN)))
+    panel.axhline(1, color="black", linewidth=0.8, label="plain decoding")
+    for i, mode in enumerate(modes):
+        shown = [cell for cell in cells if cell.mode == mode]
+        width = WIDTH / len(modes)
+        at = [workloads.index(cell.workload) + (i - (len(modes) - 1) / 2) * width for cell in shown]
+        spread = [[abs(cell.ratio_quartiles[side] - cell.ratio) for cell in shown] for side in (0, 1)]
+        bars = panel.bar(
+            at,
+            [cell.ratio for cell in shown],
+            width * 0.92,
+            yerr=spread,
+            color=COLOURS[i % len(COLOURS)],
+            error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
+            label=mode,
+        )
+        over = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
+        panel.bar_label(bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=8, bbox=over, zorder=4)
+    for cell in cells:
+        if cell.mode == AGAIN:
+            x = workloads.index(cell.workload)
+            low, high = min(1.0, cell.ratio_quartiles[0]), max(1.0, cell.ratio_quartiles[1])
+            band = "plain decoding measured twice" if x == 0 else None
+            panel.fill_between([x - 0.48, x + 0.48], low, high, color="#999999", alpha=0.35, linewidth=0, label=band, zorder=3)
+    panel.set_xticks(range(len(workloads)), workloads)
+    panel.set_title(f"{count} at once" if count > 1 else "one at a time", fontsize=10)
+    panel.set_xlim(-0.6, len(workloads) - 0.4)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,95 @@
+"""One measurement: a group of cases written at once, and what the engine did step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from speculon.bench.workloads import Case
+from speculon.core import Event
+from speculon.engine.engine import Engine
+from speculon.llm import LLM
+from speculon.telemetry import RequestStats
+
+GRAM, WINDOW = 16, 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One target call."""
+
+    rows: int
+    tokens: int  # that it brought
+    decoding: bool  # no prompt tokens in it
+    forward_ms: float
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was written, and how long it took from submission to the last token, prompts included."""
+
+    seconds: float
+    token_ids: list[list[int]]
+    texts: list[str]
+    stats: RequestStats = field(default_factory=RequestStats)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Over the steps that had no prompt tokens; None when there were none."""
+        ms = sum(step.step_ms for step in self.steps if step.decoding)
+        return sum(step.tokens for step in self.steps if step.decoding) / ms * 1e3 if ms else None
+
+
+def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any]) -> Measurement:
+    """Writes all cases at once in one mode."""
+    with recording(llm.engine) as steps:
+        began = perf_counter()
+        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=speculation)
+        seconds = perf_counter() - began
+    stats = RequestStats()
+    for output in outputs:
+        stats.add(output.outputs[0].stats)
+    return Measurement(seconds, [output.token_ids for output in outputs], [output.text for output in outputs], stats, steps)
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[list[Step]]:
+    """Notes every step from the engine's counters, which only grow; the engine itself is not changed."""
+    steps: list[Step] = []
+    stepped, scheduler, counters = engine.step, engine.scheduler, engine.counters
+
+    def step() -> list[Event]:
+        decoding = not scheduler.waiting and all(seq.pending == 1 for seq in scheduler.running)
+        calls, rows, forward_ms, step_ms = counters.steps, counters.rows, counters.forward_ms, counters.step_ms
+        events = stepped()
+        if counters.steps > calls:
+            tokens = sum(len(event.tokens) for event in events)
+            spent = counters.forward_ms - forward_ms, counters.step_ms - step_ms
+            steps.append(Step(counters.rows - rows, tokens, decoding, *spent))
+        return events
+
+    vars(engine)["step"] = step
+    try:
+        yield steps
+    finally:
+        del vars(engine)["step"]
+
+
+def loops(token_ids: list[int]) -> bool:
+    """Whether some 16 tokens in a row come twice within the last 64."""
+    tail = token_ids[-WINDOW:]
+    grams = [tuple(tail[i : i + GRAM]) for i in range(len(tail) - GRAM + 1)]
+    return len(set(grams)) < len(grams)

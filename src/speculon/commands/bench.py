@@ -1,0 +1,61 @@
+"""`speculon bench`: modes against each other on held-out work."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from speculon.commands.options import Given, engine_settings
+from speculon.commands.screen import counting, errors, loading, print_json
+from speculon.config import EngineConfig
+from speculon.errors import InvalidParameter
+
+QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1}
+
+
+def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
+    settings = {"prefix_cache": False, **engine_settings(given)}  # else a later mode would find the prompt's pages
+    EngineConfig(**settings)
+    with loading(as_json) as tell:
+        tell("importing torch")
+        from speculon.bench import report
+        from speculon.bench.run import Plan
+        from speculon.bench.run import run as compare
+        from speculon.llm import LLM
+
+        plan = Plan(**{**(QUICK if quick else {}), **{name: value for name, value in asked.items() if value is not None}})
+        llm = LLM(progress=tell, **settings)
+    with counting(as_json, "measuring", plan.measurements, still=True) as advance:
+        cells, cases = compare(llm, plan, advance)
+    made = report.Report.of(sys.argv[1:], plan, llm, cells, cases)
+    files = report.write(made, out) if out else []
+    if as_json:
+        return print_json(made.to_dict())
+    console = Console(highlight=False)
+    for table in report.tables(cells):
+        console.print(table, "", sep="\n")
+    console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
+    for file in files:
+        errors().print(f"wrote {file}", style="dim", markup=False)
+    if files and len(files) < 3:
+        errors().print("no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False)
+
+
+def words(name: str, text: str | None) -> tuple[str, ...] | None:
+    """`code,edit` as a tuple; None stays unset."""
+    if text is None:
+        return None
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise InvalidParameter(name, text, "name at least one")
+    return found
+
+
+def numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    found = words(name, text)
+    if found and not all(part.isdecimal() for part in found):
+        raise InvalidParameter(name, text, "whole numbers with commas between")
+    return tuple(map(int, found)) if found else None
