@@ -1,0 +1,156 @@
+"""The synchronous front door, over a whole checkpoint on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, InvalidRequest, TooLong, UnknownMethod
+from tests.tiny.checkpoint import write_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = "def add(first, second):\n    return first"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llm") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), max_num_seqs=8)
+
+
+def test_a_string_a_list_and_token_ids_say_the_same(llm: LLM):
+    ids = llm.tokenizer.encode(PROMPT)
+    texts = [llm.generate(prompt, GREEDY)[0].text for prompt in (PROMPT, [PROMPT], ids, [ids])]
+    assert len(set(texts)) == 1 and texts[0]
+
+
+def test_results_come_in_the_order_of_the_prompts_each_with_its_own_settings(llm: LLM):
+    prompts = [PROMPT, "a", "class Stack:"]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 5, 12)]
+    wishes = [{"method": "off"}, None, {"method": "ngram", "num_speculative_tokens": 2}]
+    together = llm.generate(prompts, params, speculation=wishes)
+    assert [len(out.token_ids) for out in together] == [30, 5, 12]
+    for prompt, p, out in zip(prompts, params, together, strict=True):
+        assert llm.generate(prompt, p)[0].text == out.text
+    assert together[0].speculation is None and set(together[0].reasons) == {"off_request"}
+
+
+def test_the_result_says_what_speculation_did(llm: LLM):
+    out = llm.generate("ab" * 20, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0]
+    stats = out.speculation
+    assert stats is not None and stats.rounds > 0
+    assert stats.drafted == stats.accepted + stats.rejected
+    assert stats.emitted == 60 == len(out.token_ids)
+    assert stats.tokens_per_target_call == pytest.approx(60 / stats.target_calls)
+    assert set(stats.to_dict()) >= {"draft_calls", "verified_positions", "per_position", "by_source", "span_kinds", "saved_ms"}
+
+
+def test_n_samples_differ_from_each_other_and_repeat_with_their_seed(llm: LLM):
+    params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True)
+    first, again = (llm.generate(PROMPT, params)[0] for _ in range(2))
+    assert [one.token_ids for one in first.outputs] == [one.token_ids for one in again.outputs]
+    assert len({tuple(one.token_ids) for one in first.outputs}) == 3
+
+
+def test_a_stream_is_the_whole_text_and_closing_it_frees_the_pages(llm: LLM):
+    whole = llm.generate(PROMPT, GREEDY)[0].text
+    assert "".join(llm.stream(PROMPT, GREEDY)) == whole
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+def test_a_session_finds_its_earlier_turns_in_pages(llm: LLM):
+    session = llm.session(SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), system="Be brief.")
+    session.send("Write a function that adds two numbers.")
+    before = llm.engine.counters.totals.cached_tokens
+    second = session.send("Now with a docstring.")
+    found = llm.engine.counters.totals.cached_tokens - before
+    assert found > 0.5 * len(second.prompt_token_ids) - llm.config.block_size
+    assert [m["role"] for m in session.messages] == ["system", "user", "assistant", "user", "assistant"]
+    fresh = llm.generate([second.prompt_token_ids], session.params)[0]
+    assert fresh.text == second.text
+
+
+def test_a_refused_turn_leaves_the_conversation_as_it_was(llm: LLM):
+    session = llm.session(SamplingParams(temperature=0, max_tokens=4))
+    session.send("hello")
+    before = list(session.messages)
+    with pytest.raises(TooLong):
+        session.send("x" * 5000)
+    assert session.messages == before
+
+
+def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: LLM):
+    plain = llm.chat([{"role": "user", "content": "hello"}], GREEDY).text
+    session = llm.session(SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=plain[3:5]))
+    first = session.send("hello")
+    assert first.text == plain[: plain.find(plain[3:5])]
+    second = session.send("again")
+    assert second.prompt_token_ids == llm.tokenizer.apply_chat(session.messages[:-1])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "wish", "error", "said"),
+    [
+        pytest.param("", GREEDY, None, EmptyPrompt, "no tokens", id="empty"),
+        pytest.param("x" * 5000, GREEDY, None, TooLong, "> context 512", id="beyond the context"),
+        pytest.param([PROMPT, ""], GREEDY, None, EmptyPrompt, "no tokens", id="one of two"),
+        pytest.param(PROMPT, GREEDY, {"method": "magic"}, UnknownMethod, "'magic': known are off, auto, ngram", id="method"),
+        pytest.param(PROMPT, GREEDY, {"num_speculative_tokens": 65}, InvalidParameter, "less than or equal to 64", id="K"),
+        pytest.param(PROMPT, GREEDY, {"kay": 3}, InvalidParameter, "kay = 3: unknown field", id="unknown field"),
+        pytest.param([PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"),
+        pytest.param("a\ud800b", GREEDY, None, InvalidParameter, "surrogate", id="no text"),
+        pytest.param([[1, "2"]], GREEDY, None, InvalidParameter, "token ids", id="mixed ids"),
+        pytest.param([[True, 2.5]], GREEDY, None, InvalidParameter, "token ids", id="numbers that are no ids"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
+    llm: LLM, prompts: object, params: object, wish: object, error: type[Exception], said: str
+):
+    with pytest.raises(error, match=said):
+        llm.generate(prompts, params, speculation=wish)  # type: ignore[arg-type]
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+    assert not llm.engine._requests
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param({"blok_size": 4}, "blok_size", id="unknown key"),
+        pytest.param({"max_context": 1}, "max_context = 1", id="range"),
+        pytest.param({"speculation": {"prompt_lookup_min": 9}}, "prompt_lookup_min 9 > prompt_lookup_max 5", id="nested"),
+        pytest.param({"kv_memory_gb": 1e-7}, "hold no page", id="no page"),
+    ],
+)
+def test_wrong_settings_stop_the_start(folder: Path, settings: dict, said: str):
+    with pytest.raises((ConfigError, InvalidParameter), match=said):
+        LLM(str(folder), **settings)
+
+
+def test_an_unknown_method_stops_the_start(folder: Path):
+    with pytest.raises(UnknownMethod, match="known are"):
+        LLM(str(folder), speculation=SpeculationConfig(method="eagle9"))
+
+
+def test_environment_and_file_are_read_and_a_keyword_wins(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "speculon.toml").write_text("block_size = 8\nmax_num_seqs = 3\n[speculation]\nmethod = 'off'\n")
+    monkeypatch.setenv("SPECULON_CONFIG", str(tmp_path / "speculon.toml"))
+    monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "4")
+    llm = LLM(str(folder), num_blocks=50)
+    assert (llm.config.block_size, llm.config.max_num_seqs, llm.config.num_blocks) == (8, 4, 50)
+    assert set(llm.generate(PROMPT, GREEDY)[0].reasons) == {"off_config"}
+    monkeypatch.setenv("SPECULON_BLOCKSIZE", "4")
+    with pytest.raises(ConfigError, match="SPECULON_BLOCKSIZE"):
+        LLM(str(folder))
