@@ -55,11 +55,13 @@ class Scheduler:
                 spans.append(span)
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            seq.stats.cached_tokens += self.pool.attach(seq)
+            found = self.pool.attach(seq)
             missing = self.pool.missing(seq, len(seq.tokens))
             if missing > self.pool.available - promised:
                 self.pool.release(seq)
                 break
+            if not seq.stats.preemptions:  # what it finds when it comes back was its own
+                seq.stats.cached_tokens = found
             self.running.append(self.waiting.popleft())
             span = Span(seq, seq.committed, min(seq.pending, budget))
             promised += missing

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import index
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
@@ -116,7 +117,7 @@ class Proposers:
                 proposer.admit(seq)
                 self._admitted[seq.id].add(method)
         drafts = [d.cut(k) for d, k in zip(proposer.propose(seqs, budgets, lease), budgets, strict=True)]
-        if not all(0 <= token < self._facts.vocab_size for draft in drafts for token in draft.tokens):
+        if not all(0 <= index(token) < self._facts.vocab_size for draft in drafts for token in draft.tokens):
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
         return drafts
 

@@ -1,0 +1,334 @@
+"""Where a text ends, what is counted, who shares pages, and why a round was not speculative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from speculon.config import SamplingParams
+from speculon.core import Decision, Draft, Finish, SpanKind
+from speculon.errors import UnknownMethod
+from speculon.proposers.registry import register
+from speculon.text import Tokenizer, final_text
+from tests.tiny.conftest import tiny_target
+from tests.tiny.scripted import Key, Letters, Request, Result, Scripted, drain, make_engine, run, script, spell
+from tests.tiny.test_parity import crowd, drafting, mixed, plain
+
+K = 6
+PROMPT = [42, 58, 67, 89, 48, 70, 44]
+LAST = 24  # tokens of the known text
+
+
+def request(speculation: dict[str, Any] | None = None, **params: Any) -> Request:
+    settings = {"temperature": 0.0, "max_tokens": LAST, "ignore_eos": True} | params
+    return Request(PROMPT, SamplingParams(**settings), speculation or {"method": "scripted", "num_speculative_tokens": K})
+
+
+@cache
+def text() -> list[int]:
+    """The known text; its first tokens are all different."""
+    tokens = run(tiny_target("llama"), [request({"method": "off"})])["r", 0].tokens
+    assert len(set(tokens[:12])) == 12 and len(tokens) == LAST
+    return tokens
+
+
+def one(lies: set[int] = frozenset(), target: Any = None, **params: Any) -> Result:  # type: ignore[assignment]
+    """Runs the request with drafts that are true but for `lies`; the first round drafts output tokens 1..6."""
+    script({("r", 0): text()}, lies.__contains__)
+    result = run(target or tiny_target("llama"), [request(**params)])["r", 0]
+    check_account(result)
+    return result
+
+
+def check_account(result: Result) -> None:
+    """What must always add up."""
+    stats, done = result.stats, result.stats.speculation()
+    assert stats.emitted == len(result.tokens)
+    assert stats.kinds.total() == stats.rounds
+    assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
+    assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
+    assert stats.drafted_from.total() == stats.drafted_at.total()
+    assert stats.rounds + stats.reasons.total() <= stats.target_calls
+    assert stats.rounds <= stats.draft_calls <= stats.rounds + stats.reasons["no_match"]
+    assert (done is None) == (stats.rounds == 0)
+    if done:
+        assert done.drafted == done.accepted + done.rejected
+        assert done.tokens_per_target_call == done.emitted / done.target_calls
+        assert done.acceptance_rate == done.accepted / done.drafted
+        assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
+        assert len(done.per_position) == len(stats.drafted_at) and all(0 <= share <= 1 for share in done.per_position)
+
+
+# (where the stop stands, position of the stop in the output, lies, span kind, drafts accepted and kept)
+PLACES = [
+    pytest.param(1, set(), SpanKind.STOP, 0, id="the first draft"),
+    pytest.param(4, set(), SpanKind.STOP, 3, id="an accepted draft"),
+    pytest.param(6, set(), SpanKind.STOP, 5, id="the last draft"),
+    pytest.param(7, set(), SpanKind.FULL, 6, id="the bonus"),
+    pytest.param(1, {1}, SpanKind.EARLY_STOP, 0, id="the first correction"),
+    pytest.param(4, {4}, SpanKind.EARLY_STOP, 3, id="a correction"),
+    pytest.param(4, {4, 5, 6}, SpanKind.EARLY_STOP, 3, id="a correction before other lies"),
+    pytest.param(6, {6}, SpanKind.EARLY_STOP, 5, id="the last correction"),
+    pytest.param(4, {6}, SpanKind.STOP, 3, id="an accepted draft before a lie"),
+]
+
+
+@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
+def test_a_stop_token_inside_a_span_ends_the_text_there(at: int, lies: set[int], kind: SpanKind, accepted: int) -> None:
+    result = one(lies, stop_token_ids=(text()[at], text()[at + 1]))
+    assert result.tokens == text()[:at]
+    assert result.finish == Finish("stop", text()[at])
+    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == accepted
+
+
+@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
+def test_the_end_of_text_token_inside_a_span_ends_the_text(
+    at: int, lies: set[int], kind: SpanKind, accepted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("llama")
+    monkeypatch.setattr(target, "eos_ids", frozenset({text()[at]}))
+    result = one(lies, ignore_eos=False)
+    assert (result.tokens, result.finish) == (text()[:at], Finish("stop", text()[at]))
+    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == accepted
+    assert one(lies, ignore_eos=True).tokens == text()
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
+def test_a_stop_string_inside_a_span_ends_the_text_there(
+    at: int, lies: set[int], kind: SpanKind, accepted: int, length: int
+) -> None:
+    stop = spell(text()[at + 1 - length : at + 1])
+    result = one(lies, stop=("no such text", spell(text()[at + 1 : at + 3]), stop))
+    assert result.tokens == text()[: at + 1]  # the token that completes it is kept
+    assert result.finish == Finish("stop", stop)
+    assert final_text(Tokenizer(Letters()), result.tokens, stop) == spell(text()[: at + 1 - length])
+    kept = accepted + (kind is SpanKind.STOP)
+    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == kept
+
+
+def test_a_stop_string_does_not_begin_in_the_prompt() -> None:
+    result = one(stop=(spell([PROMPT[-1], text()[0]]),))
+    assert result.tokens == text() and result.finish == Finish("length")
+
+
+def test_the_earliest_of_several_causes_wins() -> None:
+    t = text()
+    assert one(stop=(spell(t[3:5]),), stop_token_ids=(t[5],)).finish == Finish("stop", spell(t[3:5]))
+    assert one(stop=(spell(t[5:7]),), stop_token_ids=(t[5],)).finish == Finish("stop", t[5])
+    assert one(stop=(spell(t[4:6]),), stop_token_ids=(t[5],)).finish == Finish("stop", t[5])
+    assert one(stop=(spell(t[4:6]),), max_tokens=5).finish == Finish("length")
+    assert one(stop=(spell(t[3:5]),), max_tokens=5).finish == Finish("stop", spell(t[3:5]))
+
+
+@pytest.mark.parametrize("limit", range(0, 10))
+def test_max_tokens_is_never_passed(limit: int) -> None:
+    result = one(max_tokens=limit)
+    assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))
+    assert result.stats.drafted_at.total() <= max(0, limit - 2)  # no draft for the first token, none for the last
+
+
+@pytest.mark.parametrize("limit", range(1, 10))
+def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that drafts beyond the limit."""
+    engine = make_engine(tiny_target("llama"))
+    monkeypatch.setattr(engine.policy, "decide", lambda seqs, load: [Decision("scripted", K) for _ in seqs])
+    script({("r", 0): text()}, lambda position: False)
+    asked = request(max_tokens=limit)
+    engine.add_request(asked.prompt, asked.params, asked.speculation, "r")
+    result = drain(engine)["r", 0]
+    check_account(result)
+    assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))
+
+
+@pytest.mark.parametrize("least", [1, 3, 4, 5, 12])
+def test_nothing_stops_before_min_tokens(least: int) -> None:
+    """Stop tokens cannot be written before it; a stop string completed before it is passed over."""
+    params = {"min_tokens": least, "stop_token_ids": (text()[3], text()[8])}
+    truth = run(tiny_target("llama"), [request({"method": "off"}, **params)])["r", 0]
+    assert (len(truth.tokens) >= least) and (truth.tokens == text()[:3]) == (least <= 3)
+    script({("r", 0): truth.tokens}, lambda position: False)
+    result = run(tiny_target("llama"), [request(**params)])["r", 0]
+    assert (result.tokens, result.finish) == (truth.tokens, truth.finish)
+
+    result = one(min_tokens=least, stop=(spell(text()[3:5]), spell(text()[10:12])))
+    assert result.tokens == (text()[:5] if least <= 5 else text()[:12])
+
+
+def test_samples_share_the_pages_of_their_prompt() -> None:
+    engine = make_engine(tiny_target("llama"))
+    prompt = list(range(20, 33))
+    engine.add_request(prompt, SamplingParams(n=5, max_tokens=4, seed=1), {"method": "off"})
+    engine.step()
+    engine.step()
+    tables = [seq.table for seq in engine.scheduler.running]
+    assert len(tables) == 5 and all(table[:3] == tables[0][:3] for table in tables)
+    assert len({page for table in tables for page in table}) == 3 + 5
+    engine.check_integrity()
+    results = drain(engine)
+    assert [results["r-0", i].stats.cached_tokens for i in range(5)] == [0, 12, 12, 12, 12]
+
+
+def test_cached_tokens_count_the_prompt_once() -> None:
+    """A request that waits for pages looks its prefix up at every step; one that gives way comes back to more."""
+    engine = make_engine(tiny_target("llama"), num_blocks=8)
+    greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    prompt = list(range(3, 12))
+    engine.add_request(prompt, SamplingParams(max_tokens=12, **greedy))
+    drain(engine)
+    engine.add_request(list(range(30, 50)), SamplingParams(max_tokens=10, **greedy), request_id="long")
+    engine.step()
+    engine.add_request(prompt, SamplingParams(max_tokens=20, **greedy), request_id="again")
+    assert drain(engine)["again", 0].stats.cached_tokens == 0  # the long one has written over them meanwhile
+
+    script(plain("greedy"))
+    for key, result in run(tiny_target("llama"), drafting(crowd("greedy"), 4), num_blocks=40).items():
+        prompts = {r.id: len(r.prompt) for r in crowd("greedy")}
+        assert result.stats.cached_tokens < prompts[key[0]]
+
+
+# reasons
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked", "reason"),
+    [
+        ({"method": "ngram"}, {"method": "off"}, "off_request"),
+        ({"method": "ngram"}, {"num_speculative_tokens": 0}, "off_request"),
+        ({"method": "off"}, None, "off_config"),
+        ({"method": "off"}, {"num_speculative_tokens": 3}, "off_config"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, None, "off_config"),
+    ],
+)
+def test_no_speculation_says_who_wanted_none(engine: dict[str, Any], asked: dict[str, Any] | None, reason: str) -> None:
+    result = run(tiny_target("llama"), [replace(request(), speculation=asked)], speculation=engine)["r", 0]
+    assert dict(result.stats.reasons) == {reason: LAST - 1} and result.stats.speculation() is None
+    assert result.tokens == text()
+
+
+def test_a_request_overrides_the_engine() -> None:
+    script({("r", 0): text()}, lambda position: False)
+    off = {"method": "off", "num_speculative_tokens": 2}
+    result = run(tiny_target("llama"), [replace(request(), speculation={"method": "scripted"})], speculation=off)["r", 0]
+    assert set(result.stats.drafted_at) == {0, 1} and result.tokens == text()
+    engine = {"method": "scripted", "num_speculative_tokens": 2}
+    asked = replace(request(), speculation={"num_speculative_tokens": 5})
+    result = run(tiny_target("llama"), [asked], speculation=engine)["r", 0]
+    assert set(result.stats.drafted_at) == set(range(5)) and result.tokens == text()
+
+
+def test_a_text_without_repetition_finds_no_match() -> None:
+    result = run(tiny_target("llama"), [request({"method": "ngram"}, max_tokens=8)])["r", 0]
+    assert dict(result.stats.reasons) == {"no_match": 6, "max_tokens": 1} and result.stats.draft_calls == 6
+    check_account(result)
+
+
+def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None:
+    """Two texts fill the pool to the last slot: drafts get what is left over."""
+    truth = plain("greedy")
+    script(truth, lambda position: True)
+    asked = drafting(crowd("greedy")[:2], 16)
+    pages = sum(-(-(len(r.prompt) + 8) // 4) for r in asked)
+    asked = [replace(r, params=r.params.model_copy(update={"max_tokens": 8})) for r in asked]
+    results = run(tiny_target("llama"), asked, num_blocks=pages)
+    assert all(r.tokens == truth[key][:8] and r.stats.preemptions == 0 for key, r in results.items())
+    truth = plain("sampled")
+    script(truth)
+    results = run(tiny_target("llama"), drafting(crowd("sampled"), 16), num_blocks=30)
+    assert sum(r.stats.reasons["no_pages"] for r in results.values()) > 0
+    assert {key: r.tokens for key, r in results.items()} == truth
+
+
+def broken(method: str) -> Callable[..., Any]:
+    """A proposer whose `method` raises at its third call."""
+
+    def build(config: Any, facts: Any) -> Scripted:
+        proposer, calls = Scripted({}, lambda position: False), 0
+        original = getattr(proposer, method)
+
+        def fail(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= 3:
+                raise RuntimeError("planted")
+            return original(*args)
+
+        setattr(proposer, method, fail)
+        return proposer
+
+    return build
+
+
+def drafts_of(*guesses: Any) -> Callable[..., Any]:
+    def build(config: Any, facts: Any) -> Scripted:
+        proposer = Scripted({})
+        proposer.propose = lambda seqs, budgets, lease: list(guesses)  # type: ignore[method-assign]
+        return proposer
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        pytest.param(broken("propose"), id="propose raises"),
+        pytest.param(broken("observe"), id="observe raises"),
+        pytest.param(drafts_of(Draft((96,), ("x",))), id="a token beyond the vocabulary"),
+        pytest.param(drafts_of(Draft((-1,), ("x",))), id="a negative token"),
+        pytest.param(drafts_of(Draft((1.5,), ("x",))), id="no token at all"),  # type: ignore[arg-type]
+        pytest.param(drafts_of(None), id="no draft at all"),
+        pytest.param(drafts_of(), id="too few drafts"),
+        pytest.param(drafts_of(Draft((1,), ("x",)), Draft((1,), ("x",))), id="too many drafts"),
+    ],
+)
+def test_a_faulty_proposer_costs_only_speculation(factory: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    register("faulty", factory)
+    result = run(tiny_target("llama"), [request({"method": "faulty"})])["r", 0]
+    assert result.tokens == text()
+    assert result.stats.reasons["error"] > 0 and "planted" in caplog.text or "faulty" in caplog.text
+    check_account(result)
+
+
+@pytest.mark.parametrize("method", ["admit", "release"])
+def test_a_proposer_may_fail_when_a_text_begins_or_ends(method: str) -> None:
+    register("faulty", broken(method))
+    truth = plain("greedy")
+    asked = [replace(r, speculation={"method": "faulty"}) for r in crowd("greedy")]
+    results = run(tiny_target("llama"), asked, max_num_seqs=2)
+    assert {key: r.tokens for key, r in results.items()} == truth
+
+
+def test_an_unknown_method_is_refused_at_the_door() -> None:
+    engine = make_engine(tiny_target("llama"))
+    with pytest.raises(UnknownMethod, match=r"method = 'eagle9': known are off, auto, .*ngram"):
+        engine.add_request(PROMPT, SamplingParams(max_tokens=3), {"method": "eagle9"})
+    assert not engine.has_work
+    with pytest.raises(UnknownMethod):
+        make_engine(tiny_target("llama"), speculation={"method": "eagle9"})
+
+
+# the account
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 7}, {"num_blocks": 40}], ids=str)
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
+    script(plain(mode))
+    engine = make_engine(tiny_target("llama"), **settings)
+    for asked in mixed(crowd(mode), 4):
+        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    results: dict[Key, Result] = drain(engine)
+    for result in results.values():
+        check_account(result)
+        prompt_calls = result.stats.target_calls - result.stats.rounds - result.stats.reasons.total()
+        assert 0 <= prompt_calls <= 1 + result.stats.preemptions  # the first token, and the first after each return
+    total, counters = engine.counters.totals, engine.counters.snapshot()
+    for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
+        assert getattr(total, name) == sum(getattr(r.stats, name) for r in results.values())
+    assert counters["finished"] == {"length": 8} and counters["requests"] == 8
+    assert counters["prompt_tokens"] == sum(len(r.prompt) for r in crowd(mode))
+    assert counters["emitted"] == sum(len(r.tokens) for r in results.values())
