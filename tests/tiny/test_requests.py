@@ -125,7 +125,7 @@ def test_the_earliest_of_several_causes_wins() -> None:
     assert one(stop=(spell(t[3:5]),), max_tokens=5).finish == Finish("stop", spell(t[3:5]))
 
 
-@pytest.mark.parametrize("limit", range(0, 10))
+@pytest.mark.parametrize("limit", range(10))
 def test_max_tokens_is_never_passed(limit: int) -> None:
     result = one(max_tokens=limit)
     assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))

@@ -1,0 +1,94 @@
+"""Log-probabilities are those of the stock model: of accepted drafts, corrections and bonuses, and of the prompt's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import sampling, verify
+from speculon.config import SamplingParams
+from speculon.core import TokenLogprobs
+from tests.tiny.conftest import tiny_model, tiny_target
+from tests.tiny.scripted import Key, Request, Result, run, script
+from tests.tiny.test_parity import crowd, drafting, plain
+
+SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "chunked": {"max_batch_tokens": 7}, "few pages": {"num_blocks": 40}}
+EXACT = 2e-5
+
+
+def stock_logprobs(tokens: list[int]) -> torch.Tensor:  # [T - 1, V]: of each token after the first
+    with torch.inference_mode():
+        return tiny_model("llama")(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+
+def error(said: list[TokenLogprobs], tokens: list[int], stock: torch.Tensor, top: int) -> float:
+    """The largest difference of any stated value; ranks and likeliest tokens must be the stock model's."""
+    assert len(said) == len(tokens) == len(stock)
+    worst = 0.0
+    for one, token, logp in zip(said, tokens, stock, strict=True):
+        assert one.token == token and len(one.top) == top
+        assert abs(one.rank - 1 - int((logp > logp[token]).sum())) <= 1  # a tie may fall either way
+        values = [value for _, value in one.top]
+        assert values == sorted(values, reverse=True)
+        best = logp.topk(top).values
+        stated = torch.tensor([one.logprob, *values, *(float(logp[i]) for i, _ in one.top)])
+        worst = max(worst, float((stated - torch.cat([logp[token : token + 1], best, best])).abs().max()))
+    return worst
+
+
+def results_with_logprobs(mode: str, settings: dict[str, Any]) -> tuple[list[Request], dict[Key, Result]]:
+    script(plain(mode))
+    wanted = {"logprobs": 3, "prompt_logprobs": 2}
+    requests = [replace(r, params=r.params.model_copy(update=wanted)) for r in drafting(crowd(mode), 4)]
+    return requests, run(tiny_target("llama"), requests, **settings)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_logprobs_are_the_stock_models(mode: str, setting: str) -> None:
+    """Of the raw logits, whatever temperature, filters and penalties made of them."""
+    requests, results = results_with_logprobs(mode, SETTINGS[setting])
+    assert sum(r.stats.accepted for r in results.values()) > 50
+    assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
+    for request in requests:
+        result, prompt = results[request.id, 0], request.prompt
+        assert result.tokens == plain(mode)[request.id, 0]
+        stock = stock_logprobs(prompt + result.tokens)
+        assert error(result.logprobs, result.tokens, stock[len(prompt) - 1 :], top=3) < EXACT
+        assert error(result.prompt_logprobs, prompt[1:], stock[: len(prompt) - 1], top=2) < EXACT
+
+
+def test_logprobs_of_the_wrong_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "token_logprobs", lambda x, *rest: sampling.token_logprobs(x.roll(1, 0), *rest))
+    requests, results = results_with_logprobs("greedy", {})
+    request = requests[0]
+    stock = stock_logprobs(request.prompt + results[request.id, 0].tokens)[len(request.prompt) - 1 :]
+    with pytest.raises(AssertionError):
+        assert error(results[request.id, 0].logprobs, results[request.id, 0].tokens, stock, top=3) < EXACT
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 30])
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("budget", [512, 8])
+def test_a_prompt_is_scored_whatever_its_length(length: int, max_tokens: int, budget: int) -> None:
+    prompt = list(range(20, 20 + length))
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, prompt_logprobs=0, n=2, ignore_eos=True)
+    results = run(tiny_target("llama"), [Request(prompt, params)], max_batch_tokens=budget)
+    first, second = results["r", 0], results["r", 1]
+    assert len(first.tokens) == max_tokens and first.tokens == second.tokens
+    assert first.finish and first.finish.reason == "length"
+    assert error(first.prompt_logprobs, prompt[1:], stock_logprobs(prompt), top=0) < EXACT if length > 1 else True
+    assert not second.prompt_logprobs  # they are the same for all samples
+
+
+def test_scoring_a_prompt_does_not_read_the_prefix_cache_but_fills_it() -> None:
+    prompt = list(range(20, 41))
+    scored = Request(prompt, SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1), id="a")
+    again = replace(scored, id="b")
+    plainly = replace(scored, id="c", params=SamplingParams(temperature=0, max_tokens=2))
+    results = run(tiny_target("llama"), [scored, again, plainly], max_num_seqs=1)
+    assert [results[i, 0].stats.cached_tokens for i in "abc"] == [0, 0, 20]
+    assert results["a", 0].prompt_logprobs == results["b", 0].prompt_logprobs
