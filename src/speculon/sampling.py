@@ -17,9 +17,6 @@ from torch import Tensor
 from speculon.config import SamplingParams
 from speculon.core import Sequence, TokenLogprobs
 
-# v lies on a 31-bit grid in [2^-32, 1 - 2^-24], so g = -log(-log(1 - v)) lies within [-2.9, 22.2]:
-# a token further than this below the best one can never win, and needs no noise.
-NOISE_REACH = 26.0
 NEVER = float("-inf")
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
@@ -140,13 +137,19 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def gumbel_max(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Draws one token per row [N] from softmax(logits) with the row's keyed noise."""
+    """Draws one token per row [N] from softmax(logits) with the row's keyed noise: argmax of logits + gumbel.
+
+    A token beats the score s of the likeliest one only if its uniform v is at most exp(logit - s): so the logarithms
+    are taken for the few that can win.
+    """
     row_keys = [row_key(row.seq.seed, row.seq.sample, row.position) for row in rows]
     keys = torch.tensor(row_keys, device=logits.device, dtype=torch.int32)  # [N, 2]
-    near = logits > logits.amax(-1, keepdim=True) - NOISE_REACH
-    row, token = near.nonzero(as_tuple=True)  # [M], [M]
-    scores = torch.full_like(logits, NEVER)
-    scores[row, token] = logits[row, token] + gumbel(keys[row], token.int())
+    v = uniform(keys[:, :1], keys[:, 1:], torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32))  # [N, V]
+    likeliest = logits.argmax(-1, keepdim=True)  # [N, 1]
+    s = logits.gather(-1, likeliest) + gumbel(v.gather(-1, likeliest))
+    row, token = (v <= (logits - s).exp_().mul_(1 + 1e-5)).nonzero(as_tuple=True)  # [M], [M]; the slack covers rounding
+    scores = torch.full_like(logits, NEVER).scatter_(-1, likeliest, s)
+    scores[row, token] = logits[row, token] + gumbel(v[row, token])
     return scores.argmax(-1)
 
 
@@ -161,11 +164,15 @@ def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
     return signed32(x), signed32(x >> 32)
 
 
-def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise [M] for keys [M, 2] and token ids [M], both int32: the same on every device."""
-    x = mix32(mix32(tokens * signed32(0x9E3779B1) + keys[:, 0]).bitwise_xor_(keys[:, 1]))
-    v = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return v.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - v)), fine near v = 0, where the rare tokens win
+def uniform(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
+    """Uniform floats in [2^-32, 1 - 2^-24] from key halves and token ids, all int32: the same on every device."""
+    bits = mix32((tokens * signed32(0x9E3779B1) + low).bitwise_xor_(high)).bitwise_and_(0x7FFFFFFF)
+    return bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+def gumbel(v: Tensor) -> Tensor:
+    """Standard Gumbel noise -log(-log(1 - v)): fine near v = 0, where the rare tokens win."""
+    return -torch.log(-torch.log1p(-v))
 
 
 def mix32(x: Tensor) -> Tensor:

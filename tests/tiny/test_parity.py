@@ -17,7 +17,7 @@ from speculon.config import SamplingParams
 from speculon.engine.engine import Engine
 from speculon.kv.store import View
 from speculon.models.target import Output
-from speculon.sampling import Row, Rules, gumbel, row_key, sample
+from speculon.sampling import Row, Rules, gumbel, row_key, sample, uniform
 from tests.builders import make_sequence
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
@@ -72,8 +72,8 @@ def gap(request: Request, output: list[int], number: int = 0, name: str = "llama
     scores = []
 
     def draw(shaped: Tensor, rows: list[Row]) -> Tensor:
-        keys = torch.tensor([row_key(seq.seed, number, seq.num_output)] * shaped.shape[1], dtype=torch.int32)
-        scores.append(shaped[0] + gumbel(keys, torch.arange(shaped.shape[1], dtype=torch.int32)))
+        low, high = torch.tensor(row_key(seq.seed, number, seq.num_output), dtype=torch.int32)
+        scores.append(shaped[0] + gumbel(uniform(low, high, torch.arange(shaped.shape[1], dtype=torch.int32))))
         return shaped.argmax(-1)
 
     sample(logits, [Row(seq, rules)], draw)
