@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isnan
+
 from speculon.config import SamplingParams
 from speculon.core import ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
@@ -27,6 +29,9 @@ def check_request(
         wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
         if wrong is not None:
             raise InvalidParameter(name, wrong, f"token ids go from 0 to {vocab_size - 1}")
+    for token, bias in params.logit_bias.items():
+        if isnan(bias):
+            raise InvalidParameter("logit_bias", {token: bias}, "must be a number")
     for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if top is not None and top > vocab_size:
             raise InvalidParameter(name, top, f"the vocabulary has {vocab_size} tokens")

@@ -90,9 +90,12 @@ class Engine:
         )
         method, k, off = self._speculation_of(speculation)
         seed = params.seed if params.seed is not None else secrets.randbits(64)
-        bad_words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else ()
+        known = range(self.target.vocab_size)  # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
+        words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
+        bad_words = tuple(word for word in words if all(token in known for token in word))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_ids)
-        rules = Rules.of(params, tuple(bad_words), tuple(sorted(stop_ids)))
+        stop_ids = frozenset(token for token in stop_ids if token in known)
+        rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         find_stop = None
         if params.stop:
             stops = StopStrings(params.stop, self.tokenizer)

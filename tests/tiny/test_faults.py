@@ -1,0 +1,213 @@
+"""Aborts, errors in the middle of a step and bad input: the pool stays whole, the others' texts stay right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from speculon.batch import Batch
+from speculon.config import SamplingParams
+from speculon.engine import engine as engine_module
+from speculon.engine.engine import Engine
+from speculon.errors import EmptyPrompt, InvalidParameter, InvalidRequest, NeverFits, TooLong, UnknownMethod
+from speculon.models.load import wrap_model
+from tests.tiny.conftest import CONTEXT, build, tiny_target
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import crowd, mixed, plain
+from tests.tiny.test_requests import check_account
+
+
+def crowded_engine(mode: str, **settings: Any) -> Engine:
+    script(plain(mode))
+    engine = make_engine(tiny_target("llama"), **settings)
+    for asked in mixed(crowd(mode), 4):
+        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    return engine
+
+
+def step_into(engine: Engine, results: dict[Key, Result]) -> None:
+    for event in engine.step():
+        results.setdefault((event.request_id, event.sample), Result()).take(event)
+
+
+# aborts
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40}, {"max_num_seqs": 3, "max_batch_tokens": 9}], ids=str)
+def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str, Any], moment: int) -> None:
+    truth = plain("sampled")
+    engine, results = crowded_engine("sampled", **settings), {}
+    for _ in range(moment):
+        step_into(engine, results)
+    for name in ("q0", "q3", "q7"):
+        if (name, 0) in results and results[name, 0].finish:
+            assert engine.abort(name) == []
+            continue
+        (event,) = engine.abort(name)
+        assert event.finish and event.finish.reason == "abort" and event.stats
+        results.setdefault((name, 0), Result()).take(event)
+        engine.check_integrity()
+        assert engine.abort(name) == []
+    drain(engine, results)
+    assert results.keys() == truth.keys()
+    for key, result in results.items():
+        assert result.finish and result.tokens == truth[key][: len(result.tokens)]
+        assert result.finish.reason == "abort" or result.tokens == truth[key]
+        check_account(result)
+    assert engine.counters.finished == {"abort": 3, "length": 5}
+    assert engine.counters.totals.emitted == sum(len(r.tokens) for r in results.values())
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_an_abort_ends_every_sample(moment: int) -> None:
+    engine = make_engine(tiny_target("llama"), max_batch_tokens=16)
+    engine.add_request(list(range(20, 44)), SamplingParams(n=4, max_tokens=9), request_id="many")
+    engine.add_request(list(range(20, 44)), SamplingParams(max_tokens=9), request_id="other")
+    for _ in range(moment):
+        engine.step()
+    assert sorted(event.sample for event in engine.abort("many")) == [0, 1, 2, 3]
+    assert {seq.request_id for seq in [*engine.scheduler.running, *engine.scheduler.waiting]} == {"other"}
+    engine.check_integrity()
+    drain(engine)
+    assert engine.abort("never heard of") == []
+
+
+def test_proposers_forget_what_has_ended() -> None:
+    proposer = script(plain("greedy"))
+    engine = make_engine(tiny_target("llama"), num_blocks=40)
+    for asked in crowd("greedy"):
+        engine.add_request(asked.prompt, asked.params, {"method": "scripted"}, asked.id)
+    for _ in range(10):
+        engine.step()
+    assert proposer.known
+    engine.abort("q1")
+    drain(engine)
+    assert not proposer.known
+    assert not engine._requests and not engine.scheduler._siblings and not engine.pool._sealed and not engine.pool._claims
+
+
+# errors in the middle of a step
+
+
+def state_of(engine: Engine) -> Any:
+    running, waiting = engine.scheduler.running, engine.scheduler.waiting
+    return {
+        seq.request_id: (list(seq.tokens), seq.committed if seq in running else 0, seq.stats.emitted, seq.stats.rounds)
+        for seq in [*running, *waiting]
+    }
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("planted")
+
+    where: dict[str, tuple[Any, str]] = {
+        "pack": (Batch, "pack"),
+        "view": (engine.leases._store, "view"),
+        "forward": (engine.target, "forward"),
+        "verify": (engine_module, "verify"),
+        "cut": (engine_module, "cut"),
+        "trim": (engine.policy, "trim"),
+        "decide": (engine.policy, "decide"),
+    }
+    monkeypatch.setattr(*where[place], fail)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40, "max_batch_tokens": 20}], ids=["roomy", "few pages"])
+@pytest.mark.parametrize("place", ["decide", "trim", "pack", "view", "forward", "verify", "cut"])
+def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str, Any]) -> None:
+    truth = plain("sampled")
+    engine, results = crowded_engine("sampled", **settings), {}
+    for step in range(400):
+        if not engine.has_work:
+            break
+        if step % 3 == 0:
+            before = copy.deepcopy(state_of(engine))
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                fail_in(monkeypatch, place, engine)
+                with pytest.raises(MemoryError, match="planted"):
+                    engine.step()
+            after = state_of(engine)
+            assert after.keys() == before.keys()
+            for name, (tokens, committed, *counts) in after.items():
+                assert [tokens, *counts] == [before[name][0], *before[name][2:]]
+                assert committed == before[name][1] or before[name][1] == 0 or committed == 0  # started, or gave way
+            engine.check_integrity()
+        step_into(engine, results)
+    assert {key: r.tokens for key, r in results.items()} == truth
+    for result in results.values():
+        check_account(result)
+
+
+def test_a_half_written_lease_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: a lease that does not give its tail back."""
+    engine = crowded_engine("sampled")
+    for _ in range(3):
+        engine.step()
+    pages = engine.pool.available
+    monkeypatch.setattr(engine.pool, "trim", lambda seq: None)
+    fail_in(monkeypatch, "forward", engine)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.pool.available < pages
+
+
+# bad input
+
+
+def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
+    """Small models often carry the ids of a larger tokenizer."""
+    for outside in (5000, -1):
+        model = build("llama")
+        model.config.eos_token_id = model.generation_config.eos_token_id = [outside, 2]
+        target = wrap_model(model)
+        params = SamplingParams(temperature=0, max_tokens=12, min_tokens=12, logit_bias={95: 50.0, 2: 80.0})
+        assert run(target, [Request([5, 6, 7], params)])["r", 0].tokens == [95] * 12
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        pytest.param({"prompt": []}, EmptyPrompt, "no tokens", id="empty"),
+        pytest.param({"prompt": [96]}, InvalidParameter, "prompt = 96: token ids go from 0 to 95", id="unknown token"),
+        pytest.param({"prompt": [-1]}, InvalidParameter, "prompt = -1", id="negative token"),
+        pytest.param({"prompt": [5] * (CONTEXT + 1)}, TooLong, "prompt 129 > context 128", id="beyond the context"),
+        pytest.param({"max_tokens": CONTEXT}, TooLong, "prompt 3 .* max_tokens 128 > context 128", id="answer too long"),
+        pytest.param({"max_tokens": 10**30}, TooLong, "max_tokens 1000000", id="absurdly long"),
+        pytest.param({"max_tokens": 90}, NeverFits, "93 tokens need 24 KV pages of 4, the pool owns 20", id="no pages"),
+        pytest.param({"logit_bias": {96: 1.0}}, InvalidParameter, "logit_bias = 96: token ids go from 0 to 95", id="bias"),
+        pytest.param({"logit_bias": {5: float("nan")}}, InvalidParameter, "logit_bias", id="bias nan"),
+        pytest.param({"stop_token_ids": (-3,)}, InvalidParameter, "stop_token_ids = -3", id="stop id"),
+        pytest.param({"logprobs": 97}, InvalidParameter, "logprobs = 97: the vocabulary has 96", id="logprobs"),
+        pytest.param({"prompt_logprobs": 97}, InvalidParameter, "prompt_logprobs = 97", id="prompt logprobs"),
+        pytest.param({"stop": ("x",) * 10_000}, InvalidParameter, "stop = .*: .*64", id="10,000 stop strings"),
+        pytest.param({"stop": ("",)}, InvalidParameter, "stop", id="empty stop"),
+        pytest.param({"temperature": -0.1}, InvalidParameter, "temperature = -0.1: .*equal to 0", id="temperature"),
+        pytest.param({"top_p": 0.0}, InvalidParameter, r"top_p = 0.0: .*greater than 0", id="top_p 0"),
+        pytest.param({"top_p": 1.01}, InvalidParameter, r"top_p = 1.01: .*less than or equal to 1", id="top_p above 1"),
+        pytest.param({"speculation": {"method": "eagle9"}}, UnknownMethod, "method = 'eagle9': known are", id="method"),
+        pytest.param({"speculation": {"num_speculative_tokens": 65}}, InvalidParameter, "= 65: .* 64", id="too many drafts"),
+        pytest.param({"speculation": {"tokens": 3}}, InvalidParameter, "tokens = 3: unknown field", id="unknown field"),
+        pytest.param({"request_id": "taken"}, InvalidParameter, "request_id = 'taken': is in use", id="id in use"),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_starts_nothing(change: dict[str, Any], error: type[Exception], said: str) -> None:
+    engine = make_engine(tiny_target("llama"), num_blocks=20)
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0), request_id="taken")
+    call: dict[str, Any] = {"prompt": [5, 6, 7], "speculation": None, "request_id": "new"}
+    settings = {"max_tokens": 4, "temperature": 0} | {k: v for k, v in change.items() if k not in call}
+    with pytest.raises(error, match=said):
+        call |= {k: v for k, v in change.items() if k in call}
+        engine.add_request(call["prompt"], SamplingParams(**settings), call["speculation"], call["request_id"])
+    assert issubclass(error, InvalidRequest) and issubclass(error, ValueError)
+    assert engine.counters.requests == 1 and list(engine._requests) == ["taken"]
+    assert list(drain(engine)) == [("taken", 0)]
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 127, 128])
+def test_a_prompt_may_fill_the_context(prompt: int) -> None:
+    result = run(tiny_target("llama"), [Request([7] * prompt, SamplingParams(temperature=0, ignore_eos=True))])["r", 0]
+    assert len(result.tokens) == CONTEXT - prompt and result.finish and result.finish.reason == "length"
