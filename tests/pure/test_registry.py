@@ -1,0 +1,82 @@
+"""Names become proposers: the table, this process, installed packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Decision, Draft, Reason, Span
+from speculon.errors import UnknownMethod
+from speculon.proposers.base import TargetFacts
+from speculon.proposers.registry import Proposers, known_methods
+from tests.builders import make_sequence
+
+FACTS = TargetFacts(vocab_size=10, max_context=100)
+
+PLUGIN = """
+from speculon.core import Draft, Needs
+
+class Constant:
+    needs = Needs()
+    log = []
+    def __init__(self, config, target):
+        self.token = config.options.get("token", 3)
+    def admit(self, seq):
+        self.log.append(("admit", seq.id))
+    def propose(self, seqs, budgets, lease):
+        return [Draft((self.token,) * (k + 2), ("constant",) * (k + 2)) for k in budgets]
+    def observe(self, seqs, verdicts, taps):
+        pass
+    def release(self, seq):
+        self.log.append(("release", seq.id))
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package whose entry point names a proposer."""
+    (tmp_path / "constant_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "constant_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: constant-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[speculon.proposers]\nconstant = constant_plugin:Constant\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def propose(proposers: Proposers, method: str, k: int = 4) -> tuple[list[Draft], list[Decision]]:
+    seq = make_sequence([1, 2, 3], method=method)
+    spans = [Span(seq, 2, 1)]
+    outcome = proposers.propose(spans, [Decision(method, k)], lease=None)  # type: ignore[arg-type]
+    proposers.release(seq)
+    return outcome
+
+
+def test_an_installed_package_adds_a_method_by_its_entry_point(plugin: None):
+    assert "constant" in known_methods()
+    proposers = Proposers(SpeculationConfig(options={"token": 7}), FACTS)
+    assert proposers.resolve("constant") == "constant"
+    drafts, decisions = propose(proposers, "constant")
+    assert drafts[0].tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
+    assert decisions == [Decision("constant", 4)]
+    import constant_plugin  # type: ignore[import-not-found]
+
+    assert [what for what, _ in constant_plugin.Constant.log] == ["admit", "release"]
+
+
+def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_nothing_else(
+    plugin: None, caplog: pytest.LogCaptureFixture
+):
+    proposers = Proposers(SpeculationConfig(options={"token": 10}), FACTS)
+    proposers.resolve("constant")
+    drafts, decisions = propose(proposers, "constant")
+    assert drafts == [NO_DRAFT] and decisions == [Decision(None, 0, Reason.ERROR)]
+    assert "outside the vocabulary of 10" in caplog.text
+
+
+def test_names_resolve_to_methods():
+    proposers = Proposers(SpeculationConfig(), FACTS)
+    assert [proposers.resolve(name) for name in ("off", "auto", "ngram")] == [None, "ngram", "ngram"]
+    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, ngram, synthetic"):
+        proposers.resolve("eagle9")
