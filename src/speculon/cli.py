@@ -120,3 +120,7 @@ def demo(
     from speculon.commands.demo import run
 
     run(num_speculative_tokens, rounds, number, given, as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.bench.workloads import Case
 from speculon.core import Event
-from speculon.engine.engine import Engine
-from speculon.llm import LLM
 from speculon.telemetry import RequestStats
+
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
+    from speculon.llm import LLM
 
 GRAM, WINDOW = 16, 64  # tokens
 

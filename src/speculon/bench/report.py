@@ -13,16 +13,16 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.table import Table
 
-import speculon
 from speculon.bench.run import AGAIN, Cell, Plan
 from speculon.bench.workloads import Case, fingerprint
-from speculon.llm import LLM
 from speculon.proposers.registry import OFF
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM
 
 MEASURED = (
     "tokens_per_second: tokens written / wall time from submission to the last token, prompt processing and all Python included, "
@@ -55,6 +55,8 @@ class Report:
 
 
 def model_facts(llm: LLM) -> dict[str, Any]:
+    import torch
+
     target, config = llm.engine.target, llm.config
     return {
         "name": Path(config.model).name,  # not the folders above it
@@ -79,11 +81,11 @@ def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
 
 def commit() -> str | None:
     """Of the checkout this package runs from, with `+` when it has changes; None for an installed package."""
-    git = ["git", "-C", str(Path(speculon.__file__).resolve().parent)]
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         head, changes = (
             subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for arguments in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "."))
+            for arguments in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no", ".."))
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -91,16 +93,18 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    found = {"speculon": speculon.__version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers"):
+    found = {"python": platform.python_version()}
+    for name in ("speculon", "torch", "transformers", "tokenizers"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "unknown"
+            found[name] = "not installed"
     return found
 
 
 def machine() -> dict[str, Any]:
+    import torch
+
     facts: dict[str, Any] = {
         "platform": platform.platform(),
         "cpu": cpu_name(),

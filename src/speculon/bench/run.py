@@ -6,16 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.bench import workloads
 from speculon.bench.measure import Measurement, loops, measure
 from speculon.bench.workloads import Case, Size
 from speculon.config import SamplingParams
 from speculon.errors import BenchError, InvalidParameter
-from speculon.llm import LLM
 from speculon.proposers.registry import OFF, check_method
 from speculon.telemetry import RequestStats
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 STOCK = "transformers"

@@ -8,6 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
+from speculon.bench import report
+from speculon.bench.run import Plan
+from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
 from speculon.config import EngineConfig
@@ -18,15 +21,12 @@ QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1}
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
     settings = {"prefix_cache": False, **engine_settings(given)}  # else a later mode would find the prompt's pages
-    EngineConfig(**settings)
+    EngineConfig(**settings)  # what is wrong is told before torch is imported
+    plan = Plan(**{**(QUICK if quick else {}), **{name: value for name, value in asked.items() if value is not None}})
     with loading(as_json) as tell:
         tell("importing torch")
-        from speculon.bench import report
-        from speculon.bench.run import Plan
-        from speculon.bench.run import run as compare
         from speculon.llm import LLM
 
-        plan = Plan(**{**(QUICK if quick else {}), **{name: value for name, value in asked.items() if value is not None}})
         llm = LLM(progress=tell, **settings)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)

@@ -11,6 +11,7 @@ from speculon.commands.options import Given, engine_settings, pick
 from speculon.commands.screen import account, counting, errors, loading, print_json
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter
+from speculon.proposers.registry import check_method
 
 if TYPE_CHECKING:
     from speculon.llm import LLM, Prompt, RequestOutput
@@ -39,7 +40,7 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     params = SamplingParams(**pick(SamplingParams, given))
     settings = engine_settings(given, speculative_config)
     texts = task.texts()
-    EngineConfig(**settings)  # a wrong setting is told before torch is imported
+    check_method(EngineConfig(**settings).speculation.method)  # what is wrong is told before torch is imported
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM

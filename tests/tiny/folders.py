@@ -1,0 +1,83 @@
+"""Folders made in a test: a whole model with random weights and a tokenizer of its own, and a small library of held-out files."""
+
+from __future__ import annotations
+
+from itertools import count, islice
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from speculon.demo import corpus
+from tests.tiny.conftest import build
+
+CONTEXT = 1024
+TEXTS = [
+    "def add(left, right):\n    return left + right\n",
+    "class Stack:\n    def __init__(self, items=None):\n        self.items = list(items or [])\n",
+    "Repeat this function with `old` renamed to `new`.\n\n```python\n```\n",
+    "for value in self.values:\n        raise ValueError(name)\n",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_folder(folder: Path) -> Path:
+    """Greedy texts of this model soon repeat themselves, so that prompt lookup has something to find."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[2], pad_token=special[0])
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+    settings = {"vocab_size": len(wrapped), "max_position_embeddings": CONTEXT, "eos_token_id": 2, "tie_word_embeddings": False}
+    model = build("llama", seed=1, **settings)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # sure of itself at temperature 1, too
+        for layer in model.model.layers:  # the next token hangs mostly on the last one: texts run into circles
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+MODULE = '''"""Module {n} keeps values in order. It is written for tests, in plain words, so that there is some prose
+to continue: every value has a name, every name has a place, and a place that is empty says so at once.
+"""
+
+
+def first_{n}(values, default=None):
+    for value in values:
+        return value
+    return default
+
+
+class Store{n}:
+    """Keeps what it is given. A store of kind {n} hands its values out in the order in which they came, forgets
+    nothing before it is told to, and refuses a value that it has seen already, naming the value.
+    """
+
+    def put(self, value):
+        if value in self.values:
+            raise ValueError(value)
+        self.values.append(value)
+
+    def take_{n}(self):
+        return self.values.pop(0)
+'''
+
+
+def make_library(root: Path, files: int = 12) -> Path:
+    """Files whose names make them held out, in the place of the standard library's."""
+    root.mkdir()
+    held_out = (n for n in count() if corpus.is_held_out(f"module_{n}.py"))
+    for n in islice(held_out, files):
+        (root / f"module_{n}.py").write_text(MODULE.format(n=n) + "\n\n".join(f"PLACE_{i} = {i * n}" for i in range(60)))
+    return root

@@ -1,0 +1,259 @@
+"""The command line: one run each in this process, errors without a traceback, and one in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+import speculon as speculon_package
+from speculon import LLM, SamplingParams, __version__
+from speculon.bench import workloads
+from speculon.cli import app
+from speculon.commands import demo
+from speculon.commands.options import NO_FLAG, engine_settings, pick, vllm_alias
+from speculon.commands.screen import account
+from speculon.config import EngineConfig, SpeculationConfig
+from speculon.demo import corpus
+from speculon.errors import BenchError, InvalidParameter
+from speculon.telemetry import RequestStats
+from tests.tiny.folders import make_folder, make_library
+
+PROMPT = "def add(left, right):\n"
+GREEDY = ["--temperature", "0", "--max-tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_library(tmp_path_factory.mktemp("cli") / "library")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no speculon.toml of whoever runs the tests
+    monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
+
+
+def speculon(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(speculon_package.__file__ or "").parents[1])}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=env)
+
+
+def test_it_starts_without_torch_and_says_its_version() -> None:
+    done = python(
+        "-c", "import sys; from speculon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)", "--version"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"speculon {__version__}\nFalse\n", "")
+
+
+def test_an_error_in_a_process_of_its_own() -> None:
+    done = python("-m", "speculon.cli", "generate", "--model", "/no/such/model", "-p", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == ["ModelNotFound: /no/such/model: no such folder"]
+
+
+def test_every_field_has_a_flag_and_no_default_of_its_own() -> None:
+    options = {option.name: option for option in get_command(app).commands["generate"].params}  # type: ignore[attr-defined]
+    for model in (SamplingParams, SpeculationConfig, EngineConfig):
+        for name, field in model.model_fields.items():
+            if name not in NO_FLAG:
+                assert "--" + name.replace("_", "-") in options[name].opts and not options[name].default
+                assert (field.description or "") in options[name].help
+    assert "--max-tokens" in speculon("generate", "--help").stdout
+    assert engine_settings({}) == pick(SamplingParams, {}) == {}
+
+
+def test_flag_before_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "speculon.toml").write_text(
+        "block_size = 2\nmax_num_seqs = 2\nthreads = 2\n[speculation]\nprompt_lookup_max = 9\n"
+    )
+    monkeypatch.setenv("SPECULON_BLOCK_SIZE", "3")
+    monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "3")
+    monkeypatch.setenv("SPECULON_SPECULATION__NUM_SPECULATIVE_TOKENS", "7")
+    config = EngineConfig(**engine_settings({"block_size": "4", "method": "ngram"}))
+    assert (config.block_size, config.max_num_seqs, config.threads) == (4, 3, 2)
+    assert config.speculation == SpeculationConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_max=9)
+
+
+def test_vllms_form_of_the_speculation_options() -> None:
+    text = '{"method": "draft_model", "model": "some/draft", "num_speculative_tokens": 5}'
+    assert vllm_alias(text) == {"method": "draft_model", "draft": "some/draft", "num_speculative_tokens": 5}
+    assert vllm_alias('{"model": "[ngram]", "prompt_lookup_max": 4}') == {"method": "ngram", "prompt_lookup_max": 4}
+    both = engine_settings({"num_speculative_tokens": "2"}, text)
+    assert both["speculation"]["num_speculative_tokens"] == 2
+    with pytest.raises(InvalidParameter, match="not JSON"):
+        vllm_alias("{")
+
+
+def test_values_that_are_tables() -> None:
+    assert pick(SamplingParams, {"logit_bias": '{"5": 1.5}', "top_k": "3", "stop": ["a", "b"]}) == {
+        "logit_bias": {"5": 1.5},
+        "top_k": 3,
+        "stop": ["a", "b"],
+    }
+    assert pick(SpeculationConfig, {"draft": '{"eagle3": "x"}'}) == {"draft": {"eagle3": "x"}}
+    assert pick(SpeculationConfig, {"draft": "a/folder"}) == {"draft": "a/folder"}
+
+
+def test_one_text_is_shown_and_then_explained(folder: Path, llm: LLM) -> None:
+    done = speculon("generate", "--model", str(folder), "--method", "ngram", "-p", PROMPT, *GREEDY)
+    expected = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0]
+    assert (done.exit_code, done.stdout) == (0, expected.text + "\n")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("ngram: 24 tokens in ")
+
+
+def test_json_is_one_object_per_prompt_and_nothing_else(folder: Path, llm: LLM) -> None:
+    prompts = ["-p", PROMPT, "-p", "class Stack:"]
+    flags = ["--max-tokens", "12", "--seed", "5", "--n", "2", "--logprobs", "1", "--json"]
+    runs = [speculon("generate", "--model", str(folder), "--method", method, *prompts, *flags) for method in ("off", "ngram")]
+    assert [(run.exit_code, run.stderr) for run in runs] == [(0, ""), (0, "")]
+    plain, ngram = ([json.loads(line) for line in run.stdout.splitlines()] for run in runs)
+    assert [one["prompt"] for one in plain] == [PROMPT, "class Stack:"]
+    assert [len(one["outputs"]) for one in plain] == [2, 2]
+    assert texts(plain) == texts(ngram)
+    assert all(text["reasons"] == {"off_config": 11} and text["speculation"] is None for one in plain for text in one["outputs"])
+    assert all(len(text["logprobs"]) == len(text["token_ids"]) for one in ngram for text in one["outputs"])
+
+
+def texts(answers: list[dict[str, Any]]) -> list[str]:
+    return [text["text"] for one in answers for text in one["outputs"]]
+
+
+def test_a_file_and_stdin_are_taken_as_they_are(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    flags = ["generate", "--model", str(folder), *GREEDY, "--json"]
+    from_file = speculon(*flags, "--prompt-file", "prompt.txt")
+    from_stdin = speculon(*flags, stdin=PROMPT)
+    one, other = json.loads(from_file.stdout), json.loads(from_stdin.stdout)
+    assert one["prompt"] == other["prompt"] == PROMPT
+    assert texts([one]) == texts([other])
+
+
+def test_chat_goes_through_the_template(folder: Path, llm: LLM) -> None:
+    done = speculon("generate", "--model", str(folder), "--system", "Be brief.", "-p", "Hello", *GREEDY, "--json")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert json.loads(done.stdout)["prompt_token_ids"] == llm.tokenizer.apply_chat(messages)
+
+
+def test_many_texts_are_shown_under_their_prompts(folder: Path) -> None:
+    done = speculon("generate", "--model", str(folder), "-p", PROMPT, "-p", "class", *GREEDY)
+    assert [line for line in done.stdout.splitlines() if line.startswith("==>")] == ["==> def add(left, right):", "==> class"]
+    assert done.stderr.count("per call") + done.stderr.count("no speculation") == 2
+
+
+REFUSED = [
+    pytest.param(["-p", "x", "--temperature", "-1"], "InvalidParameter", "temperature = -1.0", id="a value"),
+    pytest.param(["-p", "x", "--top-p", "much"], "InvalidParameter", "top_p = 'much'", id="no number"),
+    pytest.param(["-p", "x", "--logit-bias", "[1]"], "InvalidParameter", "must be a JSON object", id="no object"),
+    pytest.param(["-p", "x", *["--stop", "a"] * 65], "InvalidParameter", "stop", id="too many"),
+    pytest.param(["-p", "x", "--block-size", "0"], "ConfigError", "block_size = 0", id="a setting"),
+    pytest.param(["-p", "x", "--method", "zzz"], "UnknownMethod", "known are", id="a method"),
+    pytest.param(["-p", "x", "--speculative-config", '{"k": 1}'], "ConfigError", "k", id="an unknown key"),
+    pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
+    pytest.param(["-p", "x", "--model", "none/of/these"], "ModelNotFound", "none/of/these", id="no model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "kind", "words"), REFUSED)
+def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], kind: str, words: str) -> None:
+    plain, machine = speculon("generate", *arguments), speculon("generate", *arguments, "--json")
+    assert (plain.exit_code, plain.stdout) == (2, "")
+    assert plain.stderr.startswith(kind + ": ") and words in plain.stderr and plain.stderr.count("\n") == 1
+    assert (machine.exit_code, machine.stderr) == (2, "")
+    error = json.loads(machine.stdout)["error"]
+    assert error["type"] == kind and words in error["message"]
+
+
+def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECULON_BLOCKSIZE", "3")
+    done = speculon("generate", "-p", "x")
+    assert (done.exit_code, done.stderr) == (2, "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE\n")
+
+
+def test_what_only_the_engine_can_refuse(folder: Path) -> None:
+    done = speculon("generate", "--model", str(folder), "-p", PROMPT, "--max-tokens", "5000")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("TooLong: ") and "5000" in done.stderr
+
+
+def test_inspect_says_what_is_carried(folder: Path) -> None:
+    done = speculon("inspect", str(folder), "--json")
+    facts = json.loads(done.stdout)
+    assert (done.exit_code, facts["carried"], facts["num_layers"], len(facts["layers"])) == (0, True, 2, 2)
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 8 * 2 * 4  # layers, heads, width, K and V, fp32
+    shown = speculon("inspect", "--model", str(folder)).stdout
+    assert "LlamaForCausalLM" in shown and "yes: equal to its stock forward" in shown and "256 bytes" in shown
+
+
+def test_inspect_says_what_is_refused_and_why(folder: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(folder, tmp_path / "model"))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    done = speculon("inspect", str(broken), "--json")
+    facts = json.loads(done.stdout)
+    assert (done.exit_code, facts["carried"], facts["error"]["type"]) == (2, False, "MissingWeights")
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert json.loads(speculon("inspect", str(broken), "--no-load", "--json").stdout)["num_layers"] == 3
+    assert speculon("inspect", str(tmp_path / "none")).exit_code == 2
+
+
+def test_the_account_in_words() -> None:
+    stats = RequestStats(reasons={"no_match": 3, "max_tokens": 1})  # type: ignore[arg-type]
+    assert account(None, stats.reasons).startswith("no speculation: the text's end had not occurred before (3x); only one")
+    assert account(None, {}) == "no speculation: the text ended before a round could run"
+
+
+def test_the_demo_shows_both_sides(folder: Path) -> None:
+    done = speculon("demo", "--model", str(folder), "--rounds", "1", "--num-speculative-tokens", "4", "--json")
+    tasks = json.loads(done.stdout)["tasks"]
+    assert (done.exit_code, done.stderr, len(tasks)) == (0, "", 2)
+    assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
+    assert all(task["ngram"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
+
+
+def test_the_demo_without_the_sources_of_the_standard_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> list[workloads.Case]:
+        raise BenchError("no held-out files")
+
+    monkeypatch.setattr(workloads, "build", none)
+    done = speculon("demo", "--model", str(folder), "--rounds", "1")
+    assert done.exit_code == 0
+    assert "moving_average" in done.stdout and "running_sum" in done.stdout
+    assert done.stdout.count("Same text: yes, token for token.") == 2
+    assert done.stdout.count("calls of the model instead of") == 2
+
+
+def test_the_demo_owns_up_to_another_text(llm: LLM) -> None:
+    from speculon.bench.measure import measure
+
+    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=8))
+    plain, ngram = (measure(llm, [case], {"method": method}) for method in ("off", "ngram"))
+    assert demo.sameness(llm, case, True, [plain], [ngram]) == "Same text: yes, token for token."
+    first = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=2))[0].logprobs
+    assert first is not None
+    ngram.token_ids[0][0] = first[0].top[1][0]  # a planted error: the second-best token
+    said = demo.sameness(llm, case, False, [plain], [ngram])
+    assert said.startswith("Same text: no; ") and said.endswith("more than a numeric tie.")
