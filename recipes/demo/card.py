@@ -39,9 +39,9 @@ Source files of {source}, `test` package included, tables and generated files le
 A file is held out if a hash of its path says so: `speculon.demo.corpus.is_held_out`. `training.json` beside this file \
 lists the held-out files.
 
-{copy_share:.0%} of the sequences are made of samples that teach copying and chat, drawn with these weights: {kinds}. All of them are \
-made from functions of training files: the same function with a name changed (`edit`), the same function again \
-(`repeat`), a function that comes back later in a document (`quoted`), random tokens repeated (`induction`), a \
+{copy_share:.0%} of the sequences are made of samples that teach copying and chat, drawn with these weights: \
+{kinds}. All of them are made from functions of training files: the same function with a name changed (`edit`), the \
+same function again (`repeat`), a function that comes back later in a document (`quoted`), random tokens repeated (`induction`), a \
 function asked for by name (`write`).
 
 ## Measures
