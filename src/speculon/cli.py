@@ -87,7 +87,10 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="of everything; medians are reported (default: 3)")] = None,
     with_transformers: Annotated[bool | None, typer.Option(help="also transformers' own generate, one text at a time")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="8 prompts of 64 tokens, once")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write bench.json, bench.md and bench.png there")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)"),
+    ] = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:

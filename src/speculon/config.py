@@ -6,6 +6,7 @@ Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`spec
 from __future__ import annotations
 
 import os
+from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -161,6 +162,8 @@ class EngineConfig(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(str(invalid_parameter(error))) from None
+        except TOMLDecodeError as error:
+            raise ConfigError(f"{os.environ.get('SPECULON_CONFIG', self.file)}: {error}") from None
 
     @classmethod
     def _env_names(cls) -> list[str]:

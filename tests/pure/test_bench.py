@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
 from speculon.bench.measure import Measurement, Step, loops
-from speculon.bench.report import accepted, markdown, one_table, same_text
+from speculon.bench.report import accepted, by_cell, figures, markdown, notes, table
 from speculon.bench.run import AGAIN, STOCK, Cell, Mode, Plan, alternate, ms_by_rows, overhead, parse_mode, quartiles
 from speculon.errors import InvalidParameter, UnknownMethod
 
@@ -124,10 +125,12 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
 
 
 def test_tables_say_what_differs() -> None:
-    assert same_text(make_cell("off")) == "-"
-    assert same_text(make_cell()) == "all"
-    assert same_text(make_cell(different=1, tie_nats=[2e-6])) == "all but 1 of 16, gap <= 2e-06 nat"
-    assert accepted(make_cell()) == "80 50 %"
+    assert [figures(cell)[5] for cell in (make_cell("off"), make_cell(), make_cell(different=1))] == ["-", "all", "15/16"]
+    assert notes(make_cell("off", per_position=[])) == []
+    assert notes(make_cell(different=1, tie_nats=[2e-6])) == [
+        "ngram:4: 80 50 % of the drafts at positions 1 to 2 accepted",
+        "ngram:4: 1 of 16 texts differ from those of off; where greedy ones part, the candidates are at most 2e-06 nat apart",
+    ]
     assert accepted(make_cell(per_position=[])) == "-"
 
 
@@ -135,10 +138,12 @@ def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
     lines = markdown([make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 2.00 | 2.50 | 6.0 (3), 7.0 (5) | 5.0% | all |" in lines[3]
+    assert "| 2.00 | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all |" in lines[3]
 
 
-def test_the_terminal_table_names_workload_and_crowd() -> None:
-    table = one_table([make_cell("off", concurrency=8), make_cell(concurrency=8)])
-    assert table.title == "code, 8 at once"
-    assert table.row_count == 2
+def test_the_terminal_has_a_table_per_workload_and_crowd() -> None:
+    cells = [make_cell(mode, concurrency=count) for count in (1, 8) for mode in ("off", "ngram:4")]
+    tables = [table(some) for some in by_cell(cells)]
+    assert [made.title for made in tables] == ["code, one at a time", "code, 8 at once"]
+    assert [made.row_count for made in tables] == [2, 2]
+    assert Console(width=80).measure(tables[1]).minimum <= 80

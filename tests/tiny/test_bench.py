@@ -41,7 +41,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def held_out(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def held_out(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
 
 
@@ -81,6 +82,7 @@ def test_it_shows_tables(folder: Path) -> None:
     sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "32", "--repeats", "1", "--concurrency", "1"]
     code, out, _ = bench(folder, *sizes, "--modes", "ngram:2")
     assert code == 0
+    assert {path.name for path in Path("speculon-bench").iterdir()} == {"bench.json", "bench.md", "bench.png"}
     assert "code, one at a time" in out and "off again" in out and "medians of 1 alternated repeats" in out
 
 

@@ -193,6 +193,12 @@ def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.Mon
     assert (done.exit_code, done.stderr) == (2, "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE\n")
 
 
+def test_a_settings_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "speculon.toml").write_text("block_size = = 3")
+    done = speculon("generate", "-p", "x")
+    assert (done.exit_code, done.stderr.startswith("ConfigError: speculon.toml: "), done.stderr.count("\n")) == (2, True, 1)
+
+
 def test_what_only_the_engine_can_refuse(folder: Path) -> None:
     done = speculon("generate", "--model", str(folder), "-p", PROMPT, "--max-tokens", "5000")
     assert done.exit_code == 2

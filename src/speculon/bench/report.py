@@ -130,7 +130,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    files[1].write_text(f"{heading(report)}\n\n{markdown(report.cells)}\n", encoding="utf-8")
+    files[1].write_text(f"{heading(report)}\n\n{markdown(report.cells)}\n\n{LEGEND}.\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw
 
@@ -151,30 +151,31 @@ def model_line(report: Report) -> str:
     model, machine = report.model, report.machine
     return (
         f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, {model['dtype']}; "
-        f"{machine.get('gpu', machine['cpu'])}, {model['threads']} threads"
+        f"{machine.get('gpu', machine['cpu'])}, {model['threads']} thread{'s' * (model['threads'] > 1)}"
     )
 
 
-SPEED = ("tok/s", "x off", "tok/call", "ms/call (rows)", "overhead", "same text", "exact", "loops")
-ACCEPTED = "drafts accepted, by position"
+SPEED = ("tok/s", "x off", "tok/call", "ms (rows)", "engine", "same", "exact", "loops")
+LEGEND = (
+    "tok/s: prompts included; x off: median of pairs; ms (rows): a decoding call of the model, its two usual sizes; "
+    "engine: share of a step outside the model; same: texts equal to those of `off`; "
+    "loops: texts that end repeating themselves and are not right"
+)
 
 
 def figures(cell: Cell) -> tuple[str, ...]:
     """In the order of `SPEED`."""
+    texts = cell.texts * len(cell.per_repeat)
     return (
         f"{cell.tokens_per_second:.0f}",
         "1" if cell.mode == OFF else f"{cell.ratio:.2f}",
         number(cell.tokens_per_target_call, ".2f"),
-        ", ".join(f"{ms:.1f} ({rows})" for rows, ms in usual_calls(cell)) or "-",
+        " ".join(f"{ms:.1f} ({rows})" for rows, ms in usual_calls(cell)) or "-",
         number(cell.overhead, ".1%"),
-        same_text(cell),
+        "-" if cell.mode == OFF else f"{texts - cell.different}/{texts}" if cell.different else "all",
         number(cell.exact, ".0%"),
         f"{cell.looping:.0%}",
     )
-
-
-def accepted(cell: Cell) -> str:
-    return " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %" if cell.per_position else "-"
 
 
 def usual_calls(cell: Cell) -> list[tuple[int, float]]:
@@ -183,40 +184,47 @@ def usual_calls(cell: Cell) -> list[tuple[int, float]]:
     return [(rows, cell.ms_by_rows[rows][0]) for rows in sorted(often)]
 
 
-def same_text(cell: Cell) -> str:
-    if cell.mode == OFF:
-        return "-"
-    if not cell.different:
-        return "all"
-    ties = f", gap <= {max(cell.tie_nats):.0e} nat" if cell.tie_nats else ""
-    return f"all but {cell.different} of {cell.texts * len(cell.per_repeat)}{ties}"
+def notes(cell: Cell) -> list[str]:
+    """What does not fit into a column."""
+    found = []
+    if cell.per_position:
+        found.append(f"{cell.mode}: {accepted(cell)} of the drafts at positions 1 to {len(cell.per_position)} accepted")
+    if cell.different:
+        gaps = f"; where greedy ones part, the candidates are at most {max(cell.tie_nats):.0e} nat apart" if cell.tie_nats else ""
+        found.append(
+            f"{cell.mode}: {cell.different} of {cell.texts * len(cell.per_repeat)} texts differ from those of {OFF}{gaps}"
+        )
+    return found
+
+
+def accepted(cell: Cell) -> str:
+    return " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %" if cell.per_position else "-"
 
 
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def tables(cells: list[Cell]) -> list[Table]:
-    """For the terminal: one table per workload and concurrency."""
-    return [one_table(list(group)) for _, group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency))]
+def by_cell(cells: list[Cell]) -> list[list[Cell]]:
+    """The modes of each workload and concurrency."""
+    return [list(group) for _, group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency))]
 
 
-def one_table(cells: list[Cell]) -> Table:
+def table(cells: list[Cell]) -> Table:
+    """For the terminal: the modes of one workload at one concurrency."""
     first = cells[0]
     title = f"{first.workload}, {'one at a time' if first.concurrency == 1 else f'{first.concurrency} at once'}"
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    made.add_column("mode", no_wrap=True, min_width=12)
+    made.add_column("mode", no_wrap=True)
     for name in SPEED:
-        made.add_column(name, justify="right")
-    made.add_column(ACCEPTED)
+        made.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
-        style = "dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else ""
-        made.add_row(cell.mode, *figures(cell), accepted(cell), style=style)
+        made.add_row(cell.mode, *figures(cell), style="dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "")
     return made
 
 
 def markdown(cells: list[Cell]) -> str:
-    """The same for a README."""
-    head = ("workload", "at once", "mode", *SPEED, ACCEPTED)
+    """The same for a README, in one table."""
+    head = ("workload", "at once", "mode", *SPEED, "drafts accepted, by position")
     rows = [(cell.workload, str(cell.concurrency), cell.mode, *figures(cell), accepted(cell)) for cell in cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))

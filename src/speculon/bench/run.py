@@ -97,7 +97,7 @@ class Cell:
     per_position: list[float]
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
     overhead: float | None  # (step - forward) / step
-    looping: float  # share of texts
+    looping: float  # share of texts whose end repeats itself and is not the right answer
     exact: float | None  # share of texts equal to the reference
     different: int  # texts of all repeats that are not those of `off`
     tie_nats: list[float]  # how close the two candidates were where a greedy text parted, in the target's own words
@@ -175,8 +175,11 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     if not ratios:
         raise BenchError(f"{mode.label} or {OFF} wrote no token in {workload} at concurrency {concurrency}")
     decode = paired([(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)])
-    texts = [(text, tokens) for one in repeats[0] for text, tokens in zip(one.texts, one.token_ids, strict=True)]
-    right = [text.strip() == case.reference for (text, _), case in zip(texts, cases, strict=True) if case.reference is not None]
+    texts = [tokens for one in repeats[0] for tokens in one.token_ids]
+    right = [
+        text.strip() == case.reference for text, case in zip((t for one in repeats[0] for t in one.texts), cases, strict=True)
+    ]
+    looping = [loops(tokens) and not exact for tokens, exact in zip(texts, right, strict=True)]
     apart = [where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)]
     speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
     return Cell(
@@ -184,7 +187,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         concurrency=concurrency,
         mode=mode.label,
         texts=len(texts),
-        tokens=sum(len(tokens) for _, tokens in texts),
+        tokens=sum(map(len, texts)),
         tokens_per_second=median(speeds),
         decode_tokens_per_second=median_or_none([one.decode_tokens_per_second for one in everything]),
         ratio=median(ratios),
@@ -195,8 +198,8 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         per_position=done.per_position if done else [],
         ms_by_rows=ms_by_rows(everything),
         overhead=overhead(everything),
-        looping=sum(loops(tokens) for _, tokens in texts) / len(texts),
-        exact=sum(right) / len(right) if right else None,
+        looping=sum(looping) / len(texts),
+        exact=sum(right) / len(right) if cases[0].reference is not None else None,
         different=len(apart),
         tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
         reasons=dict(stats.reasons),

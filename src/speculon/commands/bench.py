@@ -16,6 +16,7 @@ from speculon.commands.screen import counting, errors, loading, print_json
 from speculon.config import EngineConfig
 from speculon.errors import InvalidParameter
 
+FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1}
 
 
@@ -31,12 +32,17 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)
     made = report.Report.of(sys.argv[1:], plan, llm, cells, cases)
+    out = out or (None if as_json else FOLDER)
     files = report.write(made, out) if out else []
     if as_json:
         return print_json(made.to_dict())
     console = Console(highlight=False)
-    for table in report.tables(cells):
-        console.print(table, "", sep="\n")
+    for some in report.by_cell(cells):
+        console.print(report.table(some))
+        for note in (note for cell in some for note in report.notes(cell)):
+            console.print(f"  {note}", style="dim", markup=False)
+        console.print()
+    console.print(f"{report.LEGEND}.\n", style="dim", markup=False)
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)

@@ -166,9 +166,12 @@ def compare(llm: LLM, task: Task, plain: list[Measurement], ngram: list[Measurem
     text, right = ngram[0].texts[0], task.case.reference
     sides = side(plain), side(ngram)
     why = f"{faster(ratio)}: {reason(*sides, plain, ngram)}\n{sameness(llm, task.case, same, plain, ngram)}"
-    if loops(plain[0].token_ids[0]):
+    exact = None if right is None else text.strip() == right
+    if exact:
+        why += "\nThe edit is right, to the letter."
+    elif loops(plain[0].token_ids[0]):
         why += "\nThis text repeats itself, as small models do, and a repetition is easily guessed."
-    return Outcome(task.title, text, *sides, ratio, same, why, None if right is None else text.strip() == right)
+    return Outcome(task.title, text, *sides, ratio, same, why, exact)
 
 
 def side(measurements: list[Measurement]) -> Side:
