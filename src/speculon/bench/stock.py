@@ -43,6 +43,7 @@ class Stock:
             row,
             attention_mask=torch.ones_like(row),
             do_sample=False,
+            repetition_penalty=1.0,  # some checkpoints bring another default
             max_new_tokens=case.params.max_tokens,
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
