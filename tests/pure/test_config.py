@@ -1,0 +1,221 @@
+"""Settings say what is wrong with them: the name, the value, the limit. Request > keyword > environment > file > default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.errors import ConfigError, InvalidParameter, InvalidRequest, SpeculonError, UnknownMethod
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "limit"),
+    [
+        ("temperature", -0.01, "greater than or equal to 0"),
+        ("temperature", 101.0, "less than or equal to 100"),
+        ("temperature", NAN, "finite"),
+        ("temperature", "hot", "number"),
+        ("top_p", 0.0, "greater than 0"),
+        ("top_p", -0.5, "greater than 0"),
+        ("top_p", 1.0001, "less than or equal to 1"),
+        ("top_p", NAN, "less than or equal to 1"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("top_k", 1.5, "integer"),
+        ("min_p", -0.1, "greater than or equal to 0"),
+        ("min_p", 1.1, "less than or equal to 1"),
+        ("min_p", NAN, "less than or equal to 1"),
+        ("max_tokens", -1, "greater than or equal to 0"),
+        ("min_tokens", -1, "greater than or equal to 0"),
+        ("stop", ("x",) * 65, "at most 64 items"),
+        ("stop", ("x",) * 10_000, "at most 64 items"),
+        ("stop", "", "1 to 256 characters|each string"),
+        ("stop", "x" * 257, "each string needs 1 to 256 characters"),
+        ("stop", 5, "tuple"),
+        ("stop_token_ids", (1,) * 65, "at most 64 items"),
+        ("stop_token_ids", ("x",), "integer"),
+        ("seed", -(2**63) - 1, "greater than or equal to"),
+        ("seed", 2**64, "less than"),
+        ("seed", 1.5, "integer"),
+        ("n", 0, "greater than or equal to 1"),
+        ("n", 65, "less than or equal to 64"),
+        ("logprobs", -1, "greater than or equal to 0"),
+        ("logprobs", 129, "less than or equal to 128"),
+        ("prompt_logprobs", 129, "less than or equal to 128"),
+        ("presence_penalty", -2.1, "greater than or equal to -2"),
+        ("frequency_penalty", 2.1, "less than or equal to 2"),
+        ("frequency_penalty", NAN, "less than or equal to 2"),
+        ("repetition_penalty", 0.0, "greater than 0"),
+        ("repetition_penalty", INF, "finite|less than"),
+        ("logit_bias", dict.fromkeys(range(4097), 1.0), "at most 4096 items"),
+        ("logit_bias", {"the": 1.0}, "integer"),
+        ("bad_words", ("",), "each string"),
+        ("bad_words", ("x",) * 257, "at most 256 items"),
+        ("structured", {"regex": "a*"}, "None"),
+        ("temprature", 1.0, "unknown field"),
+    ],
+)
+def test_a_bad_sampling_parameter_is_named_with_its_value_and_limit(name: str, bad: Any, limit: str) -> None:
+    with pytest.raises(InvalidParameter, match=limit) as caught:
+        SamplingParams(**{name: bad})
+    error = caught.value
+    assert error.name.split(".")[0] == name and str(error).startswith(f"{error.name} = ")
+    assert isinstance(error, InvalidRequest) and isinstance(error, ValueError)
+    assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"seed": -(2**63)},
+        {"seed": 2**64 - 1},
+        {"n": 64},
+        {"stop": ("x" * 256,) * 64},
+        {"stop": None},
+        {"min_tokens": 5, "max_tokens": 5},
+        {"logit_bias": {"17": 1}},
+        {"frequency_penalty": -2},
+    ],
+    ids=str,
+)
+def test_the_limits_themselves_are_allowed(good: dict[str, Any]) -> None:
+    SamplingParams(**good)
+
+
+def test_one_string_is_a_list_of_one() -> None:
+    params = SamplingParams(stop="end", bad_words="bad")
+    assert params.stop == ("end",) and params.bad_words == ("bad",)
+
+
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="min_tokens 9 is beyond max_tokens 8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+
+
+def test_parameters_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        SamplingParams().temperature = 2.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (SpeculationConfig, {"num_speculative_tokens": 65}, "num_speculative_tokens = 65: .* 64"),
+        (SpeculationConfig, {"num_speculative_tokens": -1}, "num_speculative_tokens = -1"),
+        (SpeculationConfig, {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4 > prompt_lookup_max 3"),
+        (SpeculationConfig, {"synthetic_acceptance": 1.5}, "synthetic_acceptance = 1.5"),
+        (SpeculationConfig, {"policy": "reckless"}, "policy = 'reckless': .*known are fixed"),
+        (SpeculationConfig, {"k": 3}, "k = 3: unknown field"),
+        (RequestSpeculation, {"num_speculative_tokens": 65}, "num_speculative_tokens = 65"),
+        (RequestSpeculation, {"draft": "x"}, "draft = 'x': unknown field"),
+    ],
+)
+def test_bad_speculation_settings_are_refused_by_name(kind: type, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        kind(**values)
+
+
+@pytest.mark.xfail(reason="pydantic turns it into InvalidParameter", raises=InvalidParameter)
+def test_an_unknown_policy_is_an_unknown_method() -> None:
+    with pytest.raises(UnknownMethod, match="policy = 'reckless': known are fixed"):
+        SpeculationConfig(policy="reckless")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"block_sise": 8}, "block_sise = 8: unknown field"),
+        ({"block_size": 0}, "block_size = 0: .*greater than or equal to 1"),
+        ({"num_blocks": 0}, "num_blocks = 0"),
+        ({"dtype": "int8"}, "dtype = 'int8': .*'float32'"),
+        ({"kv_memory_gb": 0}, "kv_memory_gb = 0"),
+        ({"max_context": 1}, "max_context = 1"),
+        ({"speculation": {"k": 3}}, "k = 3: unknown field"),
+        ({"speculation": {"num_speculative_tokens": 65}}, "num_speculative_tokens = 65"),
+    ],
+    ids=str,
+)
+def test_a_bad_engine_setting_is_named(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        EngineConfig(**values)
+    assert isinstance(caught.value, SpeculonError) and isinstance(caught.value, ValueError)
+
+
+# environment and file
+
+
+@pytest.fixture
+def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "my.toml"
+    path.write_text("")
+    monkeypatch.setenv("SPECULON_CONFIG", str(path))
+    return path
+
+
+def test_keyword_beats_environment_beats_file_beats_default(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = EngineConfig()
+    assert (default.block_size, default.max_num_seqs, default.max_batch_tokens) == (16, 32, 512)
+    settings_file.write_text("block_size = 1\nmax_num_seqs = 1\nmax_batch_tokens = 1\n")
+    monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "2")
+    monkeypatch.setenv("SPECULON_MAX_BATCH_TOKENS", "2")
+    config = EngineConfig(max_batch_tokens=3)
+    assert (config.block_size, config.max_num_seqs, config.max_batch_tokens) == (1, 2, 3)
+
+
+def test_nested_settings_are_merged_field_by_field(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_file.write_text('[speculation]\nmethod = "off"\nprompt_lookup_min = 1\nnum_speculative_tokens = 1\n')
+    monkeypatch.setenv("SPECULON_SPECULATION__NUM_SPECULATIVE_TOKENS", "2")
+    monkeypatch.setenv("SPECULON_SPECULATION__PROMPT_LOOKUP_MAX", "7")
+    spec = EngineConfig(speculation={"method": "ngram"}).speculation
+    assert (spec.method, spec.num_speculative_tokens, spec.prompt_lookup_min, spec.prompt_lookup_max) == ("ngram", 2, 1, 7)
+
+
+def test_a_file_beside_the_call_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "speculon.toml").write_text("block_size = 8\n")
+    monkeypatch.chdir(tmp_path)
+    assert EngineConfig().block_size == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("SPECULON_BLOCK_SIZ", "8", "unknown setting in the environment: SPECULON_BLOCK_SIZ"),
+        ("SPECULON_SPECULATION__K", "8", "unknown setting in the environment: SPECULON_SPECULATION__K"),
+        ("SPECULON_BLOCK_SIZE", "many", "block_size = 'many': .*integer"),
+        ("SPECULON_SPECULATION__NUM_SPECULATIVE_TOKENS", "65", "num_speculative_tokens = .*65"),
+        ("SPECULON_SPECULATION", '{"k": 3}', "k = 3: unknown field"),
+        ("SPECULON_CONFIG", "/nowhere/at.toml", "SPECULON_CONFIG = '/nowhere/at.toml': no such file"),
+        pytest.param("SPECULON_SPECULATION", "{", "speculation", marks=pytest.mark.xfail(reason="a SettingsError instead")),
+        pytest.param("SPECULON_CONFIG", "/", "SPECULON_CONFIG", marks=pytest.mark.xfail(reason="a folder is ignored silently")),
+    ],
+)
+def test_a_bad_environment_is_named(name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("block_siz = 8", "block_siz = 8: unknown field"),
+        ("block_size = 0", "block_size = 0"),
+        ("[speculation]\nk = 3", "k = 3: unknown field"),
+        ("block_size = [", "my.toml"),
+    ],
+)
+def test_a_bad_file_is_named(body: str, said: str, settings_file: Path) -> None:
+    settings_file.write_text(body)
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig()

@@ -1,0 +1,136 @@
+"""The account of a text: what adds up, what is shared out, what is said in one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculon.core import Decision, Draft, Reason, SpanKind, Verdict
+from speculon.telemetry import EngineCounters, PlainCost, RequestStats, SpeculationStats, log_line
+
+KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
+
+
+def speculative(accepted: int, k: int = 4, source: str = "ngram") -> tuple[Decision, Draft, Verdict]:
+    verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanKind.FULL))
+    return Decision(source, k), Draft(tuple(range(k)), (source,) * k), verdict
+
+
+def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> tuple[Decision, Draft, Verdict]:
+    return Decision(method, 0, reason), Draft(), Verdict((7,))
+
+
+def recorded(*rounds: tuple[Decision | None, Draft, Verdict]) -> RequestStats:
+    stats = RequestStats()
+    for one in rounds:
+        stats.record(*one)
+    return stats
+
+
+PROMPT = (None, Draft(), Verdict((1,)))
+ROUNDS = st.lists(
+    st.one_of(
+        st.integers(0, 4).map(speculative),
+        st.sampled_from([Reason.NO_MATCH, Reason.MAX_TOKENS, Reason.NO_PAGES, Reason.ERROR]).map(plain),
+        st.just(PROMPT),
+    )
+)
+
+
+def test_without_a_round_there_is_no_speculation_but_reasons_are_there() -> None:
+    stats = recorded(PROMPT, plain(), plain(Reason.MAX_TOKENS, None))
+    assert stats.speculation() is None
+    assert stats.reasons == {"no_match": 1, "max_tokens": 1}
+    assert (stats.target_calls, stats.emitted, stats.draft_calls) == (3, 3, 1)
+
+
+def test_the_figures_of_known_rounds() -> None:
+    stats = recorded(PROMPT, speculative(4), speculative(0), speculative(2), plain(), speculative(1, k=1, source="other"))
+    done = stats.speculation()
+    assert done is not None
+    assert (done.rounds, done.drafted, done.accepted, done.rejected) == (4, 13, 7, 6)
+    assert (done.target_calls, done.draft_calls, done.emitted, done.verified_positions) == (6, 5, 13, 19)
+    assert done.acceptance_rate == 7 / 13 and done.tokens_per_target_call == 13 / 6 and done.mean_accepted_per_round == 7 / 4
+    assert done.per_position == [3 / 4, 2 / 3, 1 / 3, 1 / 3]
+    assert done.by_source == {"ngram": {"drafted": 12, "accepted": 6}, "other": {"drafted": 1, "accepted": 1}}
+    assert done.span_kinds == {"full": 1, "early": 3}
+    assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
+
+
+def test_a_joined_draft_is_credited_token_by_token() -> None:
+    draft = Draft((1, 2, 3, 4), ("ngram", "ngram", "model", "model"))
+    stats = recorded((Decision("ngram", 4), draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL)))
+    assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
+
+
+@given(ROUNDS)
+def test_what_is_recorded_adds_up(rounds: list[tuple[Decision | None, Draft, Verdict]]) -> None:
+    stats = recorded(*rounds)
+    assert stats.emitted == sum(len(verdict.tokens) for _, _, verdict in rounds)
+    assert stats.kinds.total() == stats.rounds
+    assert stats.rounds + stats.reasons.total() + sum(1 for d, _, _ in rounds if d is None) == stats.target_calls == len(rounds)
+    assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
+    assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total()
+    if done := stats.speculation():
+        assert done.drafted == done.accepted + done.rejected
+
+
+@given(st.lists(ROUNDS, max_size=4))
+def test_sums_of_accounts_are_accounts_of_all_rounds(parts: list[list[tuple[Decision | None, Draft, Verdict]]]) -> None:
+    total = RequestStats()
+    for part in parts:
+        total.add(recorded(*part))
+    assert total == recorded(*(one for part in parts for one in part))
+
+
+def test_adding_leaves_the_added_alone_and_sums_the_times() -> None:
+    a, b = recorded(speculative(2)), recorded(speculative(1))
+    a.spend(1.0, 4.0, None, 3)
+    assert a.saved_ms is None
+    b.spend(1.0, 4.0, 3.0, 2)
+    a.add(b)
+    assert (a.draft_ms, a.verify_ms, a.saved_ms) == (2.0, 8.0, 1.0)
+    assert b.rounds == 1 and b.accepted_at == {0: 1}
+
+
+def test_savings_may_be_negative() -> None:
+    stats = recorded(speculative(0))
+    stats.spend(draft_ms=2.0, verify_ms=9.0, plain_ms=5.0, emitted=1)
+    assert stats.saved_ms == -6.0
+
+
+def test_the_plain_cost_is_that_of_the_nearest_crowd() -> None:
+    cost = PlainCost()
+    assert cost.per_row(1) is None
+    cost.observe(1, 5.0)
+    cost.observe(8, 16.0)
+    assert (cost.per_row(1), cost.per_row(3), cost.per_row(6), cost.per_row(99)) == (5.0, 5.0, 2.0, 2.0)
+    cost.observe(1, 10.0)
+    assert 5.0 < (cost.per_row(1) or 0) < 10.0
+
+
+def test_a_snapshot_is_plain_data_and_does_not_move() -> None:
+    counters = EngineCounters()
+    counters.totals.add(recorded(speculative(3), plain()))
+    counters.finished["stop"] += 1
+    before = counters.snapshot()
+    counters.totals.add(recorded(speculative(3), plain()))
+    counters.finished["stop"] += 1
+    assert before["emitted"] == 5 and before["finished"] == {"stop": 1} and before["reasons"] == {"no_match": 1}
+    assert before["speculation"]["rounds"] == 1 and counters.snapshot()["speculation"]["rounds"] == 2
+    assert EngineCounters().snapshot()["speculation"] is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "seconds", "line"),
+    [
+        (RequestStats(), 0.0, "r-1 0 tok 0.00 s 0.0 tok/s abort"),
+        (recorded(plain(), plain(Reason.MAX_TOKENS)), 1.0, "r-1 2 tok 1.00 s 2.0 tok/s abort | no_match 1 max_tokens 1"),
+        (recorded(speculative(4)), 0.5, "r-1 5 tok 0.50 s 10.0 tok/s abort | ngram 100% of 4 drafts 5.00/call"),
+    ],
+)
+def test_one_line_says_it_all(stats: RequestStats, seconds: float, line: str) -> None:
+    assert log_line("r-1", stats, seconds, "abort") == line
