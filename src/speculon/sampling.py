@@ -1,9 +1,10 @@
 """From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
 
 One fixed order: penalties, bias, bad words, min_tokens, temperature, top-k, top-p, min-p. Ties go to the lowest id.
-A drawn token is argmax over the surviving tokens of log p + g, with Gumbel noise g that is a pure function of
-(seed, sample, output position, token id): the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014).
-So a text depends on the model, the prompt and the seed alone, whatever else runs beside it.
+A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a pure function of
+(seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without its outer logarithm, since
+g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the prompt and the seed alone, whatever
+else runs beside it.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ Draw = Callable[[Tensor, list[Row]], Tensor]
 
 def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
     """The target's token of each row; `logits` [R, V] are not modified. `draw` replaces the keyed noise in tests."""
+    draw = draw or race
     if any(row.rules.adjusts for row in rows):
         logits = adjust(logits, rows)
-    tokens = logits.argmax(-1)  # [R]
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
+    if len(drawn) == len(rows):
+        return draw(shape(logits, rows), rows).tolist()
+    tokens = logits.argmax(-1)  # [R]
     if drawn:
         chosen = [rows[i] for i in drawn]
-        tokens[drawn] = (draw or gumbel_max)(shape(logits[drawn], chosen), chosen)
+        tokens[drawn] = draw(shape(logits[drawn], chosen), chosen)
     return tokens.tolist()
 
 
@@ -136,21 +140,13 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     return torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
 
 
-def gumbel_max(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Draws one token per row [N] from softmax(logits) with the row's keyed noise: argmax of logits + gumbel.
-
-    A token beats the score s of the likeliest one only if its uniform v is at most exp(logit - s): so the logarithms
-    are taken for the few that can win.
-    """
+def race(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
     row_keys = [row_key(row.seq.seed, row.seq.sample, row.position) for row in rows]
-    keys = torch.tensor(row_keys, device=logits.device, dtype=torch.int32)  # [N, 2]
-    v = uniform(keys[:, :1], keys[:, 1:], torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32))  # [N, V]
-    likeliest = logits.argmax(-1, keepdim=True)  # [N, 1]
-    s = logits.gather(-1, likeliest) + gumbel(v.gather(-1, likeliest))
-    row, token = (v <= (logits - s).exp_().mul_(1 + 1e-5)).nonzero(as_tuple=True)  # [M], [M]; the slack covers rounding
-    scores = torch.full_like(logits, NEVER).scatter_(-1, likeliest, s)
-    scores[row, token] = logits[row, token] + gumbel(v[row, token])
-    return scores.argmax(-1)
+    keys = torch.tensor(row_keys, dtype=torch.int32, device=logits.device)  # [N, 2]
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    noise = exponential(uniform(keys[:, :1], keys[:, 1:], ids))  # [N, V]
+    return logits.exp().div_(noise).argmax(-1)
 
 
 def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
@@ -164,15 +160,15 @@ def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
     return signed32(x), signed32(x >> 32)
 
 
-def uniform(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
-    """Uniform floats in [2^-32, 1 - 2^-24] from key halves and token ids, all int32: the same on every device."""
-    bits = mix32((tokens * signed32(0x9E3779B1) + low).bitwise_xor_(high)).bitwise_and_(0x7FFFFFFF)
+def uniform(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:
+    """Floats in [2^-32, 1 - 2^-24] from key halves and token ids, all int32: the same on every device."""
+    bits = mix32((ids * signed32(0x9E3779B1) + low).bitwise_xor_(high)).bitwise_and_(0x7FFFFFFF)
     return bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
 
 
-def gumbel(v: Tensor) -> Tensor:
-    """Standard Gumbel noise -log(-log(1 - v)): fine near v = 0, where the rare tokens win."""
-    return -torch.log(-torch.log1p(-v))
+def exponential(v: Tensor) -> Tensor:
+    """Standard exponential noise -log(1 - v): fine near v = 0, where the rare tokens win. Changes `v`."""
+    return v.neg_().log1p_().neg_()
 
 
 def mix32(x: Tensor) -> Tensor:

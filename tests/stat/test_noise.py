@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculon import sampling
 from speculon.config import SamplingParams
-from speculon.sampling import Row, Rules, gumbel, gumbel_max, row_key, sample, uniform
+from speculon.sampling import Row, Rules, exponential, race, row_key, sample, uniform
 from tests.builders import make_sequence
 
 Key = tuple[int, int, int]  # seed, sample, position
@@ -119,8 +119,8 @@ def test_the_extremes_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         zero = torch.zeros(1, dtype=torch.int32)
         v = uniform(zero, zero, zero)
         assert 2.0**-32 <= float(v) <= 1 - 2.0**-24
-        found.append(float(gumbel(v)))
-    assert 22 < max(found) < 22.3 and -2.9 < min(found) < -2.7
+        found.append(float(exponential(v)))
+    assert 2.0**-32 <= min(found) < 2.0**-31 and 16 < max(found) < 17
 
 
 # drawing
@@ -147,7 +147,7 @@ STREAMS: dict[str, Callable[[int], Key]] = {
 
 def drawn(p: list[float], keys: Iterable[Key]) -> Tensor:
     rows = rows_of(keys)
-    return gumbel_max(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows).bincount(minlength=len(p)).double()
+    return race(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows).bincount(minlength=len(p)).double()
 
 
 def surprise(p: list[float], counts: Tensor) -> float:
@@ -166,23 +166,25 @@ def test_tokens_are_drawn_from_the_softmax(name: str, stream: str) -> None:
 def test_two_rows_of_one_span_are_drawn_independently() -> None:
     p = [0.4, 0.3, 0.2, 0.1]
     logits = torch.tensor(p).log().expand(N, -1).contiguous()
-    first, second = (gumbel_max(logits, rows_of((i, 0, at) for i in range(N))) for at in (3, 4))
+    first, second = (race(logits, rows_of((i, 0, at) for i in range(N))) for at in (3, 4))
     joint = (first * 4 + second).bincount(minlength=16).double()
     assert surprise([a * b for a in p for b in p], joint) > 1e-3
 
 
 @pytest.mark.parametrize("spread", [1.0, 5.0, 15.0, 40.0])
-def test_the_shortcut_for_hopeless_tokens_changes_no_draw(spread: float) -> None:
+def test_the_race_is_won_by_the_largest_log_p_plus_gumbel_noise(spread: float) -> None:
     keys = [(i, 0, i % 7) for i in range(400)]
     logits = torch.randn(400, 2000, generator=torch.Generator().manual_seed(3)) * spread
+    logits -= logits.amax(-1, keepdim=True)
     low, high = torch.tensor([row_key(*key) for key in keys], dtype=torch.int32).T[:, :, None]
-    whole = logits + gumbel(uniform(low, high, torch.arange(2000, dtype=torch.int32)))
-    assert torch.equal(gumbel_max(logits, rows_of(keys)), whole.argmax(-1))
+    v = uniform(low, high, torch.arange(2000, dtype=torch.int32)).double()
+    whole = logits.double() - torch.log(-torch.log1p(-v))
+    assert torch.equal(race(logits, rows_of(keys)), whole.argmax(-1))
 
 
 def test_a_removed_token_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -60.0]]).expand(5000, -1).contiguous()
-    assert gumbel_max(logits, rows_of((i, 0, 0) for i in range(5000))).unique().tolist() == [1]
+    assert race(logits, rows_of((i, 0, 0) for i in range(5000))).unique().tolist() == [1]
 
 
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
@@ -241,6 +243,6 @@ def test_a_poor_hash_is_seen(mix: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noise_of_the_wrong_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Normal instead of Gumbel noise."""
-    monkeypatch.setattr(sampling, "gumbel", lambda v: torch.special.ndtri(1 - v))
+    """Uniform instead of exponential noise."""
+    monkeypatch.setattr(sampling, "exponential", lambda v: v)
     assert surprise(SHAPES["skewed"], drawn(SHAPES["skewed"], map(STREAMS["seeds"], range(N)))) < 1e-9
