@@ -41,8 +41,8 @@ lists the held-out files.
 
 {copy_share:.0%} of the sequences are made of samples that teach copying and chat, drawn with these weights: \
 {kinds}. All of them are made from functions of training files: the same function with a name changed (`edit`), the \
-same function again (`repeat`), a function that comes back later in a document (`quoted`), random tokens repeated (`induction`), a \
-function asked for by name (`write`).
+same function again (`repeat`), a function that comes back later in a document (`quoted`), random tokens repeated \
+(`induction`), a function asked for by name (`write`).
 
 ## Measures
 
