@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizer import END_OF_TEXT, VOCAB_SIZE, chat_text, train_tokenizer
+from tokenizer import END_OF_TEXT, VOCAB_SIZE, chat_answer, chat_prompt, train_tokenizer
 from tokenizers import Tokenizer
 
 from speculon.demo import corpus
 
-COPY_SHARE = 0.33
+COPY_SHARE = 0.4
 """Share of the sequences made of copy and chat samples."""
 
-SAMPLE_KINDS = {"edit": 0.52, "repeat": 0.12, "quoted": 0.14, "induction": 0.14, "write": 0.08}
+SAMPLE_KINDS = {"edit": 0.64, "repeat": 0.12, "quoted": 0.10, "induction": 0.07, "write": 0.07}
+
+ANSWER_WEIGHT = 3.0
+"""How much more a token of a copied answer counts in the loss than one of plain code."""
 
 _REPEAT_PHRASES = (
     "Repeat this function.",
@@ -117,11 +120,11 @@ class Stream:
         while len(ids) < size:
             room = size - len(ids)
             kind = rng.choices(list(SAMPLE_KINDS), list(SAMPLE_KINDS.values()))[0] if room >= 72 else "induction"
-            sample, unscored = self._sample(kind, rng, room)
+            sample, scores = self._sample(kind, rng, room)
             if len(sample) > room and len(ids) > size // 3:
-                sample, unscored = self._sample("induction", rng, room)
+                sample, scores = self._sample("induction", rng, room)
             ids.extend([*sample, self.data.end])
-            weights.extend([0.0] * unscored + [1.0] * (len(sample) + 1 - unscored))
+            weights.extend([*scores, 1.0])
         return np.array(ids[:size], dtype=np.int32), np.array(weights[:size], dtype=np.float32)
 
     def _code(self, size: int) -> np.ndarray:
@@ -156,11 +159,12 @@ class Stream:
             if name not in taken and name.isidentifier():
                 return name
 
-    def _sample(self, kind: str, rng: random.Random, room: int) -> tuple[list[int], int]:
-        """Token ids of one sample, and how many of the first are not scored."""
+    def _sample(self, kind: str, rng: random.Random, room: int) -> tuple[list[int], list[float]]:
+        """Token ids of one sample and what each counts in the loss."""
         if kind == "induction":
             run = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, max(5, min(64, room // 3))))]
-            return run * rng.randint(2, 4), len(run)
+            times = rng.randint(2, 4)
+            return run * times, [0.0] * len(run) + [1.0] * (len(run) * (times - 1))
         function = self._pick(rng, (room - 50) // 2)
         source = function.source
         if kind == "edit":
@@ -169,16 +173,21 @@ class Stream:
             user = corpus.edit_prompt(source, old, new)
             if rng.random() < 0.2:
                 user = f"{rng.choice(_EDIT_PHRASES).format(old=old, new=new)}\n\n{corpus.fenced(source)}"
-            return self.data.encode(chat_text(user, corpus.edit_answer(source, old, new))), 0
+            return self._chat(user, corpus.edit_answer(source, old, new), ANSWER_WEIGHT)
         if kind == "repeat":
             user = f"{rng.choice(_REPEAT_PHRASES)}\n\n{corpus.fenced(source)}"
-            return self.data.encode(chat_text(user, corpus.fenced(source))), 0
+            return self._chat(user, corpus.fenced(source), ANSWER_WEIGHT)
         if kind == "quoted":
             between = self._pick(rng, max(40, (room - 50) // 4)).source
-            return self.data.encode(f"{source}\n\n\n{between}\n\n\n{source}\n"), 0
+            ids = self.data.encode(f"{source}\n\n\n{between}\n\n\n{source}\n")
+            return ids, [1.0] * len(ids)
         heading = re.search(r"def (\w+)", source)
         user = f"Write a Python function named `{heading[1] if heading else 'main'}`."
-        return self.data.encode(chat_text(user, corpus.fenced(source))), 0
+        return self._chat(user, corpus.fenced(source), 1.0)
+
+    def _chat(self, user: str, assistant: str, weight: float) -> tuple[list[int], list[float]]:
+        prompt, answer = self.data.encode(chat_prompt(user)), self.data.encode(chat_answer(assistant))
+        return prompt + answer, [1.0] * len(prompt) + [weight] * len(answer)
 
 
 def held_out_tokens(root: Path, tokenizer: Tokenizer) -> np.ndarray:
@@ -198,9 +207,7 @@ def edit_probe(root: Path, tokenizer: Tokenizer, count: int, seed: int) -> list[
     for function in rng.sample(functions, min(count, len(functions))):
         old = rng.choice(function.identifiers)
         new = corpus.draw_new_name(rng, function.source)
-        whole = chat_text(corpus.edit_prompt(function.source, old, new), corpus.edit_answer(function.source, old, new))
-        ids = tokenizer.encode(whole).ids
-        marker = tokenizer.encode("<|im_start|>assistant\n").ids
-        start = next(i for i in range(len(ids), 0, -1) if ids[i - len(marker) : i] == marker)
-        probes.append((ids[:start], ids[start:]))
+        prompt = chat_prompt(corpus.edit_prompt(function.source, old, new))
+        answer = chat_answer(corpus.edit_answer(function.source, old, new))
+        probes.append((tokenizer.encode(prompt).ids, tokenizer.encode(answer).ids))
     return probes

@@ -74,6 +74,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def chat_text(user: str, assistant: str) -> str:
-    """One exchange as the chat template renders it, without the line end after the answer."""
-    return f"{IM_START}user\n{user}{IM_END}\n{IM_START}assistant\n{assistant}{IM_END}"
+def chat_prompt(user: str) -> str:
+    """One question as the chat template renders it, up to where the answer begins."""
+    return f"{IM_START}user\n{user}{IM_END}\n{IM_START}assistant\n"
+
+
+def chat_answer(assistant: str) -> str:
+    """What follows `chat_prompt`."""
+    return f"{assistant}{IM_END}"
