@@ -19,6 +19,7 @@ from speculon.config import SamplingParams
 from speculon.core import Sequence, TokenLogprobs
 
 NEVER = float("-inf")
+HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -123,21 +124,40 @@ def shape(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """top-k, then top-p over what is left, then min-p, on logits [N, V]."""
+    """top-k, then top-p over what is left, then min-p, on logits [N, V].
+
+    Rows whose survivors all lie among the `HEAD` likeliest tokens are not sorted any further.
+    """
+    kept, settled = keep_among(logits, params, HEAD)
+    open_rows = (~settled).nonzero().flatten().tolist()
+    if open_rows:
+        kept[open_rows], _ = keep_among(logits[open_rows], [params[i] for i in open_rows], logits.shape[-1])
+    return kept
+
+
+def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple[Tensor, Tensor]:
+    """Filtered logits [N, V] as seen from the `head` likeliest tokens, and for which rows [N] that was enough."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits.device)[:, None]  # [N, 1]
 
     vocab = logits.shape[-1]
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of ids
-    rank = torch.arange(vocab, device=logits.device)
-    keep = rank < column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params])
-    probs = ordered.masked_fill(~keep, NEVER).softmax(-1)
+    head = min(head, vocab)
+    ids = logits.topk(head).indices.sort(-1).values  # [N, head]
+    ordered, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # ties stay in the order of ids
+    ids = ids.gather(-1, order)
+    top_k = column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params])
+    keep = torch.arange(head, device=logits.device) < top_k
+    total = torch.where(top_k < vocab, ordered.masked_fill(~keep, NEVER).logsumexp(-1, True), logits.logsumexp(-1, True))
+    probs = (ordered - total).exp()
     # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
     keep &= probs.cumsum(-1) - probs < column([p.top_p if p.top_p < 1 else 2.0 for p in params])
     keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
     keep[:, 0] = True
-    return torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
+    # A survivor as likely as the last of the head may have equals beyond it.
+    beyond = (keep & (ordered == ordered[:, -1:])).any(-1, keepdim=True) | ((head < top_k) & (top_k < vocab))  # [N, 1]
+    kept = torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
+    return kept, ~beyond[:, 0] | (head == vocab)
 
 
 def race(logits: Tensor, rows: list[Row]) -> Tensor:
