@@ -1,0 +1,54 @@
+"""Two hundred pieces of code, 64 tokens each: generate, plain, and n-gram drafts with K of 1, 4 and 16, alone and crowded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny.demo_texts import CROWD, MISSING, TIE, TOKENS, Demo, Speculation, asked, report
+
+PROMPTS = 200
+ALLOWED = PROMPTS // 200  # texts that may differ, each at a tie
+OFF: list[Speculation] = [{"method": "off"}]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout"),
+]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Demo:
+    return Demo(count=PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def plain(demo: Demo) -> list[list[int]]:
+    return demo.write(1, OFF)[0]
+
+
+def check(name: str, demo: Demo, ours: list[list[int]], truth: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    found = demo.differences(ours, truth)
+    with capsys.disabled():
+        print(f"\n{report(name, found, PROMPTS)}", flush=True)
+    assert all(len(text) == TOKENS for text in ours)
+    assert len(found) <= ALLOWED and all(difference.gap < TIE for difference in found)
+
+
+def test_plain_text_is_that_of_generate(demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    check("plain against generate", demo, plain, demo.by_generate, capsys)
+
+
+def test_a_plain_crowd_writes_what_each_writes_alone(
+    demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(f"plain, {CROWD} at once", demo, demo.write(CROWD, OFF)[0], plain, capsys)
+
+
+@pytest.mark.parametrize("crowd", [1, CROWD])
+@pytest.mark.parametrize(("name", "speculation"), list(asked()))
+def test_drafts_change_no_token(
+    demo: Demo, plain: list[list[int]], name: str, speculation: list[Speculation], crowd: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, accepted = demo.write(crowd, speculation)
+    check(f"{name}, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)
+    assert accepted > PROMPTS
