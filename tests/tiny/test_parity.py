@@ -225,7 +225,7 @@ def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
             if span.score:
                 text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
                 stock = tiny_model(name)(torch.tensor([text])).logits[0, -len(span.score) :]
-                worst = max(worst, float((out.logits[span.score.start : span.score.stop] - stock).abs().max()))
+                worst = max(worst, float((out.logits[span.score.start : span.score.stop].cpu() - stock).abs().max()))
         return out
 
     try:
