@@ -12,7 +12,7 @@ from speculon import sampling, verify
 from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs
 from tests.tiny.conftest import tiny_model, tiny_target
-from tests.tiny.scripted import Key, Request, Result, run, script
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import crowd, drafting, plain
 
 SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "chunked": {"max_batch_tokens": 7}, "few pages": {"num_blocks": 40}}
@@ -92,3 +92,32 @@ def test_scoring_a_prompt_does_not_read_the_prefix_cache_but_fills_it() -> None:
     results = run(tiny_target("llama"), [scored, again, plainly], max_num_seqs=1)
     assert [results[i, 0].stats.cached_tokens for i in "abc"] == [0, 0, 20]
     assert results["a", 0].prompt_logprobs == results["b", 0].prompt_logprobs
+
+
+def test_a_prompt_that_gives_way_half_scored_is_scored_once() -> None:
+    """It is computed again from its beginning, in other chunks."""
+    engine, prompt = make_engine(tiny_target("llama"), num_blocks=12, max_batch_tokens=5), list(range(20, 56))
+    plainly = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for name in ("old", "older"):
+        engine.add_request([40, 41, 42, 43], plainly, {"method": "off"}, name)
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1), {"method": "off"}, "scored")
+    (seq,) = (seq for seq in engine.scheduler.waiting if seq.request_id == "scored")
+    results: dict[Key, Result] = {}
+    while not seq.stats.preemptions:
+        for event in engine.step():
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+    assert 0 < seq.prompt_scored < len(prompt) - 1 and seq.prompt_scored % 5
+    result = drain(engine, results)["scored", 0]
+    assert error(result.prompt_logprobs, prompt[1:], stock_logprobs(prompt), top=1) < EXACT
+
+
+@pytest.mark.parametrize("stop", ["token", "string"])
+def test_logprobs_end_with_the_text(stop: str) -> None:
+    """Also where drafts beyond the stop were verified."""
+    asked, truth = crowd("greedy")[1], plain("greedy")["q1", 0]
+    script(plain("greedy"), lambda position: False)
+    ends = {"stop_token_ids": (truth[4],)} if stop == "token" else {"stop": (spell(truth[3:5]),)}
+    params = asked.params.model_copy(update={"logprobs": 1, **ends})
+    result = run(tiny_target("llama"), drafting((replace(asked, params=params),), 16))["q1", 0]
+    assert result.finish and result.finish.reason == "stop" and result.stats.drafted_at.total() == 16
+    assert [one.token for one in result.logprobs] == result.tokens == truth[: len(result.tokens)]

@@ -111,6 +111,28 @@ def test_a_stop_string_inside_a_span_ends_the_text_there(
     assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == kept
 
 
+@pytest.mark.parametrize(
+    ("lies", "limit", "kind", "accepted"),
+    [
+        pytest.param(set(), 8, SpanKind.FULL, 6, id="all accepted"),
+        pytest.param({6}, 8, SpanKind.TAIL, 5, id="all but the last"),
+        pytest.param({5}, 8, SpanKind.EARLY, 4, id="all but the last two"),
+        pytest.param({1, 2, 3, 4, 5, 6}, 8, SpanKind.EARLY, 0, id="none"),
+        pytest.param({1}, 3, SpanKind.TAIL, 0, id="none of one"),
+    ],
+)
+def test_a_span_is_named_by_how_it_ended(lies: set[int], limit: int, kind: SpanKind, accepted: int) -> None:
+    script({("r", 0): text()}, lies.__contains__)
+    engine = make_engine(tiny_target("llama"))
+    asked = request(max_tokens=limit)
+    engine.add_request(asked.prompt, asked.params, asked.speculation, "r")
+    engine.step()
+    (seq,) = engine.scheduler.running
+    engine.step()
+    assert dict(seq.stats.kinds) == {kind: 1} and seq.stats.accepted == accepted
+    assert seq.tokens[len(PROMPT) :] == text()[: accepted + 2]
+
+
 def test_a_stop_string_does_not_begin_in_the_prompt() -> None:
     result = one(stop=(spell([PROMPT[-1], text()[0]]),))
     assert result.tokens == text() and result.finish == Finish("length")
