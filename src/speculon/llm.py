@@ -130,6 +130,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
+        self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody
 
     def generate(
         self,
@@ -150,18 +151,21 @@ class LLM:
         ids = [self._encode(prompt) for prompt in many]
         outputs = [RequestOutput(i, [Completion() for _ in range(p.n)]) for i, p in zip(ids, each, strict=True)]
         place: dict[str, int] = {}
+        unfinished = sum(p.n for p in each)
         try:
             for i, (prompt, p, s) in enumerate(zip(ids, each, asked, strict=True)):
-                place[self.engine.add_request(prompt, p, s)] = i
-            while place and self.engine.has_work:
-                for event in self.engine.step():
-                    if (at := place.get(event.request_id)) is not None:
+                place[self._begin(prompt, p, s)] = i
+            while unfinished:
+                self._step()
+                for request_id, at in place.items():
+                    for event in self._news(request_id):
                         absorb(outputs[at], event)
+                        unfinished -= event.finish is not None
                         if on_token and event.tokens:
                             on_token(at, len(event.tokens))
         finally:
             for request_id in place:
-                self.engine.abort(request_id)
+                self._end(request_id)
         if not self.engine.has_work:
             self.engine.check_integrity()
         for output, p in zip(outputs, each, strict=True):
@@ -195,20 +199,40 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a stream carries one text")
-        request_id = self.engine.add_request(self._encode(prompt), params, speculation)
+        request_id = self._begin(self._encode(prompt), params, speculation)
         try:
             finished = False
             while not finished:
-                for event in self.engine.step():
-                    if event.request_id == request_id:
-                        finished = event.finish is not None
-                        yield event
+                if not self._unread[request_id]:
+                    self._step()
+                for event in self._news(request_id):
+                    finished = event.finish is not None
+                    yield event
         finally:
-            self.engine.abort(request_id)
+            self._end(request_id)
 
     def session(self, params: SamplingParams | None = None, *, system: str | None = None) -> Session:
         """A conversation whose earlier turns stay in pages."""
         return Session(self, params or SamplingParams(), system)
+
+    def _begin(self, prompt: list[int], params: SamplingParams, speculation: Speculation) -> str:
+        request_id = self.engine.add_request(prompt, params, speculation)
+        self._unread[request_id] = []
+        return request_id
+
+    def _step(self) -> None:
+        for event in self.engine.step():
+            if event.request_id in self._unread:
+                self._unread[event.request_id].append(event)
+
+    def _news(self, request_id: str) -> list[Event]:
+        """What came since the last call."""
+        news, self._unread[request_id] = self._unread[request_id], []
+        return news
+
+    def _end(self, request_id: str) -> None:
+        del self._unread[request_id]
+        self.engine.abort(request_id)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -68,6 +68,19 @@ def test_a_stream_is_the_whole_text_and_closing_it_frees_the_pages(llm: LLM):
     llm.engine.check_integrity()
 
 
+@pytest.mark.timeout(30)
+def test_streams_read_in_turns_and_a_generate_between_lose_nothing(llm: LLM):
+    first, second = "class Stack:", PROMPT
+    wholes = [llm.generate(prompt, GREEDY)[0].text for prompt in (first, second)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in (first, second)]
+    texts = [next(streams[0]), next(streams[1])]
+    between = llm.generate("a", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0]
+    assert len(between.token_ids) == 2 and llm.engine.has_work  # it waits for its own texts alone
+    for i in (1, 0):
+        texts[i] += "".join(streams[i])
+    assert texts == wholes and not llm.engine.has_work
+
+
 def test_a_session_finds_its_earlier_turns_in_pages(llm: LLM):
     session = llm.session(SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), system="Be brief.")
     session.send("Write a function that adds two numbers.")
@@ -142,9 +155,7 @@ def test_an_unknown_method_stops_the_start(folder: Path):
         LLM(str(folder), speculation=SpeculationConfig(method="eagle9"))
 
 
-def test_environment_and_file_are_read_and_a_keyword_wins(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_environment_and_file_are_read_and_a_keyword_wins(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "speculon.toml").write_text("block_size = 8\nmax_num_seqs = 3\n[speculation]\nmethod = 'off'\n")
     monkeypatch.setenv("SPECULON_CONFIG", str(tmp_path / "speculon.toml"))
     monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "4")
