@@ -10,9 +10,15 @@ from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
-from speculon.errors import ConfigError, InvalidParameter, UnknownMethod
+from speculon.errors import ConfigError, InvalidParameter
 
 MAX_STOPS = 64  # each stop string is searched for at every token; the OpenAI API allows 4
 MAX_STOP_CHARS = 256
@@ -39,6 +45,9 @@ class Checked(BaseModel):
 
 def invalid_parameter(error: ValidationError) -> InvalidParameter:
     first = error.errors(include_url=False)[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InvalidParameter):  # of settings within settings, which has named its own field
+        return InvalidParameter(".".join([*map(str, first["loc"]), inner.name]), inner.value, inner.limit)
     name = ".".join(str(part) for part in first["loc"]) or error.title
     limit = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
     return InvalidParameter(name, first["input"], limit)
@@ -74,7 +83,7 @@ class SamplingParams(Checked):
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _one_string_is_a_list(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else (value or ())
+        return (value,) if isinstance(value, str) else () if value is None else value
 
     @field_validator("stop", "bad_words")
     @classmethod
@@ -117,7 +126,7 @@ class SpeculationConfig(Checked):
     @classmethod
     def _known_policy(cls, value: str) -> str:
         if value not in POLICIES:
-            raise UnknownMethod(f"policy = {value!r}: known are {', '.join(POLICIES)}")
+            raise ValueError(f"known are {', '.join(POLICIES)}")
         return value
 
 
@@ -146,7 +155,9 @@ class EngineConfig(BaseSettings):
     max_batch_tokens: int = Field(512, ge=1, description="rows of one forward; longer prompts come in chunks")
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
     num_blocks: int | None = Field(None, ge=1, description="KV pages; None: from kv_memory_gb")
-    kv_memory_gb: float | None = Field(None, gt=0, description="memory of the page pool; None: at most 30 % of what is free")
+    kv_memory_gb: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="memory of the page pool; None: at most 30 % of what is free"
+    )
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
@@ -162,7 +173,9 @@ class EngineConfig(BaseSettings):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(str(invalid_parameter(error))) from None
-        except TOMLDecodeError as error:
+        except SettingsError as error:
+            raise ConfigError(f"{error}: {error.__cause__}") from None
+        except (TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(f"{os.environ.get('SPECULON_CONFIG', self.file)}: {error}") from None
 
     @classmethod
@@ -180,6 +193,6 @@ class EngineConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         path = os.environ.get("SPECULON_CONFIG", cls.file)
-        if "SPECULON_CONFIG" in os.environ and not os.path.exists(path):
+        if "SPECULON_CONFIG" in os.environ and not os.path.isfile(path):
             raise ConfigError(f"SPECULON_CONFIG = {path!r}: no such file")
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -146,7 +146,7 @@ class LLM:
         as texts grow. When one prompt is refused nothing is written for any.
         """
         many = as_list(prompts)
-        each = one_per_prompt("params", params or SamplingParams(), len(many), SamplingParams)
+        each = one_per_prompt("params", SamplingParams() if params is None else params, len(many), SamplingParams)
         asked = one_per_prompt("speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None)))
         ids = [self._encode(prompt) for prompt in many]
         outputs = [RequestOutput(i, [Completion() for _ in range(p.n)]) for i, p in zip(ids, each, strict=True)]
@@ -237,7 +237,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not all(isinstance(token, int) for token in prompt):
+        if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
         return list(prompt)
 
@@ -289,17 +289,25 @@ def absorb(output: RequestOutput, event: Event) -> None:
         one.stats = event.stats
 
 
+def is_list(value: object) -> TypeGuard[Seq[Any]]:
+    return isinstance(value, Seq) and not isinstance(value, str | bytes | bytearray)
+
+
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not is_list(prompts):
+        raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
+    return list(prompts)
 
 
 def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise InvalidRequest(f"{name}: {len(values)} given for {count} prompts")
-    return values
+    if not is_list(value) or not all(isinstance(one, kind) for one in value):
+        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise InvalidParameter(name, value, f"takes {kinds}, or a list with one per prompt")
+    if len(value) != count:
+        raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
+    return list(value)

@@ -83,7 +83,7 @@ class RequestStats:
             self.kinds[verdict.kind.value] += 1
 
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None, emitted: int) -> None:
-        """Time of one speculative round, and what the same tokens would have cost plainly."""
+        """Time of one proposal and of the round it led to, if any, and what the same tokens would have cost plainly."""
         self.draft_ms += draft_ms
         self.verify_ms += verify_ms
         if plain_ms is not None:

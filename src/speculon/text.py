@@ -23,11 +23,6 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.inner)
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        eos = self.inner.eos_token_id
-        return frozenset() if eos is None else frozenset([eos])
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
         check_text("prompt", text)

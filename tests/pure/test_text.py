@@ -93,9 +93,7 @@ class TestTokenizer:
         assert byte_level().decode(ids) == "ab"
         assert byte_level().decode(ids, skip_special_tokens=False) == f"a{END}b"
 
-    def test_ends_and_size(self) -> None:
-        assert byte_level().eos_ids == {0}
-        assert word_level().eos_ids == frozenset()
+    def test_size(self) -> None:
         assert byte_level().vocab_size == len(byte_level().inner.get_vocab()) > 256
 
     @pytest.mark.parametrize("text", ["\x00", "\x07\x1b[2J\x7f", "\ufeff\u202e\ufffe", "\ufffd", "\r\n\x85\u2028"])

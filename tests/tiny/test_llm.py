@@ -124,6 +124,12 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
         pytest.param("a\ud800b", GREEDY, None, InvalidParameter, "surrogate", id="no text"),
         pytest.param([[1, "2"]], GREEDY, None, InvalidParameter, "token ids", id="mixed ids"),
         pytest.param([[True, 2.5]], GREEDY, None, InvalidParameter, "token ids", id="numbers that are no ids"),
+        pytest.param(None, GREEDY, None, InvalidParameter, "prompts = None", id="no prompts"),
+        pytest.param([None], GREEDY, None, InvalidParameter, "prompt = None", id="no prompt"),
+        pytest.param(b"abc", GREEDY, None, InvalidParameter, "prompts = b'abc'", id="bytes"),
+        pytest.param(PROMPT, {"temperature": 0}, None, InvalidParameter, "takes SamplingParams", id="params as a dict"),
+        pytest.param([PROMPT], [], None, InvalidRequest, "0 given for 1 prompts", id="no params"),
+        pytest.param(PROMPT, GREEDY, "ngram", InvalidParameter, "speculation = 'ngram': takes", id="a method for a wish"),
     ],
 )
 def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
@@ -143,6 +149,11 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
         pytest.param({"max_context": 1}, "max_context = 1", id="range"),
         pytest.param({"speculation": {"prompt_lookup_min": 9}}, "prompt_lookup_min 9 > prompt_lookup_max 5", id="nested"),
         pytest.param({"kv_memory_gb": 1e-7}, "hold no page", id="no page"),
+        pytest.param(
+            {"num_blocks": 10**9}, "num_blocks = 1000000000: the page pool needs [0-9]+ bytes, [0-9]+ are free", id="memory"
+        ),
+        pytest.param({"device": "abacus"}, "device = 'abacus': known are auto, cpu", id="unknown device"),
+        pytest.param({"device": "cuda:99"}, "device = 'cuda:99': this machine has [0-9] of kind cuda", id="absent device"),
     ],
 )
 def test_wrong_settings_stop_the_start(folder: Path, settings: dict, said: str):

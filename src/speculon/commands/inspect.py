@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, print_json
@@ -93,14 +94,21 @@ def as_table(facts: Facts) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, words in WORDS.items():
         if facts.get(name) not in (None, []):
-            table.add_row(f"[dim]{words}[/dim]", in_words(name, facts))
+            table.add_row(Text(words, style="dim"), in_words(name, facts))
     return table
 
 
-def in_words(name: str, facts: Facts) -> str:
+def in_words(name: str, facts: Facts) -> Text:
     value = facts[name]
+    if name == "carried" and value:
+        return Text("yes: equal to its stock forward", style="green")
     if name == "carried":
-        return "[green]yes: equal to its stock forward[/green]" if value else f"[red]no: {facts['error']['message']}[/red]"
+        return Text(f"no: {facts['error']['message']}", style="red")
+    return Text(plain_words(name, facts))
+
+
+def plain_words(name: str, facts: Facts) -> str:
+    value = facts[name]
     if name == "layers":
         kinds = Counter(tuple(layer.values()) for layer in value)
         return "\n".join(describe_layers(count, *kind) for kind, count in kinds.items())

@@ -194,10 +194,12 @@ class Engine:
             if not span.samples:
                 continue
             stats = span.seq.stats
-            stats.record(decided.get(span.seq.id), span.draft, verdict)
-            if span.draft.tokens:
-                verify_ms = (step_ms - draft_ms) * span.rows / rows
-                stats.spend(draft_ms / drafting, verify_ms, plain_ms, len(verdict.tokens))
+            decision = decided.get(span.seq.id)
+            stats.record(decision, span.draft, verdict)
+            if decision is not None and decision.method:  # a look-up that found nothing has its price, too
+                found = bool(span.draft.tokens)
+                verify_ms = (step_ms - draft_ms) * span.rows / rows if found else 0.0
+                stats.spend(draft_ms / drafting, verify_ms, plain_ms, len(verdict.tokens) if found else 0)
 
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:

@@ -34,11 +34,19 @@ def free_memory(device: torch.device) -> int:
 def count_pages(config: EngineConfig, layers: tuple[LayerSpec, ...], max_context: int, device: torch.device) -> int:
     """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given or free."""
     page_bytes = config.block_size * sum(layer.bytes_per_token for layer in layers)
+    free = free_memory(device)
     if config.num_blocks is not None:
+        check_free("num_blocks", config.num_blocks, config.num_blocks * page_bytes, free)
         return config.num_blocks
     useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
-    budget = int(config.kv_memory_gb * 2**30) if config.kv_memory_gb else int(free_memory(device) * SHARE_OF_FREE)
+    budget = int(config.kv_memory_gb * 2**30) if config.kv_memory_gb else int(free * SHARE_OF_FREE)
     pages = min(useful, budget // page_bytes)
+    check_free("kv_memory_gb", config.kv_memory_gb, pages * page_bytes, free)
     if pages < 1:
         raise ConfigError(f"kv_memory_gb: {budget} bytes hold no page of {page_bytes} bytes ({config.block_size} tokens)")
     return pages
+
+
+def check_free(name: str, value: float | None, wanted: int, free: int) -> None:
+    if wanted > free:
+        raise ConfigError(f"{name} = {value}: the page pool needs {wanted} bytes, {free} are free")

@@ -94,11 +94,8 @@ class View:
             self.store.k[layer].index_copy_(0, slots, k)
             self.store.v[layer].index_copy_(0, slots, v)
 
-    def read(self, layer: int, span: SpanView) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
-        """Keys and values of every position the span's last row may see; views where the pages are consecutive."""
-        return self.take(layer, span.where)
-
-    def take(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:
+    def take(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
+        """Keys and values at some slots; views where they are consecutive."""
         k, v = self.store.k[layer], self.store.v[layer]
         if isinstance(where, slice):
             return k[where], v[where]

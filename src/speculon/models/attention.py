@@ -96,7 +96,7 @@ def by_hand(
 ) -> Tensor:
     """Softmax in fp32 with what no kernel takes: a soft cap on the scores, a sink that drains probability."""
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (q @ k.permute(0, 2, 3, 1)).float() * scale  # [B, Hkv, n * g, S]
+    scores = ((q * scale) @ k.permute(0, 2, 3, 1)).float()  # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(2, (-1, group))  # [B, Hkv, n, g, S]

@@ -66,7 +66,8 @@ def load_target(
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        number = torch.float32 if str(path) == "demo" else pick_dtype(dtype, checkpoint.dtype, place)
+        # small enough to be exact: in bf16 near-ties would show where the demo promises the same text
+        number = torch.float32 if (str(path), dtype) == ("demo", "auto") else pick_dtype(dtype, checkpoint.dtype, place)
         tell("loading the weights")
         model = load_model(checkpoint, config, number, place, trust_remote_code)
         tell("checking the model against its stock forward")
@@ -181,11 +182,16 @@ def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:
 
 
 def pick_device(device: str) -> torch.device:
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """The device of that name; one that is not there is refused before anything is loaded."""
+    there = {"cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()}
+    if device == "auto":
+        return torch.device("cuda" if there["cuda"] else "mps" if there["mps"] else "cpu")
+    kind, _, number = device.partition(":")
+    if kind not in there or (number and not number.isdecimal()):
+        raise ConfigError(f"device = {device!r}: known are auto, cpu, cuda, cuda:N, mps")
+    if int(number or 0) >= there[kind]:
+        raise ConfigError(f"device = {device!r}: this machine has {there[kind]} of kind {kind}")
+    return torch.device(device)
 
 
 def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
