@@ -296,7 +296,7 @@ def is_list(value: object) -> TypeGuard[Seq[Any]]:
 def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """Several prompts as they are; a single string, or a single list of token ids, as a list of one."""
     if isinstance(prompts, str) or (is_list(prompts) and len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     if not is_list(prompts):
         raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
     return list(prompts)
