@@ -57,12 +57,11 @@ same function again (`repeat`), a function that comes back later in a document (
 
 ## Make it again
 
-    python recipes/demo/train.py --out TARGET --stdlib STDLIB --tokens {train_tokens} --seed {seed} \\
+    python recipes/demo/train.py --out TARGET --stdlib STDLIB {length} --seed {seed} \\
         --stages {stages} --decay-from {decay_from}
 
-`STDLIB` is the library folder of the Python named above. The shipped weights come from a run whose end was set by \
-the clock (`--minutes`) and which was resumed on the way, so a new run gives an equally good model, not the same bits.
-"""
+`STDLIB` is the library folder of the Python named above.
+{history}"""
 
 
 def model_card(model: TrainableQwen3, facts: dict) -> str:
@@ -70,7 +69,9 @@ def model_card(model: TrainableQwen3, facts: dict) -> str:
     return CARD.format(
         **vars(model.config),
         **facts["corpus"],
-        **{name: value for name, value in facts.items() if name != "corpus"},
+        **{name: value for name, value in facts.items() if name not in ("corpus", "history")},
+        length=f"--tokens {facts['train_tokens']}" if facts.get("ended_by") == "tokens" else f"--minutes {facts['minutes']:g}",
+        history=f"\n## How this run went\n\n{facts['history']}\n" if "history" in facts else "",
         millions=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         copy_share=COPY_SHARE,
         kinds=", ".join(f"{name} {weight:.0%}" for name, weight in SAMPLE_KINDS.items()),

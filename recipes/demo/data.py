@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 
 from speculon.demo import corpus
 
-COPY_SHARE = 0.4
+COPY_SHARE = 0.5
 """Share of the sequences made of copy and chat samples."""
 
-SAMPLE_KINDS = {"edit": 0.64, "repeat": 0.12, "quoted": 0.10, "induction": 0.07, "write": 0.07}
+SAMPLE_KINDS = {"edit": 0.74, "repeat": 0.08, "quoted": 0.08, "induction": 0.05, "write": 0.05}
 
-ANSWER_WEIGHT = 3.0
+ANSWER_WEIGHT = 4.0
 """How much more a token of a copied answer counts in the loss than one of plain code."""
 
 _REPEAT_PHRASES = (

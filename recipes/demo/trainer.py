@@ -243,6 +243,7 @@ class Trainer:
             "train_tokens": self.tokens,
             "steps": self.step,
             "minutes": round(self.elapsed / 60, 1),
+            "ended_by": "tokens" if self.args.tokens else "minutes",
             "stages": self.args.stages,
             "decay_from": self.args.decay_from,
             "seed": self.args.seed,
