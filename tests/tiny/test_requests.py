@@ -265,6 +265,13 @@ def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
+def test_a_draft_fits_into_pages_that_the_text_holds_already() -> None:
+    """No page is free, but the last one held is nearly empty."""
+    script({("r", 0): text()}, lambda position: False)
+    result = run(tiny_target("llama"), [request(max_tokens=9)], block_size=16, num_blocks=1)["r", 0]
+    assert result.tokens == text()[:9] and result.stats.drafted_at.total() == 6 and not result.stats.reasons["no_pages"]
+
+
 def broken(method: str) -> Callable[..., Any]:
     """A proposer whose `method` raises at its third call."""
 
