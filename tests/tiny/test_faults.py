@@ -64,8 +64,8 @@ def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str,
 @pytest.mark.parametrize("moment", range(4))
 def test_an_abort_ends_every_sample(moment: int) -> None:
     engine = make_engine(tiny_target("llama"), max_batch_tokens=16)
-    engine.add_request(list(range(20, 44)), SamplingParams(n=4, max_tokens=9), request_id="many")
-    engine.add_request(list(range(20, 44)), SamplingParams(max_tokens=9), request_id="other")
+    engine.add_request(list(range(20, 44)), SamplingParams(n=4, max_tokens=9, seed=1, ignore_eos=True), request_id="many")
+    engine.add_request(list(range(20, 44)), SamplingParams(max_tokens=9, seed=1, ignore_eos=True), request_id="other")
     for _ in range(moment):
         engine.step()
     assert sorted(event.sample for event in engine.abort("many")) == [0, 1, 2, 3]

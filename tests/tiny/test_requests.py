@@ -184,7 +184,7 @@ def test_nothing_stops_before_min_tokens(least: int) -> None:
 def test_samples_share_the_pages_of_their_prompt() -> None:
     engine = make_engine(tiny_target("llama"))
     prompt = list(range(20, 33))
-    engine.add_request(prompt, SamplingParams(n=5, max_tokens=4, seed=1), {"method": "off"})
+    engine.add_request(prompt, SamplingParams(n=5, max_tokens=4, seed=1, ignore_eos=True), {"method": "off"})
     engine.step()
     engine.step()
     tables = [seq.table for seq in engine.scheduler.running]
