@@ -207,6 +207,13 @@ def test_bad_input_is_refused_by_name_and_starts_nothing(change: dict[str, Any],
     assert list(drain(engine)) == [("taken", 0)]
 
 
+def test_a_request_without_a_name_is_never_refused_for_the_name_it_is_given() -> None:
+    engine, params = make_engine(tiny_target("llama")), SamplingParams(temperature=0, max_tokens=2)
+    named = [engine.add_request([5], params, request_id=f"r-{i}") for i in (1, 2, 4)]
+    assert len({*named, *(engine.add_request([5], params) for _ in range(5))}) == 8
+    assert len(drain(engine)) == 8
+
+
 @pytest.mark.parametrize("prompt", [1, 4, 127, 128])
 def test_a_prompt_may_fill_the_context(prompt: int) -> None:
     result = run(tiny_target("llama"), [Request([7] * prompt, SamplingParams(temperature=0, ignore_eos=True))])["r", 0]

@@ -77,7 +77,8 @@ class Engine:
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed."""
         number = next(self._ids)
-        request_id = request_id or f"r-{number}"
+        if request_id is None:
+            request_id = next(name for i in itertools.count(number) if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
         max_len = check_request(
