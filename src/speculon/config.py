@@ -72,13 +72,15 @@ class SamplingParams(Checked):
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="texts per prompt")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens")
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens")
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken from tokens that were written")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, once per time written")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=10, allow_inf_nan=False, description="divides the logits of tokens in prompt and text"
+    )
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added")
     bad_words: tuple[str, ...] = Field((), max_length=MAX_BAD_WORDS, description="strings that are never completed")
     structured: None = Field(None, description="structured output is not in this version")
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

@@ -149,9 +149,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
         pytest.param({"max_context": 1}, "max_context = 1", id="range"),
         pytest.param({"speculation": {"prompt_lookup_min": 9}}, "prompt_lookup_min 9 > prompt_lookup_max 5", id="nested"),
         pytest.param({"kv_memory_gb": 1e-7}, "hold no page", id="no page"),
-        pytest.param(
-            {"num_blocks": 10**9}, "num_blocks = 1000000000: .* needs [0-9]+ bytes, [0-9]+ are free", id="memory"
-        ),
+        pytest.param({"num_blocks": 10**9}, "num_blocks = 1000000000: .* needs [0-9]+ bytes, [0-9]+ are free", id="memory"),
         pytest.param({"device": "abacus"}, "device = 'abacus': known are auto, cpu", id="unknown device"),
         pytest.param({"device": "cuda:99"}, "device = 'cuda:99': this machine has [0-9] of kind cuda", id="absent device"),
     ],

@@ -48,7 +48,7 @@ def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
             label=mode,
         )
         over = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-        panel.bar_label(bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=8, bbox=over, zorder=4)
+        panel.bar_label(bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=7, bbox=over, zorder=4)
     for cell in cells:
         if cell.mode == AGAIN:
             x = workloads.index(cell.workload)

@@ -31,8 +31,8 @@ class Task:
         found = [*self.prompts, *(read_text(path) for path in self.files)]
         if not found and not sys.stdin.isatty():
             found = [read_text(Path("-"))]
-        if not found:
-            raise InvalidParameter("prompt", None, "give --prompt, --prompt-file or a text on stdin")
+        if not found or "" in found:  # told before a model is loaded
+            raise InvalidParameter("prompt", "" if found else None, "give a text by --prompt, --prompt-file or on stdin")
         return found
 
 
@@ -92,5 +92,7 @@ def read_text(path: Path) -> str:
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidParameter("prompt-file", str(path), error.strerror or str(error)) from None
+    except UnicodeDecodeError as error:
         raise InvalidParameter("prompt-file", str(path), str(error)) from None

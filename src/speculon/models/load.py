@@ -33,6 +33,7 @@ from speculon.errors import (
     UnsupportedModel,
 )
 from speculon.models import attention
+from speculon.models.fuse import fuse
 from speculon.models.probe import discover, use_attention
 from speculon.models.prove import prove
 from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
@@ -100,6 +101,7 @@ def own_structure(model: PreTrainedModel) -> PreTrainedModel:
 def make_target(model: PreTrainedModel, name: str, max_context: int | None) -> Target:
     model.eval()
     layers, vocab_size = discover(model)
+    fuse(model)
     use_attention(model, attention.NAME)
     limit, notes = context_limit(model)
     if max_context is not None and max_context > limit:
