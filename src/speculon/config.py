@@ -116,7 +116,13 @@ class SpeculationConfig(Checked):
     prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
+    draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """Draft checkpoints by method."""
+        return {"draft_model": self.draft} if isinstance(self.draft, str) else dict(self.draft or {})
 
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:

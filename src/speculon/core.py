@@ -170,6 +170,7 @@ class Sequence:
     k: int = 0
     off: Reason | None = None
     committed: int = 0
+    drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
 

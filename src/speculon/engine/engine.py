@@ -25,7 +25,7 @@ from speculon.kv.budget import count_pages
 from speculon.kv.lease import Leases
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
-from speculon.proposers.registry import Proposers
+from speculon.proposers.registry import OFF, Proposers
 from speculon.sampling import Rules
 from speculon.telemetry import EngineCounters, PlainCost, RequestStats, log_line
 from speculon.text import StopStrings, Tokenizer
@@ -52,13 +52,21 @@ class Engine:
     def __init__(self, target: Target, tokenizer: Tokenizer, config: EngineConfig):
         self.target, self.tokenizer, self.config = target, tokenizer, config
         self.max_context = min(target.max_context, config.max_context or target.max_context)
-        pages = count_pages(config, target.layers, self.max_context, target.device)
+        facts = TargetFacts(
+            target.vocab_size,
+            self.max_context,
+            num_layers=len(target.layers),
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            tokenizer=tokenizer,
+        )
+        self.proposers = Proposers(config.speculation, facts)
+        layers = (*target.layers, *self.proposers.layers)
+        pages = count_pages(config, layers, self.max_context, target.device)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
-        self.leases = Leases(self.pool, PageStore(target.layers, pages, config.block_size, target.device))
+        self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device))
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy: Policy = POLICIES[config.speculation.policy]()
-        self.proposers = Proposers(config.speculation, TargetFacts(target.vocab_size, self.max_context))
-        self._method = self.proposers.resolve(config.speculation.method)
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
@@ -171,12 +179,13 @@ class Engine:
         """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
         if not isinstance(asked, RequestSpeculation):
             asked = RequestSpeculation(**(asked or {}))
-        method = self._method if asked.method is None else self.proposers.resolve(asked.method)
+        name = asked.method or self.proposers.default
         asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.num_speculative_tokens
         k = default_k if asked_k is None else asked_k
-        if method and k:
-            return method, k, None
-        by_request = asked.method is not None if method is None else asked_k is not None
+        if name != OFF and k:
+            lacking = self.proposers.resolve(name)
+            return (None, 0, lacking) if lacking else (name, k, None)
+        by_request = asked.method is not None if name == OFF else asked_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
 
     def _account(

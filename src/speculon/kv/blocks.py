@@ -95,6 +95,7 @@ class BlockPool:
     def release(self, seq: Sequence) -> None:
         """Takes all pages from a sequence; it may be attached again later."""
         seq.committed = 0
+        seq.drafted.clear()
         self._unclaim(seq)
         self.trim(seq)
         self._sealed.pop(seq.id, None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from speculon.batch import Batch
-from speculon.core import Decision, Plan, Reason, Span, Verdict
+from speculon.core import Decision, Plan, Reason, Sequence, Span, Verdict
 from speculon.kv.blocks import BlockPool
-from speculon.kv.store import PageStore, View
+from speculon.kv.store import PageStore, SpanView, View
 
 
 class Lease:
@@ -21,6 +21,10 @@ class Lease:
     def view(self, batch: Batch) -> View:
         """Where each row of the batch is written, and what each span reads."""
         return self._store.view(batch.spans)
+
+    def of(self, first_layer: int) -> DraftLease:
+        """The same claim as a drafter sees it whose layers begin at `first_layer`."""
+        return DraftLease(self._store, first_layer)
 
     def commit(self, verdicts: list[Verdict]) -> None:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
@@ -36,8 +40,25 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for span in self._spans:
-            self._pool.trim(span.seq)
+        for seq in (span.seq for span in self._spans):
+            seq.drafted = {method: min(done, seq.committed) for method, done in seq.drafted.items()}
+            self._pool.trim(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLease:
+    """A drafter's share of the step's claim: the leased pages, in its own layers."""
+
+    store: PageStore
+    first_layer: int
+
+    def view(self, pieces: list[tuple[Sequence, int, int]]) -> View:
+        """For one flat row of (sequence, start, end) pieces, positions end to end."""
+        spans, row = [], 0
+        for seq, start, end in pieces:
+            spans.append(SpanView(row, row + end - start, self.store.where(seq.table, end), end))
+            row += end - start
+        return self.store.view_of(spans, self.first_layer)
 
 
 class Leases:

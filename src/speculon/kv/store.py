@@ -33,8 +33,9 @@ class PageStore:
         """What one forward over `spans` writes and reads. Does not modify the store."""
         return self.view_of([SpanView(s.row, s.row + s.rows, self.where(s.seq.table, s.end), s.end) for s in spans])
 
-    def view_of(self, spans: list[SpanView]) -> View:
-        return View(self, self._writes(spans), spans)
+    def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
+        """The same for a model whose layers begin at `first_layer` of the store."""
+        return View(self, self._writes(spans), spans, first_layer)
 
     def where(self, table: list[int], length: int) -> Where:
         """The slots of a sequence's first `length` positions."""
@@ -77,16 +78,20 @@ class SpanView:
 
 @dataclass(slots=True)
 class View:
-    """The store as one forward sees it. `memo` keeps what all layers of this forward share."""
+    """The store as one forward of one model sees it. `memo` keeps what all layers of this forward share."""
 
     store: PageStore
     slots: Where
     spans: list[SpanView]
+    first_layer: int = 0  # where the model's own layer 0 lies in the store
     memo: dict[Any, Any] = field(default_factory=dict)
+
+    def spec(self, layer: int) -> LayerSpec:
+        return self.store.layers[self.first_layer + layer]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:  # k [T, Hkv, Dk], v [T, Hkv, Dv]
         """Puts the keys and values of all T rows into their slots."""
-        slots = self.slots
+        layer, slots = self.first_layer + layer, self.slots
         if isinstance(slots, slice):
             self.store.k[layer][slots].copy_(k)
             self.store.v[layer][slots].copy_(v)
@@ -96,7 +101,7 @@ class View:
 
     def take(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
         """Keys and values at some slots; views where they are consecutive."""
-        k, v = self.store.k[layer], self.store.v[layer]
+        k, v = self.store.k[self.first_layer + layer], self.store.v[self.first_layer + layer]
         if isinstance(where, slice):
             return k[where], v[where]
         return k.index_select(0, where), v.index_select(0, where)

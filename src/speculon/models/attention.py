@@ -55,7 +55,7 @@ def attend(
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
     layer: int = module.layer_idx  # type: ignore[assignment]
     view.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    spec = view.store.layers[layer]
+    spec = view.spec(layer)
     plain = softcap is None and s_aux is None
     group = query.shape[1] // spec.heads
     todo = calls_of(view, spec, group if plain else 1, query)

@@ -11,7 +11,9 @@ from speculon.core import Draft, Needs, Sequence, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.lease import Lease
+    from speculon.text import Tokenizer
+
+    from speculon.kv.lease import DraftLease
 
 
 class Proposer(Protocol):
@@ -25,7 +27,7 @@ class Proposer(Protocol):
     def admit(self, seq: Sequence) -> None:
         """Called once, before the first round of `seq`."""
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to guess."""
         ...
 
@@ -42,6 +44,10 @@ class TargetFacts:
 
     vocab_size: int
     max_context: int
+    num_layers: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    tokenizer: Tokenizer | None = None
 
 
 class Factory(Protocol):

@@ -11,7 +11,7 @@ from speculon.proposers.base import TargetFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.lease import Lease
+    from speculon.kv.lease import DraftLease
 
 
 class Index:
@@ -54,7 +54,7 @@ class NGram:
     def admit(self, seq: Sequence) -> None:
         self._index[seq.id] = Index(*self._orders)
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:

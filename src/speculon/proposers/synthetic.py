@@ -16,7 +16,7 @@ from speculon.proposers.base import TargetFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.lease import Lease
+    from speculon.kv.lease import DraftLease
 
 Key = tuple[tuple[int, ...], int, int]
 
@@ -39,7 +39,7 @@ class Synthetic:
         prompt = tuple(seq.tokens[: seq.prompt_len])
         self._keys[seq.id] = prompt, 0 if seq.params.greedy else seq.seed, seq.sample
 
-    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
