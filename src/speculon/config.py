@@ -29,6 +29,7 @@ MAX_SAMPLES = 64
 MAX_DRAFTS = 64
 
 POLICIES = ("fixed",)
+Acceptance = Literal["auto", "matching", "rejection"]
 
 
 class Checked(BaseModel):
@@ -113,6 +114,9 @@ class SpeculationConfig(Checked):
     policy: str = Field("fixed", description="how far to speculate: fixed")
     draft: str | dict[str, str] | None = Field(None, description="draft checkpoint, or a table {method: path}")
     num_speculative_tokens: int = Field(4, ge=0, le=MAX_DRAFTS, description="drafts per round (K); 0 equals off")
+    acceptance: Acceptance = Field(
+        "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
+    )
     prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
@@ -143,6 +147,7 @@ class RequestSpeculation(Checked):
 
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
+    acceptance: Acceptance | None = None
 
 
 class EngineConfig(BaseSettings):

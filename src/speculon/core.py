@@ -169,6 +169,7 @@ class Sequence:
     method: str | None = None  # the drafting method; None is plain decoding, and `off` says why
     k: int = 0
     off: Reason | None = None
+    rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0
     drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out

@@ -51,6 +51,7 @@ class Row:
     seq: Sequence
     rules: Rules
     prefix: tuple[int, ...] = ()
+    stream: int = 0  # which of the position's independent noises
 
     @property
     def position(self) -> int:
@@ -62,17 +63,31 @@ Draw = Callable[[Tensor, list[Row]], Tensor]
 
 
 def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
-    """The target's token of each row; `logits` [R, V] are not modified. `draw` replaces the keyed noise in tests."""
-    draw = draw or race
+    """One token for each row of `logits` [R, V], which are not modified. `draw` replaces the keyed noise in tests."""
+    return pick(weigh(logits, rows), rows, draw)
+
+
+def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
+    """What a row's token is chosen by, [R, V]: adjusted logits where greedy, else filtered log-weights, p up to a factor."""
     if any(row.rules.adjusts for row in rows):
         logits = adjust(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
-        return draw(shape(logits, rows), rows).tolist()
-    tokens = logits.argmax(-1)  # [R]
+        return shape(logits, rows)
     if drawn:
-        chosen = [rows[i] for i in drawn]
-        tokens[drawn] = draw(shape(logits[drawn], chosen), chosen)
+        logits = logits.index_copy(0, torch.tensor(drawn, device=logits.device), shape(logits[drawn], [rows[i] for i in drawn]))
+    return logits
+
+
+def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
+    """The best token of greedy rows, a drawn one of the others."""
+    draw = draw or race
+    drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
+    if len(drawn) == len(rows):
+        return draw(weights, rows).tolist()
+    tokens = weights.argmax(-1)  # [R]
+    if drawn:
+        tokens[drawn] = draw(weights[drawn], [rows[i] for i in drawn])
     return tokens.tolist()
 
 
@@ -162,17 +177,29 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
 
 def race(logits: Tensor, rows: list[Row]) -> Tensor:
     """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
-    row_keys = [row_key(row.seq.seed, row.seq.sample, row.position) for row in rows]
-    keys = torch.tensor(row_keys, dtype=torch.int32, device=logits.device)  # [N, 2]
+    low, high = keys_of(rows, logits.device)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    noise = exponential(uniform(keys[:, :1], keys[:, 1:], ids))  # [N, V]
+    noise = exponential(uniform(low, high, ids))  # [N, V]
     return logits.exp().div_(noise).argmax(-1)
 
 
-def row_key(seed: int, sample: int, position: int) -> tuple[int, int]:
+def toss(rows: list[Row], device: torch.device) -> Tensor:
+    """One keyed uniform number per row [N]."""
+    low, high = keys_of(rows, device)
+    return uniform(low, high, torch.zeros(1, dtype=torch.int32, device=device))[:, 0]
+
+
+def keys_of(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two key halves of each row's noise, int32 [N, 1]."""
+    keys = [row_key(row.seq.seed, row.seq.sample, row.position, row.stream) for row in rows]
+    low, high = torch.tensor(keys, dtype=torch.int32, device=device)[..., None].unbind(1)
+    return low, high
+
+
+def row_key(seed: int, sample: int, position: int, stream: int = 0) -> tuple[int, int]:
     """64 key bits of one output position as two signed 32-bit integers (splitmix64, Steele et al. 2014)."""
     x = 0
-    for part in (seed, sample, position):
+    for part in (seed, sample | stream << 32, position):
         x = (x + (part & U64) + 0x9E3779B97F4A7C15) & U64
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64

@@ -2,6 +2,9 @@
 
 Matching: every row is sampled from the target with its own keyed noise, and a draft stands while it equals that sample.
 Each emitted token is therefore the target's own, whatever was drafted.
+Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the residual
+max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the target's; the text also
+depends on what was drafted.
 law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
 """
 
@@ -9,44 +12,99 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 
+import torch
 from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.core import Finish, Sequence, Span, SpanKind, Verdict
-from speculon.sampling import Draw, Row, sample, token_logprobs
+from speculon.sampling import Draw, Row, pick, sample, token_logprobs, toss, weigh
+
+COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
+
+Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
+Outcomes = dict[int, tuple[tuple[int, ...], int]]  # first row of a span -> its tokens, how many of them are drafts
 
 
-def verify(batch: Batch, logits: Tensor, draw: Draw | None = None) -> list[Verdict]:
-    """One verdict per span from the target's logits [R, V]; a prompt chunk yields none of its tokens yet."""
+def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> list[Verdict]:
+    """One verdict per span from the target's logits [R, V]; a prompt chunk yields none of its tokens yet.
+
+    `draw` and `coin` replace the keyed noise in tests.
+    """
     sampled = [span for span in batch.spans if span.samples]
-    rows: list[Row] = []
-    wanted: list[int] = []
-    for span in sampled:
-        k = len(span.draft.tokens)
-        wanted.extend(span.score[-(k + 1) :])
-        rows.extend(Row(span.seq, span.seq.rules, span.draft.tokens[:i]) for i in range(k + 1))
-    picked = logits if len(wanted) == len(logits) else logits[wanted]
-    tokens = sample(picked, rows, draw) if rows else []
-
-    verdicts, first = {}, 0
-    for span in sampled:
-        k = len(span.draft.tokens)
-        verdicts[span.row] = match(span, tuple(tokens[first : first + k + 1]), picked[first : first + k + 1])
-        first += k + 1
-    return [with_prompt_logprobs(span, verdicts.get(span.row, Verdict(())), logits) for span in batch.spans]
+    by_rejection = [span for span in sampled if span.seq.rejection and span.draft.probs is not None]
+    by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
+    outcomes = match(by_matching, logits, draw) | (reject(by_rejection, logits, draw, coin) if by_rejection else {})
+    return [
+        with_prompt_logprobs(span, judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()), logits)
+        for span in batch.spans
+    ]
 
 
-def match(span: Span, target: tuple[int, ...], logits: Tensor) -> Verdict:
+def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
     """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
-    draft = span.draft.tokens
-    accepted = 0
-    while accepted < len(draft) and draft[accepted] == target[accepted]:
-        accepted += 1
-    tokens = target[: accepted + 1]
-    top = span.seq.params.logprobs
-    logprobs = None if top is None else token_logprobs(logits[: accepted + 1], list(tokens), top)
-    return Verdict(tokens, accepted, kind_of(accepted, len(draft)), logprobs)
+    picked, rows = rows_of(spans, logits)
+    tokens = iter(sample(picked, rows, draw)) if rows else iter(())
+    outcomes: Outcomes = {}
+    for span in spans:
+        draft = span.draft.tokens
+        target = tuple(islice(tokens, len(draft) + 1))
+        accepted = next((i for i, token in enumerate(draft) if token != target[i]), len(draft))
+        outcomes[span.row] = target[: accepted + 1], accepted
+    return outcomes
+
+
+def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+    """Keeps a draft with probability min(1, p / q), then a token of the residual, or the bonus."""
+    picked, rows = rows_of(spans, logits)
+    p = weigh(picked, rows).softmax(-1)  # [R, V]
+    q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])  # [R - B, V]
+    lengths = [len(span.draft.tokens) for span in spans]
+    first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]  # of each span's rows
+    drafted = [begin + i for begin, k in zip(first, lengths, strict=True) for i in range(k)]
+    tokens = torch.tensor([token for span in spans for token in span.draft.tokens], device=p.device)[:, None]
+    chance_p, chance_q = p[drafted].gather(-1, tokens)[:, 0], q.gather(-1, tokens)[:, 0]
+    stands = iter((coin or flip)(chance_p, chance_q, [replace(rows[i], stream=COIN) for i in drafted]).tolist())
+
+    accepted = [next((i for i, stood in enumerate(list(islice(stands, k))) if not stood), k) for k in lengths]
+    corrected = [n for n, k in enumerate(lengths) if accepted[n] < k]
+    last = [begin + a for begin, a in zip(first, accepted, strict=True)]
+    weights = p[last]  # [B, V]
+    if corrected:
+        weights[corrected] = residual(weights[corrected], q[[last[n] - n for n in corrected]])  # n bonus rows lie before it
+    ends = [replace(rows[row], stream=RESIDUAL if a < k else 0) for row, a, k in zip(last, accepted, lengths, strict=True)]
+    drawn = pick(weights.log(), ends, draw)
+    return {s.row: ((*s.draft.tokens[:a], token), a) for s, a, token in zip(spans, accepted, drawn, strict=True)}
+
+
+def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+    """u q <= p with keyed u: true with probability min(1, p / q)."""
+    return toss(rows, p.device) * q <= p
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(0, p - q) renormalised, [N, V]; p itself where rounding leaves nothing."""
+    rest = (p - q).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
+    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands before them."""
+    wanted = [i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]
+    rows = [Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)]
+    return logits if len(wanted) == len(logits) else logits[wanted], rows
+
+
+def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:
+    """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
+    k, top = len(span.draft.tokens), span.seq.params.logprobs
+    if top is None:
+        return Verdict(tokens, accepted, kind_of(accepted, k))
+    first = span.score[-(k + 1)]
+    logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
+    return Verdict(tokens, accepted, kind_of(accepted, k), logprobs)
 
 
 def kind_of(accepted: int, k: int) -> SpanKind | None:

@@ -97,7 +97,12 @@ class Engine:
             pages=self.pool.num_blocks,
             block_size=self.pool.block_size,
         )
+        if not isinstance(speculation, RequestSpeculation):
+            speculation = RequestSpeculation(**(speculation or {}))
         method, k, off = self._speculation_of(speculation)
+        acceptance = speculation.acceptance or self.config.speculation.acceptance
+        if acceptance == "auto":  # with a seed the text must not depend on the drafts
+            acceptance = "rejection" if params.seed is None else "matching"
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         known = range(self.target.vocab_size)  # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
         words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
@@ -126,6 +131,7 @@ class Engine:
                 method=method,
                 k=k,
                 off=off,
+                rejection=acceptance == "rejection" and not params.greedy,
             )
             for sample in range(params.n)
         ]
@@ -175,10 +181,8 @@ class Engine:
         """Raises AssertionError unless every page is accounted for."""
         self.scheduler.check_integrity()
 
-    def _speculation_of(self, asked: RequestSpeculation | Mapping[str, Any] | None) -> tuple[str | None, int, Reason | None]:
+    def _speculation_of(self, asked: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
-        if not isinstance(asked, RequestSpeculation):
-            asked = RequestSpeculation(**(asked or {}))
         name = asked.method or self.proposers.default
         asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.num_speculative_tokens
         k = default_k if asked_k is None else asked_k

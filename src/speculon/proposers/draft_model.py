@@ -17,7 +17,7 @@ from speculon.errors import ConfigError, ModelError
 from speculon.models.load import load_target, load_tokenizer
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
-from speculon.sampling import Row, sample
+from speculon.sampling import Row, pick, weigh
 from speculon.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,16 +50,24 @@ class DraftModel:
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         drafts: list[list[int]] = [[] for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
+        probs: list[list[Tensor]] = [[] for _ in seqs]
         active = list(range(len(seqs)))
         while active:
             logits = self._forward([(seqs[i], drafts[i]) for i in active], lease)  # [len(active), V]
-            tokens = sample(logits, [Row(seqs[i], seqs[i].rules, tuple(drafts[i])) for i in active])
+            rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i])) for i in active]
+            weights = weigh(logits, rows)
+            tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
             confidence = logits.softmax(-1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-            for i, token, share in zip(active, tokens, confidence, strict=True):
+            for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
                 drafts[i].append(token)
                 sure[i].append(share)
+                if seqs[i].rejection:
+                    probs[i].append(weights[row].softmax(-1))
             active = [i for i in active if len(drafts[i]) < budgets[i] and sure[i][-1] >= self.min_confidence]
-        return [Draft(tuple(d), (NAME,) * len(d), None, tuple(c)) for d, c in zip(drafts, sure, strict=True)]
+        return [
+            Draft(tuple(d), (NAME,) * len(d), torch.stack(q) if q else None, tuple(c))
+            for d, q, c in zip(drafts, probs, sure, strict=True)
+        ]
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
         """Nothing to learn: the commit has set `seq.drafted` back to what was accepted."""
