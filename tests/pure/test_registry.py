@@ -10,7 +10,8 @@ from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Reason, Span
 from speculon.errors import UnknownMethod
 from speculon.proposers.base import TargetFacts
-from speculon.proposers.registry import Proposers, known_methods
+from speculon.proposers.compose import Proposers
+from speculon.proposers.registry import known_methods
 from tests.builders import make_sequence
 
 FACTS = TargetFacts(vocab_size=10, max_context=100)
@@ -45,10 +46,17 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+class NoPages:
+    """The lease of proposers without layers."""
+
+    def of(self, first_layer: int) -> None:
+        assert first_layer == 0
+
+
 def propose(proposers: Proposers, method: str, k: int = 4) -> tuple[list[Draft], list[Decision]]:
     seq = make_sequence([1, 2, 3], method=method)
     spans = [Span(seq, 2, 1)]
-    outcome = proposers.propose(spans, [Decision(method, k)], lease=None)  # type: ignore[arg-type]
+    outcome = proposers.propose(spans, [Decision(method, k)], lease=NoPages())  # type: ignore[arg-type]
     proposers.release(seq)
     return outcome
 
@@ -56,7 +64,7 @@ def propose(proposers: Proposers, method: str, k: int = 4) -> tuple[list[Draft],
 def test_an_installed_package_adds_a_method_by_its_entry_point(plugin: None):
     assert "constant" in known_methods()
     proposers = Proposers(SpeculationConfig(options={"token": 7}), FACTS)
-    assert proposers.resolve("constant") == "constant"
+    assert proposers.lacking("constant") is None
     drafts, decisions = propose(proposers, "constant")
     assert drafts[0].tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
     assert decisions == [Decision("constant", 4)]
@@ -69,7 +77,7 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
     plugin: None, caplog: pytest.LogCaptureFixture
 ):
     proposers = Proposers(SpeculationConfig(options={"token": 10}), FACTS)
-    proposers.resolve("constant")
+    proposers.lacking("constant")
     drafts, decisions = propose(proposers, "constant")
     assert drafts == [NO_DRAFT] and decisions == [Decision(None, 0, Reason.ERROR)]
     assert "outside the vocabulary of 10" in caplog.text
@@ -77,6 +85,7 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
 
 def test_names_resolve_to_methods():
     proposers = Proposers(SpeculationConfig(), FACTS)
-    assert [proposers.resolve(name) for name in ("off", "auto", "ngram")] == [None, "ngram", "ngram"]
-    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, ngram, synthetic"):
-        proposers.resolve("eagle9")
+    assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("ngram",), ("ngram",)]
+    assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
+    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, ngram, synthetic"):
+        proposers.lacking("eagle9")

@@ -127,7 +127,7 @@ def test_the_extremes_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(keys: Iterable[Key]) -> list[Any]:
-    return [SimpleNamespace(seq=SimpleNamespace(seed=seed, sample=number), position=at) for seed, number, at in keys]
+    return [SimpleNamespace(seq=SimpleNamespace(seed=seed, sample=number), position=at, stream=0) for seed, number, at in keys]
 
 
 SHAPES = {

@@ -229,15 +229,24 @@ def test_drawing_from_the_unfiltered_distribution_is_seen(monkeypatch: pytest.Mo
 
 
 def test_accepting_drafts_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def credulous(span: Span, target: tuple[int, ...], logits: Tensor) -> Verdict:
-        k = len(span.draft.tokens)
-        return Verdict((*span.draft.tokens, target[k]), k, verifying.kind_of(k, k))
+    def credulous(spans: list[Span], logits: Tensor, draw: sampling.Draw | None) -> verifying.Outcomes:
+        picked, rows = verifying.rows_of(spans, logits)
+        tokens, outcomes = iter(sampling.sample(picked, rows, draw)), {}
+        for span in spans:
+            *_, bonus = itertools.islice(tokens, len(span.draft.tokens) + 1)
+            outcomes[span.row] = (*span.draft.tokens, bonus), len(span.draft.tokens)
+        return outcomes
 
     monkeypatch.setattr(verifying, "match", credulous)
     assert error(CASES["plain"], 1) > VISIBLE
 
 
 def test_a_correction_from_the_row_after_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    match = verifying.match
-    monkeypatch.setattr(verifying, "match", lambda span, target, logits: match(span, (*target[1:], target[0]), logits))
-    assert error(CASES["plain"], 2) > VISIBLE
+    def shifted(logits: Tensor, rows: list[Row], draw: sampling.Draw | None) -> list[int]:
+        """Each span's tokens turned by one."""
+        tokens = sampling.sample(logits, rows, draw)
+        length = 1 + max(len(row.prefix) for row in rows)
+        return [tokens[i - i % length + (i + 1) % length] for i in range(len(tokens))]
+
+    monkeypatch.setattr(verifying, "sample", shifted)
+    assert error(CASES["plain"], 2, rounds=1) > VISIBLE

@@ -25,7 +25,8 @@ from speculon.kv.budget import count_pages
 from speculon.kv.lease import Leases
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
-from speculon.proposers.registry import OFF, Proposers
+from speculon.proposers.compose import Proposers
+from speculon.proposers.registry import OFF
 from speculon.sampling import Rules
 from speculon.telemetry import EngineCounters, PlainCost, RequestStats, log_line
 from speculon.text import StopStrings, Tokenizer
@@ -187,7 +188,7 @@ class Engine:
         asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.num_speculative_tokens
         k = default_k if asked_k is None else asked_k
         if name != OFF and k:
-            lacking = self.proposers.resolve(name)
+            lacking = self.proposers.lacking(name)
             return (None, 0, lacking) if lacking else (name, k, None)
         by_request = asked.method is not None if name == OFF else asked_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG

@@ -11,9 +11,8 @@ from speculon.core import Draft, Needs, Sequence, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.text import Tokenizer
-
     from speculon.kv.lease import DraftLease
+    from speculon.text import Tokenizer
 
 
 class Proposer(Protocol):

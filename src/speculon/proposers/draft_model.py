@@ -77,7 +77,10 @@ class DraftModel:
 
     def _forward(self, texts: list[tuple[Sequence, list[int]]], lease: DraftLease) -> Tensor:
         """Logits [B, V] after each text, computing what its layers have not seen."""
-        pieces, ids, positions, last = [], [], [], []
+        pieces: list[tuple[Sequence, int, int]] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
         for seq, draft in texts:
             start, end = seq.drafted.get(NAME, 0), len(seq.tokens) + len(draft)
             ids += [*seq.tokens[start:], *draft][-(end - start) :]

@@ -1,28 +1,12 @@
-"""Names to proposers, and the dispatcher that runs those a round asks for."""
+"""Names to proposers: the table, this process, installed packages."""
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
-from operator import index
-from typing import TYPE_CHECKING
 
-from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, LayerSpec, Reason, Sequence, Span, Verdict
 from speculon.errors import UnknownMethod
-from speculon.proposers.base import Factory, Proposer, TargetFacts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from speculon.kv.lease import Lease
-
-log = logging.getLogger("speculon")
+from speculon.proposers.base import Factory
 
 OFF, AUTO = "off", "auto"
 ENTRY_POINTS = "speculon.proposers"
@@ -65,104 +49,3 @@ def find_factory(name: str) -> Factory:
             target = getattr(target, part)
         return target
     return next(iter(entry_points(group=ENTRY_POINTS, name=name))).load()
-
-
-class Proposers:
-    """The proposers of one engine. Those that own layers are built here, before the page pool is sized; others when asked for."""
-
-    def __init__(self, config: SpeculationConfig, target: TargetFacts):
-        self._config, self._facts = config, target
-        self._built: dict[str, Proposer] = {}
-        self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
-        self.default = check_method(config.method)
-        for method in {*config.drafts, *self.chain(self.default)}:
-            self._build(method)
-        self.layers: tuple[LayerSpec, ...] = ()  # of all drafters, behind the target's
-        self._first_layer: dict[str, int] = {}
-        for method, proposer in self._built.items():
-            self._first_layer[method] = target.num_layers + len(self.layers)
-            self.layers += proposer.needs.layers
-
-    def chain(self, name: str) -> tuple[str, ...]:
-        """The methods behind a name, asked one after the other until one has a draft; none for plain decoding."""
-        if name == AUTO:
-            return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
-        return () if name == OFF else (name,)
-
-    def resolve(self, name: str) -> Reason | None:
-        """Why nothing can draft under this name; None when something can."""
-        for method in self.chain(check_method(name)):
-            if method not in self._built and method in WITH_CHECKPOINT:
-                return Reason.NO_DRAFTER
-            self._build(method)
-        return None
-
-    def propose(self, spans: list[Span], decisions: list[Decision], lease: Lease) -> tuple[list[Draft], list[Decision]]:
-        """A draft for each span, and the decisions as they turned out; one call per method."""
-        drafts = [NO_DRAFT] * len(spans)
-        outcome = [replace(d, k=0, reason=Reason.NO_MATCH) if d.k else d for d in decisions]
-        waiting = {i: list(self.chain(d.method)) for i, d in enumerate(decisions) if d.method and d.k}
-        while waiting:
-            groups: dict[str, list[int]] = defaultdict(list)
-            for i, chain in waiting.items():
-                groups[chain.pop(0)].append(i)
-            for method, chosen in groups.items():
-                for i, draft in self._ask(method, chosen, spans, decisions, lease).items():
-                    drafts[i] = draft
-            for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.off]:
-                del waiting[i]
-        for i, draft in enumerate(drafts):
-            if draft.tokens:
-                outcome[i] = Decision(decisions[i].method, len(draft.tokens))
-            elif spans[i].seq.off and not decisions[i].reason:
-                outcome[i] = Decision(None, 0, spans[i].seq.off)
-        return drafts, outcome
-
-    def observe(self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: Tensor | None) -> None:
-        """Tells each method that was asked what became of its sequences; `verdicts` by sequence id."""
-        asked: dict[str, list[Sequence]] = defaultdict(list)
-        for span, decision in zip(spans, decisions, strict=True):
-            for method in self.chain(decision.method) if decision.method else ():
-                if method in self._admitted[span.seq.id]:
-                    asked[method].append(span.seq)
-        for method, seqs in asked.items():
-            with self._fault_of(method, seqs):
-                self._built[method].observe(seqs, [verdicts[seq.id] for seq in seqs], taps)
-
-    def release(self, seq: Sequence) -> None:
-        for method in self._admitted.pop(seq.id, ()):
-            with self._fault_of(method, [seq]):
-                self._built[method].release(seq)
-
-    def _build(self, method: str) -> None:
-        if method not in self._built:
-            self._built[method] = find_factory(method)(self._config, self._facts)
-
-    def _ask(self, method: str, chosen: list[int], spans: list[Span], decisions: list[Decision], lease: Lease) -> dict[int, Draft]:
-        """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
-        proposer = self._built[method]
-        reach = proposer.needs.max_context
-        able = [i for i in chosen if reach is None or spans[i].end + decisions[i].k <= reach]
-        seqs, budgets = [spans[i].seq for i in able], [decisions[i].k for i in able]
-        drafts: list[Draft] = []
-        with self._fault_of(method, seqs):
-            for seq in seqs:
-                if method not in self._admitted[seq.id]:
-                    proposer.admit(seq)
-                    self._admitted[seq.id].add(method)
-            guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
-            cut = [guess.cut(k) for guess, k in zip(guesses, budgets, strict=True)]
-            if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
-                raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
-            drafts = cut
-        return dict(zip(able, drafts, strict=False))
-
-    @contextmanager
-    def _fault_of(self, method: str, seqs: list[Sequence]) -> Iterator[None]:
-        """A proposer's error costs its sequences their speculation, with reason `error`, and nothing else."""
-        try:
-            yield
-        except Exception:
-            log.exception("proposer %s failed; its sequences go on plainly", method)
-            for seq in seqs:
-                seq.method, seq.off = None, Reason.ERROR
