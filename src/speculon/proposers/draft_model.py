@@ -6,6 +6,9 @@ Its keys and values lie in layers of its own in the target's pages, so prefix hi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +17,7 @@ from speculon.batch import Batch
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
+from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
@@ -31,18 +35,28 @@ NAME = "draft_model"
 class DraftModel:
     """One forward per draft position for all sequences of the round."""
 
-    def __init__(self, model: Target, vocab_size: int, min_confidence: float = 0.0):
-        self.needs = Needs(layers=model.layers, max_context=model.max_context, bytes_fixed=model.num_bytes)
-        self.model, self.vocab_size, self.min_confidence = model, vocab_size, min_confidence
+    def __init__(self, load: Callable[[], Target], forecast: Needs, target: TargetFacts, min_confidence: float = 0.0):
+        self.needs, self._load = forecast, load
+        self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
+        self.model: Target
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DraftModel:
         path = config.drafts.get(NAME)
         if path is None:
-            raise ConfigError("draft_model needs draft = a checkpoint")
+            raise ConfigError(f"{NAME} needs draft = a checkpoint")
         if target.tokenizer is not None:
             check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-        return cls(load_target(path, dtype=target.dtype, device=target.device), target.vocab_size, config.draft_min_confidence)
+        needs = forecast(path, getattr(torch, target.dtype), target.rows, target.scored)
+        return cls(
+            partial(load_target, path, dtype=target.dtype, device=target.device), needs, target, config.draft_min_confidence
+        )
+
+    def load(self) -> None:
+        self.model = self._load()
+        self.needs = replace(
+            self.needs, layers=self.model.layers, max_context=self.model.max_context, bytes_fixed=self.model.num_bytes
+        )
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is computed with the first draft."""
