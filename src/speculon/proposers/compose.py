@@ -65,7 +65,7 @@ class Proposers:
     def propose(self, spans: list[Span], decisions: list[Decision], lease: Lease) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method."""
         drafts = [NO_DRAFT] * len(spans)
-        outcome = [replace(d, k=0, reason=Reason.NO_MATCH) if d.k else d for d in decisions]
+        outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
         waiting = {i: self._able(d.method) for i, d in enumerate(decisions) if d.method and d.k}
         while waiting:
             groups: dict[str, list[int]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Proposers:
                 groups[chain.pop(0)].append(i)
             for method, chosen in groups.items():
                 for i, draft in self._ask(method, chosen, spans, decisions, lease).items():
-                    drafts[i] = draft
+                    drafts[i], outcome[i] = draft, replace(outcome[i], reason=Reason.NO_MATCH)
             for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.off]:
                 del waiting[i]
         for i, draft in enumerate(drafts):
@@ -136,8 +136,9 @@ class Proposers:
         """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
         proposer = self._built[method]
         reach = proposer.needs.max_context
-        able = [i for i in chosen if reach is None or spans[i].end + decisions[i].k <= reach]
-        seqs, budgets = [spans[i].seq for i in able], [decisions[i].k for i in able]
+        rooms = {i: decisions[i].k if reach is None else min(decisions[i].k, reach - spans[i].end) for i in chosen}
+        able = [i for i in chosen if rooms[i] > 0]
+        seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
         with self._fault_of(method, seqs):
             for seq in seqs:

@@ -45,9 +45,9 @@ class DraftModel:
         path = config.drafts.get(NAME)
         if path is None:
             raise ConfigError(f"{NAME} needs draft = a checkpoint")
+        needs = forecast(path, getattr(torch, target.dtype), target.rows, target.scored)
         if target.tokenizer is not None:
             check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-        needs = forecast(path, getattr(torch, target.dtype), target.rows, target.scored)
         return cls(
             partial(load_target, path, dtype=target.dtype, device=target.device), needs, target, config.draft_min_confidence
         )
