@@ -134,6 +134,19 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     assert done is not None and done.rejected == 0
 
 
+def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:
+    """Eight texts of a hundred tokens each, and scratch for a part of them."""
+    model = doubting(doubt=0.1)
+    chance = random.Random(2)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, **GREEDY)
+    prompts = [[chance.randrange(3, 96) for _ in range(100)] for _ in range(8)]
+    truth = run(tiny_target("llama"), [Request(prompt, params, OFF, f"q{i}") for i, prompt in enumerate(prompts)])
+    settings: dict[str, Any] = {"max_batch_tokens": 40, "max_num_seqs": 8}
+    results = write([Request(p, params, {"method": "draft_model"}, f"q{i}") for i, p in enumerate(prompts)], **settings)
+    assert texts(results) == texts(truth)
+    assert 40 < max(model.calls) <= 40 + 8 * 4
+
+
 def tiny_target_of(context: int) -> Any:
     from speculon.models.load import wrap_model
     from tests.tiny.conftest import build
