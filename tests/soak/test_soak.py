@@ -15,6 +15,7 @@ from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
 from speculon.models.target import Output
 from tests.tiny.conftest import CONTEXT, tiny_target
+from tests.tiny.drafting import DRAFT, Doubting, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import TIE, gap
 from tests.tiny.test_requests import check_account
@@ -55,7 +56,7 @@ def random_request(number: int, chance: random.Random, prompts: list[list[int]])
         "prompt_logprobs": lambda: chance.randrange(3),
     }
     params |= {name: make() for name, make in some.items() if chance.random() < 0.15}
-    method = chance.choice(["scripted", "scripted", "ngram", "synthetic", "off", "auto"])
+    method = chance.choice(["scripted", "scripted", "ngram", "synthetic", "off", "auto", "draft_model", "draft_model"])
     speculation = {"method": method, "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16])}
     return Request(prompt, SamplingParams(**params), speculation, f"q{number}")
 
@@ -169,7 +170,12 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
         truth |= run(target, [replace(request, speculation={"method": "off"})])
     script({key: result.tokens for key, result in truth.items()})
 
-    engine = make_engine(target, **{"num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40} | settings)
+    draft = Doubting(target, doubt=0.4)
+    use_draft(draft)
+
+    engine = make_engine(
+        target, **{"speculation": DRAFT, "num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40} | settings
+    )
     crowd = Crowd(engine, requests, chance)
     crowd.run()
     drain(engine)  # nothing left, the pool whole
@@ -201,6 +207,7 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
     kinds = Counter(result.finish.reason for result in crowd.results.values() if result.finish)
     assert total.finished == kinds and min(kinds[reason] for reason in ("stop", "length", "abort")) > 10
     assert total.totals.accepted > 200 and (total.totals.cached_tokens > 200) == engine.pool.prefix_cache
+    assert total.totals.accepted_from["draft_model"] > 100 and max(draft.calls) > 30
     assert total.totals.preemptions > 10 or engine.scheduler.max_num_seqs == 4
     assert total.totals.reasons["no_pages"] > 0 and len(set(crowd.refused.values())) >= 4
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings

@@ -30,7 +30,7 @@ class Doubting:
     def forward(self, batch: Batch, view: View) -> Output:
         out = self.model.forward(batch, view)
         self.calls.append(batch.input_ids.shape[1])
-        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits])[:, None]
+        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits], dtype=torch.bool)[:, None]
         return Output(torch.where(wrong, out.logits.flip(-1), out.logits))
 
 
