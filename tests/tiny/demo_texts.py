@@ -82,7 +82,7 @@ class Demo:
     def write(self, crowd: int, speculation: list[Speculation], count: int | None = None) -> tuple[list[list[int]], int]:
         """The texts of our engine, `crowd` at a time, the n-th asking for `speculation[n % len]`; and accepted drafts."""
         texts: list[list[int]] = [[] for _ in self.prompts[:count]]
-        engine = Engine(self.target, self.tokenizer, EngineConfig(max_num_seqs=crowd))
+        engine = Engine(self.target, self.tokenizer, EngineConfig(max_num_seqs=crowd, speculation={"draft": "demo-draft"}))
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         for i in range(len(texts)):
             engine.add_request(self.prompts[i], params, speculation[i % len(speculation)], str(i))
@@ -122,3 +122,7 @@ def asked() -> Iterator[tuple[str, list[Speculation]]]:
     for k, one in zip(DRAFTS, ngram, strict=True):
         yield f"ngram, K = {k}", [one]
     yield "ngram, every K and off", [*ngram, {"method": "off"}]
+    draft: list[Speculation] = [{"method": "draft_model", "num_speculative_tokens": k} for k in DRAFTS]
+    yield "draft_model, K = 4", [draft[1]]
+    cascade: Speculation = {"method": "auto", "num_speculative_tokens": 6}
+    yield "draft_model of every K, cascade, ngram and off", [*draft, cascade, ngram[1], cascade, {"method": "off"}]
