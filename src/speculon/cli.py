@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from speculon import __version__
-from speculon.commands.options import Given, settings_from
+from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 
@@ -63,16 +63,18 @@ def generate(
 
 @app.command()
 @answered
+@settings_from(SpeculationConfig)
 def inspect(
     path: Annotated[str, typer.Argument(metavar="[MODEL]", help="a folder, a hub id, or `demo`")] = "demo",
     model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
     load: Annotated[bool, typer.Option(help="load it and check it against its stock forward; without: headers only")] = True,
     as_json: Json = False,
+    given: Given = {},  # noqa: B006
 ) -> None:
-    """Say what a checkpoint is, and whether it is carried or refused."""
+    """Say what a checkpoint is, whether it is carried or refused, and what it takes of memory with a --draft."""
     from speculon.commands.inspect import run
 
-    run(model or path, load, as_json)
+    run(model or path, load, pick(SpeculationConfig, given), as_json)
 
 
 @app.command()

@@ -226,6 +226,18 @@ def test_inspect_says_what_is_refused_and_why(folder: Path, tmp_path: Path) -> N
     assert speculon("inspect", str(tmp_path / "none")).exit_code == 2
 
 
+def test_inspect_says_what_a_draft_takes_of_memory(folder: Path) -> None:
+    memory = json.loads(speculon("inspect", str(folder), "--draft", str(folder), "--json").stdout)["memory"]
+    assert (
+        memory["fits"]
+        and memory["drafters"] == 4 * json.loads(speculon("inspect", str(folder), "--json").stdout)["num_parameters"]
+    )
+    asked = ("inspect", str(folder), "--draft", str(folder), "--memory-limit-gb", "0.001")
+    assert "beyond the limit of 1.0 MiB: use" in speculon(*asked, "--memory-policy", "allow").stdout
+    refused = speculon(*asked, "--memory-policy", "fail")
+    assert refused.exit_code == 2 and "MemoryExceeded" in speculon(*asked, "--memory-policy", "fail", "--json").stdout
+
+
 def test_the_account_in_words() -> None:
     stats = RequestStats(reasons={"no_match": 3, "max_tokens": 1})  # type: ignore[arg-type]
     assert account(None, stats.reasons).startswith("no speculation: the text's end had not occurred before (3x); only one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,11 @@ WORDS = {
     "layers": "attention",
     "notes": "notes",
     "carried": "carried",
+    "memory": "memory with the draft",
 }
 
 
-def run(model: str, load: bool, as_json: bool) -> None:
+def run(model: str, load: bool, speculation: Facts, as_json: bool) -> None:
     facts = headers(recognise(folder_of(model)))
     refusal: SpeculonError | None = None
     if load:
@@ -50,7 +52,7 @@ def run(model: str, load: bool, as_json: bool) -> None:
                 tell("importing torch")
                 from speculon.models.load import load_target
 
-                facts |= loaded(load_target(model, progress=tell))
+                facts |= with_drafter(model, speculation, tell) if speculation else loaded(load_target(model, progress=tell))
         except SpeculonError as error:
             refusal = error
             facts |= {"carried": False, **as_json_error(error)}
@@ -85,6 +87,14 @@ def loaded(target: Target) -> Facts:
     }
 
 
+def with_drafter(model: str, speculation: Facts, tell: Callable[[str], None]) -> Facts:
+    """As an engine would hold them together, with what it promises of memory."""
+    from speculon.llm import LLM
+
+    engine = LLM(model, speculation=speculation, progress=tell).engine
+    return loaded(engine.target) | {"memory": engine.promise.to_dict()}
+
+
 def layer_facts(layer: LayerSpec) -> Facts:
     dtype = str(layer.dtype).removeprefix("torch.")
     return {"heads": layer.heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim, "window": layer.window, "dtype": dtype}
@@ -104,6 +114,8 @@ def in_words(name: str, facts: Facts) -> Text:
         return Text("yes: equal to its stock forward", style="green")
     if name == "carried":
         return Text(f"no: {facts['error']['message']}", style="red")
+    if name == "memory":
+        return Text(memory_words(value), style="green" if value["fits"] else "red")
     return Text(plain_words(name, facts))
 
 
@@ -117,6 +129,12 @@ def plain_words(name: str, facts: Facts) -> str:
     if name == "kv_bytes_per_token":
         return f"{size(value)}, {size(value * facts['max_context'])} for a full context"
     return "\n".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def memory_words(promise: Facts) -> str:
+    parts = ", ".join(f"{name} {size(promise[name])}" for name in ("held", "drafters", "scratch", "pages", "additional"))
+    verdict = "within" if promise["fits"] else "beyond"
+    return f"{size(promise['estimate'])} ({parts})\n{verdict} the limit of {size(promise['limit'])}: {promise['action']}"
 
 
 def describe_layers(count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str) -> str:

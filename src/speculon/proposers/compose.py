@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
-from speculon.kv.budget import Promise
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from speculon.kv.budget import Promise
     from speculon.kv.lease import Lease
 
 log = logging.getLogger("speculon")
