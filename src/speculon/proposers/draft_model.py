@@ -76,7 +76,8 @@ class DraftModel:
             rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i])) for i in active]
             weights = weigh(logits, rows)
             tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
-            confidence = logits.softmax(-1).gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+            chosen = torch.tensor(tokens, device=logits.device)[:, None]
+            confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
             for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
                 drafts[i].append(token)
                 sure[i].append(share)
