@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from speculon.batch import Batch
-from speculon.config import SpeculationConfig
+from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
-from speculon.models.load import load_target, load_tokenizer
+from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
 from speculon.sampling import Row, pick, weigh
@@ -37,12 +37,10 @@ class DraftModel:
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DraftModel:
-        path = config.drafts.get(NAME)
-        if path is None:
+        source = config.drafts.get(NAME)
+        if source is None:
             raise ConfigError("draft_model needs draft = a checkpoint")
-        if target.tokenizer is not None:
-            check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-        return cls(load_target(path, dtype=target.dtype, device=target.device), target.vocab_size, config.draft_min_confidence)
+        return cls(open_draft(source, target), target.vocab_size, config.draft_min_confidence)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is computed with the first draft."""
@@ -95,6 +93,26 @@ class DraftModel:
         for seq, _, end in pieces:
             seq.drafted[NAME] = end
         return logits
+
+
+def open_draft(source: str | ModelObject, target: TargetFacts) -> Target:
+    """The draft as a checked Target: a checkpoint is loaded to the target's device, a model object stays as and where it is."""
+    if not isinstance(source, str):
+        name = type(source).__name__
+        if str(source.device) != target.device:
+            raise ModelError(f"draft {name} is on {source.device}, the target on {target.device}")
+        return check_size(wrap_model(source), target)
+    if target.tokenizer is not None:
+        check_same_ids(source, Tokenizer(load_tokenizer(source)), target.tokenizer)
+        return load_target(source, dtype=target.dtype, device=target.device)
+    return check_size(load_target(source, dtype=target.dtype, device=target.device), target)
+
+
+def check_size(draft: Target, target: TargetFacts) -> Target:
+    """Raises `ModelError` for a draft with fewer ids than the target: all that can be compared without two tokenizers."""
+    if draft.vocab_size < target.vocab_size:
+        raise ModelError(f"draft {draft.name}: its vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}")
+    return draft
 
 
 def check_same_ids(path: str, draft: Tokenizer, target: Tokenizer) -> None:
