@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
+from speculon.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.control.policy import Fixed
 from speculon.core import Decision, Draft, Event, Plan, Reason, Span, Verdict
+from speculon.engine.admission import check_draft, read_ids
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
 from speculon.llm import Completion, RequestOutput, absorb
@@ -134,7 +135,9 @@ class SpeculativeDecoder:
         Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by rejection where
         `step` would do so.
         """
-        draft = self._given(drafts)
+        tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
+        draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
+        check_draft(draft, self.engine.target.vocab_size)
         k = len(draft.tokens)
         with self._last_span(ids, params, prompt_len) as span:
             if k > max(0, span.seq.room - 1):
@@ -172,7 +175,7 @@ class SpeculativeDecoder:
         params = params or SamplingParams()
         if max_tokens is not None:
             params = SamplingParams(**{**params.model_dump(), "max_tokens": max_tokens})
-        prompt = self._encode("ids", ids)
+        prompt = self._encode(ids)
         self._last = prompt, params
         output = RequestOutput(prompt, [Completion() for _ in range(params.n)])
         with closing(self._run(prompt, params)) as steps:
@@ -265,7 +268,7 @@ class SpeculativeDecoder:
     @contextmanager
     def _last_span(self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None) -> Iterator[Span]:
         """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are nobody's."""
-        engine, params, tokens = self.engine, params or SamplingParams(), self._encode("ids", ids)
+        engine, params, tokens = self.engine, params or SamplingParams(), self._encode(ids)
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a round carries one text")
         if prompt_len is not None and not 0 < prompt_len <= len(tokens):
@@ -282,28 +285,10 @@ class SpeculativeDecoder:
             engine.proposers.release(seq)
             engine.pool.release(seq)
 
-    def _encode(self, name: str, ids: Any) -> list[int]:
-        """Token ids from a string, a list, or a tensor [n] or [1, n]."""
+    def _encode(self, ids: Ids) -> list[int]:
         if isinstance(ids, str) and self.tokenizer is not None:
             return self.tokenizer.encode(ids)
-        if isinstance(ids, Tensor):
-            ids = ids.reshape(-1).tolist() if ids.dim() == 1 or ids.shape[:-1].numel() == 1 else ids.tolist()
-        if not isinstance(ids, Seq) or not all(isinstance(token, int) for token in ids):
-            strings = "" if self.tokenizer is None else ", or a string"
-            raise InvalidParameter(name, ids, f"takes token ids of one text, as a list or a tensor{strings}")
-        return list(ids)
-
-    def _given(self, drafts: Draft | Seq[int] | Tensor) -> Draft:
-        tokens = list(drafts.tokens) if isinstance(drafts, Draft) else self._encode("drafts", drafts)
-        vocab_size = self.engine.target.vocab_size
-        if len(tokens) > MAX_DRAFTS:
-            raise InvalidParameter("drafts", len(tokens), f"at most {MAX_DRAFTS} in one round")
-        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidParameter("drafts", wrong, f"token ids go from 0 to {vocab_size - 1}")
-        if isinstance(drafts, Draft) and drafts.probs is not None and drafts.probs.shape != (len(tokens), vocab_size):
-            raise InvalidParameter("drafts.probs", tuple(drafts.probs.shape), f"needs shape ({len(tokens)}, {vocab_size})")
-        return drafts if isinstance(drafts, Draft) else Draft(tuple(tokens), (GIVEN,) * len(tokens))
+        return read_ids("ids", ids)
 
 
 def alone(span: Span) -> Plan:

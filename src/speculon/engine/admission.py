@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from math import isnan
+from typing import Any
 
-from speculon.config import SamplingParams
-from speculon.core import ceil_div
+from speculon.config import MAX_DRAFTS, SamplingParams
+from speculon.core import Draft, ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+
+
+def read_ids(name: str, ids: Any) -> list[int]:
+    """Token ids of one text from a list, or from a tensor or array of shape [n] or [1, n]."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    if isinstance(values, str) or not isinstance(values, Seq) or not all(isinstance(token, int) for token in values):
+        raise InvalidParameter(name, ids, "takes token ids of one text, as a list or a tensor")
+    return list(values)
+
+
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Raises by name what cannot be judged in one round."""
+    k = len(draft.tokens)
+    if k > MAX_DRAFTS:
+        raise InvalidParameter("drafts", k, f"at most {MAX_DRAFTS} in one round")
+    wrong = next((token for token in draft.tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidParameter("drafts", wrong, f"token ids go from 0 to {vocab_size - 1}")
+    if draft.probs is not None and draft.probs.shape != (k, vocab_size):
+        raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")
 
 
 def refuse_text(params: SamplingParams) -> None:
