@@ -1,4 +1,4 @@
-"""The front door for model objects: rounds add up to the plain text, nothing is left behind, nothing is modified."""
+"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left behind."""
 
 from __future__ import annotations
 
