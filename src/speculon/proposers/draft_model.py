@@ -40,7 +40,8 @@ class DraftModel:
         source = config.drafts.get(NAME)
         if source is None:
             raise ConfigError("draft_model needs draft = a checkpoint")
-        return cls(open_draft(source, target), target.vocab_size, config.draft_min_confidence)
+        model = load_draft(source, target) if isinstance(source, str) else wrap_draft(source, target)
+        return cls(model, target.vocab_size, config.draft_min_confidence)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is computed with the first draft."""
@@ -95,17 +96,19 @@ class DraftModel:
         return logits
 
 
-def open_draft(source: str | ModelObject, target: TargetFacts) -> Target:
-    """The draft as a checked Target: a checkpoint is loaded to the target's device, a model object stays as and where it is."""
-    if not isinstance(source, str):
-        name = type(source).__name__
-        if str(source.device) != target.device:
-            raise ModelError(f"draft {name} is on {source.device}, the target on {target.device}")
-        return check_size(wrap_model(source), target)
+def load_draft(path: str, target: TargetFacts) -> Target:
+    """The checkpoint as a checked Target on the target's device, in its dtype."""
     if target.tokenizer is not None:
-        check_same_ids(source, Tokenizer(load_tokenizer(source)), target.tokenizer)
-        return load_target(source, dtype=target.dtype, device=target.device)
-    return check_size(load_target(source, dtype=target.dtype, device=target.device), target)
+        check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
+        return load_target(path, dtype=target.dtype, device=target.device)
+    return check_size(load_target(path, dtype=target.dtype, device=target.device), target)
+
+
+def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
+    """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
+    if str(model.device) != target.device:
+        raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
+    return check_size(wrap_model(model), target)
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:
