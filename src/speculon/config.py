@@ -29,6 +29,7 @@ MAX_SAMPLES = 64
 MAX_DRAFTS = 64
 
 POLICIES = ("fixed",)
+MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection"]
 
 
@@ -132,6 +133,13 @@ class SpeculationConfig(Checked):
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
     draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
+    memory_policy: MemoryPolicy = Field(
+        "fallback", description="for a drafter beyond the memory limit: use it, go on plainly, or fail"
+    )
+    memory_limit_gb: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="all that the process may hold; None: what it holds and what is free"
+    )
+    additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
 
     @property

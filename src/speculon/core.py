@@ -148,7 +148,8 @@ class Needs:
     layers: tuple[LayerSpec, ...] = ()
     fed_by: Literal["tokens", "taps"] = "tokens"
     max_context: int | None = None
-    bytes_fixed: int = 0
+    bytes_fixed: int = 0  # weights
+    bytes_scratch: int = 0  # intermediate results of its largest forward
 
 
 @dataclass(slots=True, eq=False)

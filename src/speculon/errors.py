@@ -8,6 +8,7 @@ SpeculonError
 │   ├── NeverFits                   more KV pages over its lifetime than the pool owns
 │   └── UnknownMethod               no such drafting method
 ├── ConfigError(ValueError)         the engine's own settings are wrong
+├── MemoryExceeded                  a drafter does not fit, and the memory policy says to fail
 ├── ModelError                      the checkpoint cannot be used
 │   ├── ModelNotFound               no such folder or hub id
 │   ├── MissingWeights
@@ -58,6 +59,14 @@ class UnknownMethod(InvalidRequest):
 
 class ConfigError(SpeculonError, ValueError):
     """The engine's own settings are wrong."""
+
+
+class MemoryExceeded(SpeculonError):
+    """A drafter does not fit into the memory limit. Carries the `promise`: estimate, parts, limit and policy."""
+
+    def __init__(self, method: str, promise: Any):
+        self.method, self.promise = method, promise
+        super().__init__(f"{method}: {promise}")
 
 
 class ModelError(SpeculonError):

@@ -116,7 +116,7 @@ class LLM:
             settings["model"] = model
         if speculation is not None:
             settings["speculation"] = speculation
-        self.config = EngineConfig(**settings)
+        self.config = with_own_draft(EngineConfig(**settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         target = load_target(
@@ -244,6 +244,13 @@ class LLM:
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
         for one in output.outputs:
             one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
+
+
+def with_own_draft(config: EngineConfig) -> EngineConfig:
+    """The shipped model comes with a draft; one that is set stays."""
+    if config.model != "demo" or config.speculation.draft is not None:
+        return config
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"draft": "demo-draft"})})
 
 
 class Session:

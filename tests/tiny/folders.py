@@ -48,6 +48,14 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+def heavy_draft(target: Path, folder: Path) -> Path:
+    """A draft for the model in `target` with its tokenizer, and weights and pages that show in the memory of a process."""
+    PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(folder)
+    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_hidden_layers": 2}  # the vocabulary is padded
+    build("llama", max_position_embeddings=CONTEXT, eos_token_id=2, **sizes).save_pretrained(folder)
+    return folder
+
+
 MODULE = '''"""Module {n} keeps values in order. It is written for tests, in plain words, so that there is some prose
 to continue: every value has a name, every name has a place, and a place that is empty says so at once.
 """

@@ -22,7 +22,7 @@ from speculon.engine.admission import check_request, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
 from speculon.kv.blocks import BlockPool
-from speculon.kv.budget import count_pages
+from speculon.kv.budget import Budget
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
@@ -57,6 +57,7 @@ class Engine:
     def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
         self.target, self.tokenizer, self.config = target, tokenizer, config
         self.max_context = min(target.max_context, config.max_context or target.max_context)
+        drafts = config.max_num_seqs * config.speculation.num_speculative_tokens
         facts = TargetFacts(
             target.vocab_size,
             self.max_context,
@@ -64,10 +65,15 @@ class Engine:
             device=str(target.device),
             dtype=str(target.dtype).removeprefix("torch."),
             tokenizer=tokenizer,
+            rows=config.max_batch_tokens + drafts,
+            scored=config.max_num_seqs + drafts,
         )
-        self.proposers = Proposers(config.speculation, facts)
-        layers = (*target.layers, *self.proposers.layers)
-        pages = count_pages(config, layers, self.max_context, target.device)
+        budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
+        self.proposers = Proposers(config.speculation, facts, budget.promise)
+        drafters = self.proposers.needs
+        self.promise = budget.promise(drafters)
+        layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
+        pages = budget.pages(drafters)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device))
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)

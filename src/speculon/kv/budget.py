@@ -1,14 +1,17 @@
-"""How many KV pages to own."""
+"""Memory is promised before it is used: how many KV pages to own, and whether a drafter fits beside them."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from speculon.config import EngineConfig
-from speculon.core import LayerSpec, ceil_div
+from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
@@ -31,22 +34,101 @@ def free_memory(device: torch.device) -> int:
     return max(free, 0)
 
 
-def count_pages(config: EngineConfig, layers: tuple[LayerSpec, ...], max_context: int, device: torch.device) -> int:
-    """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given or free."""
-    page_bytes = config.block_size * sum(layer.bytes_per_token for layer in layers)
-    free = free_memory(device)
-    if config.num_blocks is not None:
-        check_free("num_blocks", config.num_blocks, config.num_blocks * page_bytes, free)
-        return config.num_blocks
-    useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
-    budget = int(config.kv_memory_gb * 2**30) if config.kv_memory_gb else int(free * SHARE_OF_FREE)
-    pages = min(useful, budget // page_bytes)
-    check_free("kv_memory_gb", config.kv_memory_gb, pages * page_bytes, free)
-    if pages < 1:
-        raise ConfigError(f"kv_memory_gb: {budget} bytes hold no page of {page_bytes} bytes ({config.block_size} tokens)")
-    return pages
+def held_memory(device: torch.device) -> int:
+    """Bytes that this process holds now: on the device, where that has memory of its own."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
-def check_free(name: str, value: float | None, wanted: int, free: int) -> None:
-    if wanted > free:
-        raise ConfigError(f"{name} = {value}: the page pool needs {wanted} bytes, {free} are free")
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What an engine will hold at its peak, in bytes and part by part, and what it may hold."""
+
+    held: int  # before any drafter: libraries and the target's weights
+    drafters: int  # their weights
+    scratch: int  # intermediate results of one step
+    pages: int  # K and V of target and drafters
+    additional: int  # set aside by the user
+    limit: int
+    policy: str
+
+    @property
+    def estimate(self) -> int:
+        return self.held + self.drafters + self.scratch + self.pages + self.additional
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate <= self.limit
+
+    @property
+    def action(self) -> str:
+        """What the policy makes of it."""
+        return "use" if self.fits or self.policy == "allow" else "plain" if self.policy == "fallback" else "refuse"
+
+    def to_dict(self) -> dict[str, int | str | bool]:
+        return {**asdict(self), "estimate": self.estimate, "fits": self.fits, "action": self.action}
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{name} {getattr(self, name)}" for name in ("held", "drafters", "scratch", "pages", "additional"))
+        sign = "<=" if self.fits else ">"
+        return f"estimate {self.estimate} bytes ({parts}) {sign} limit {self.limit}; memory_policy {self.policy}: {self.action}"
+
+
+class Budget:
+    """The memory of one engine, measured when only its target is loaded."""
+
+    def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
+        self._config, self._target = config, target
+        self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)  # pages that full contexts need
+        self._held, self._free = held_memory(device), free_memory(device)
+
+    def promise(self, drafters: list[Needs]) -> Promise:
+        """With these drafters, loaded or not."""
+        wanted = self._config.speculation
+        everyone = (self._target, *drafters)
+        given = wanted.memory_limit_gb
+        return Promise(
+            held=self._held,
+            drafters=sum(needs.bytes_fixed for needs in drafters),
+            scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
+            pages=self._count(drafters) * self._page_bytes(drafters),
+            additional=int(wanted.additional_memory_gb * 2**30),
+            limit=self._held + self._free if given is None else int(given * 2**30),
+            policy=wanted.memory_policy,
+        )
+
+    def pages(self, drafters: list[Needs]) -> int:
+        """Pages of the pool. Raises `ConfigError` where the memory that is free, or given, holds none or not that many."""
+        config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
+        name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
+        if count < 1:
+            raise ConfigError(
+                f"{name}: {self._for_pages(drafters)} bytes hold no page of {page_bytes} bytes ({config.block_size} tokens)"
+            )
+        free = self._free - sum(needs.bytes_fixed for needs in drafters)
+        if count * page_bytes > free:
+            raise ConfigError(
+                f"{name} = {getattr(config, name)}: the page pool needs {count * page_bytes} bytes, {free} are free"
+            )
+        return count
+
+    def _count(self, drafters: list[Needs]) -> int:
+        """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given or free."""
+        set_count = self._config.num_blocks
+        return set_count or min(self._useful, self._for_pages(drafters) // self._page_bytes(drafters))
+
+    def _for_pages(self, drafters: list[Needs]) -> int:
+        if self._config.kv_memory_gb:
+            return int(self._config.kv_memory_gb * 2**30)
+        return max(0, int((self._free - sum(needs.bytes_fixed for needs in drafters)) * SHARE_OF_FREE))
+
+    def _page_bytes(self, drafters: list[Needs]) -> int:
+        layers = [layer for needs in (self._target, *drafters) for layer in needs.layers]
+        return self._config.block_size * sum(layer.bytes_per_token for layer in layers)

@@ -39,7 +39,8 @@ from speculon.models.prove import prove
 from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
-DEMO = Path(__file__).resolve().parent.parent / "demo" / "target"
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
 OWN_BUFFER = 1 << 16  # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -115,8 +116,8 @@ def make_target(model: PreTrainedModel, name: str, max_context: int | None) -> T
 
 def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Path:
     """The folder of `path`; a hub id is fetched, or found in the cache when offline."""
-    if str(path) == "demo":
-        return DEMO
+    if str(path) in SHIPPED:
+        return SHIPPED[str(path)]
     folder = Path(path).expanduser()
     if folder.exists() or not HUB_ID.fullmatch(str(path)):
         return folder

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
-from speculon.core import LayerSpec
+from speculon.core import LayerSpec, Needs
 from speculon.kv.store import View
+
+COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
+STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that live at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class Target:
         self.num_parameters = sum(p.numel() for p in weights)
         self.num_bytes = sum(p.nbytes for p in weights)
 
+    def needs(self, rows: int, scored: int) -> Needs:
+        """Its claims, when T = `rows` and R = `scored` in its largest forward."""
+        config = self.model.config.get_text_config()
+        scratch = scratch_bytes(config, self.dtype, rows, scored)
+        return Needs(layers=self.layers, max_context=self.max_context, bytes_fixed=self.num_bytes, bytes_scratch=scratch)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, view: View) -> Output:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
@@ -57,3 +66,10 @@ class Target:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Output(logits, ms=(time.perf_counter() - start) * 1e3)
+
+
+def scratch_bytes(config: PreTrainedConfig, dtype: torch.dtype, rows: int, scored: int) -> int:
+    """Intermediate results of one forward over `rows` rows with `scored` of them scored and sampled."""
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    return rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize + scored * config.vocab_size * 4 * COPIES_OF_LOGITS

@@ -19,9 +19,13 @@ class Proposer(Protocol):
     """admit -> (propose -> observe)* -> release, for each sequence that uses it.
 
     One instance serves all sequences of an engine. It may raise: the sequence then goes on plainly, with reason `error`.
+    One without weights needs no `load`.
     """
 
     needs: Needs
+
+    def load(self) -> None:
+        """Called once, before everything else, where `needs.bytes_fixed` is not 0: memory is granted, `needs` becomes exact."""
 
     def admit(self, seq: Sequence) -> None:
         """Called once, before the first round of `seq`."""
@@ -39,7 +43,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a proposer may know of the target before it is built."""
+    """What a proposer may know of the target and its engine before it is built."""
 
     vocab_size: int
     max_context: int
@@ -47,6 +51,8 @@ class TargetFacts:
     device: str = "cpu"
     dtype: str = "float32"
     tokenizer: Tokenizer | None = None
+    rows: int = 0  # T and R of the engine's largest forward
+    scored: int = 0
 
 
 class Factory(Protocol):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, LayerSpec, Reason, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence, Span, Verdict
+from speculon.errors import MemoryExceeded
+from speculon.kv.budget import Promise
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
 
@@ -26,18 +28,22 @@ log = logging.getLogger("speculon")
 class Proposers:
     """The proposers of one engine. Those that own layers are built here, before the page pool is sized; others when asked for."""
 
-    def __init__(self, config: SpeculationConfig, target: TargetFacts):
-        self._config, self._facts = config, target
+    def __init__(self, config: SpeculationConfig, target: TargetFacts, promise: Callable[[list[Needs]], Promise] | None = None):
+        self._config, self._facts, self._promise = config, target, promise
         self._built: dict[str, Proposer] = {}
+        self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
+        self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
+        self._closed = False
         self.default = check_method(config.method)
-        for method in {*config.drafts, *self.chain(self.default)}:
+        for method in {**config.drafts, **dict.fromkeys(self.chain(self.default))}:
             self._build(method)
-        self.layers: tuple[LayerSpec, ...] = ()  # of all drafters, behind the target's
-        self._first_layer: dict[str, int] = {}
-        for method, proposer in self._built.items():
-            self._first_layer[method] = target.num_layers + len(self.layers)
-            self.layers += proposer.needs.layers
+        self._closed = True  # the page pool is sized now: what owns layers comes too late
+
+    @property
+    def needs(self) -> list[Needs]:
+        """Of those that own layers or weights, in the order of their layers."""
+        return [self._built[method].needs for method in self._first_layer]
 
     def chain(self, name: str) -> tuple[str, ...]:
         """The methods behind a name, asked one after the other until one has a draft; none for plain decoding."""
@@ -45,26 +51,29 @@ class Proposers:
             return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
         return () if name == OFF else (name,)
 
+    def _able(self, name: str) -> list[str]:
+        return [method for method in self.chain(name) if method not in self._lacking]
+
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
-        for method in self.chain(check_method(name)):
-            if method not in self._built and method in WITH_CHECKPOINT:
-                return Reason.NO_DRAFTER
+        chain = self.chain(check_method(name))
+        for method in chain:
             self._build(method)
-        return None
+        reasons = [self._lacking[method] for method in chain if method in self._lacking]
+        return reasons[0] if reasons and len(reasons) == len(chain) else None
 
     def propose(self, spans: list[Span], decisions: list[Decision], lease: Lease) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method."""
         drafts = [NO_DRAFT] * len(spans)
-        outcome = [replace(d, k=0, reason=Reason.NO_MATCH) if d.k else d for d in decisions]
-        waiting = {i: list(self.chain(d.method)) for i, d in enumerate(decisions) if d.method and d.k}
+        outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
+        waiting = {i: self._able(d.method) for i, d in enumerate(decisions) if d.method and d.k}
         while waiting:
             groups: dict[str, list[int]] = defaultdict(list)
             for i, chain in waiting.items():
                 groups[chain.pop(0)].append(i)
             for method, chosen in groups.items():
                 for i, draft in self._ask(method, chosen, spans, decisions, lease).items():
-                    drafts[i] = draft
+                    drafts[i], outcome[i] = draft, replace(outcome[i], reason=Reason.NO_MATCH)
             for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.off]:
                 del waiting[i]
         for i, draft in enumerate(drafts):
@@ -91,8 +100,35 @@ class Proposers:
                 self._built[method].release(seq)
 
     def _build(self, method: str) -> None:
-        if method not in self._built:
-            self._built[method] = find_factory(method)(self._config, self._facts)
+        if method in self._built or method in self._lacking:
+            return
+        if method in WITH_CHECKPOINT and method not in self._config.drafts:
+            self._lacking[method] = Reason.NO_DRAFTER
+            return
+        proposer = find_factory(method)(self._config, self._facts)
+        if proposer.needs.layers or proposer.needs.bytes_fixed:
+            if self._closed or not self._has_room(method, proposer):
+                self._lacking[method] = Reason.NO_DRAFTER if self._closed else Reason.MEMORY
+                return
+            self._first_layer[method] = self._facts.num_layers + sum(len(needs.layers) for needs in self.needs)
+        self._built[method] = proposer
+
+    def _has_room(self, method: str, proposer: Proposer) -> bool:
+        """Judged by the forecast before anything of it is loaded, and again by what was loaded."""
+        if not self._granted(method, proposer):
+            return False
+        if proposer.needs.bytes_fixed:
+            proposer.load()
+        return self._granted(method, proposer)
+
+    def _granted(self, method: str, proposer: Proposer) -> bool:
+        if self._promise is None:
+            return True
+        promise = self._promise([*self.needs, proposer.needs])
+        if promise.action == "refuse":
+            raise MemoryExceeded(method, promise)
+        log.log(logging.INFO if promise.fits else logging.WARNING, "%s: %s", method, promise)
+        return promise.action == "use"
 
     def _ask(
         self, method: str, chosen: list[int], spans: list[Span], decisions: list[Decision], lease: Lease
@@ -100,8 +136,9 @@ class Proposers:
         """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
         proposer = self._built[method]
         reach = proposer.needs.max_context
-        able = [i for i in chosen if reach is None or spans[i].end + decisions[i].k <= reach]
-        seqs, budgets = [spans[i].seq for i in able], [decisions[i].k for i in able]
+        rooms = {i: decisions[i].k if reach is None else min(decisions[i].k, reach - spans[i].end) for i in chosen}
+        able = [i for i in chosen if rooms[i] > 0]
+        seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
         with self._fault_of(method, seqs):
             for seq in seqs:

@@ -6,6 +6,10 @@ Its keys and values lie in layers of its own in the target's pages, so prefix hi
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +18,7 @@ from speculon.batch import Batch
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
+from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
@@ -27,21 +32,37 @@ if TYPE_CHECKING:
 
 NAME = "draft_model"
 
+Piece = tuple[Sequence, int, list[int]]  # a sequence, a position in it, and the ids from there on
+
 
 class DraftModel:
     """One forward per draft position for all sequences of the round."""
 
-    def __init__(self, model: Target, vocab_size: int, min_confidence: float = 0.0):
-        self.needs = Needs(layers=model.layers, max_context=model.max_context, bytes_fixed=model.num_bytes)
-        self.model, self.vocab_size, self.min_confidence = model, vocab_size, min_confidence
+    def __init__(self, load: Callable[[], Target], forecast: Needs, target: TargetFacts, min_confidence: float = 0.0):
+        self.needs, self._load = forecast, load
+        self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
+        self.max_rows = target.rows or sys.maxsize  # of a call: what was promised as scratch
+        self.model: Target
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DraftModel:
         source = config.drafts.get(NAME)
         if source is None:
-            raise ConfigError("draft_model needs draft = a checkpoint")
-        model = load_draft(source, target) if isinstance(source, str) else wrap_draft(source, target)
-        return cls(model, target.vocab_size, config.draft_min_confidence)
+            raise ConfigError(f"{NAME} needs draft = a checkpoint")
+        if isinstance(source, str):
+            needs = forecast(source, getattr(torch, target.dtype), target.rows, target.scored)
+            return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
+        model = wrap_draft(source, target)
+        needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)  # in memory already: nothing to load or promise
+        drafter = cls(lambda: model, needs, target, config.draft_min_confidence)
+        drafter.model = model
+        return drafter
+
+    def load(self) -> None:
+        self.model = self._load()
+        self.needs = replace(
+            self.needs, layers=self.model.layers, max_context=self.model.max_context, bytes_fixed=self.model.num_bytes
+        )
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is computed with the first draft."""
@@ -51,8 +72,9 @@ class DraftModel:
         sure: list[list[float]] = [[] for _ in seqs]
         probs: list[list[Tensor]] = [[] for _ in seqs]
         active = list(range(len(seqs)))
+        self._catch_up(seqs, lease)
         while active:
-            logits = self._forward([(seqs[i], drafts[i]) for i in active], lease)  # [len(active), V]
+            logits = self._next([(seqs[i], drafts[i]) for i in active], lease)  # [len(active), V]
             rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i])) for i in active]
             weights = weigh(logits, rows)
             tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
@@ -74,24 +96,41 @@ class DraftModel:
     def release(self, seq: Sequence) -> None:
         """Its pages go with the target's."""
 
-    def _forward(self, texts: list[tuple[Sequence, list[int]]], lease: DraftLease) -> Tensor:
+    def _catch_up(self, seqs: list[Sequence], lease: DraftLease) -> None:
+        """Computes what is missing, in calls of at most `max_rows` rows, until the next call can take the rest."""
+        while sum(len(seq.tokens) - seq.drafted.get(NAME, 0) for seq in seqs) > self.max_rows:
+            room, pieces = self.max_rows, []
+            for seq in seqs:
+                start = seq.drafted.get(NAME, 0)
+                missing = seq.tokens[start:-1][:room]  # the last token is for the call that is scored
+                pieces += [(seq, start, missing)] * bool(missing)
+                room -= len(missing)
+            if not pieces:
+                return
+            self._forward(pieces, [], lease)
+
+    def _next(self, texts: list[tuple[Sequence, list[int]]], lease: DraftLease) -> Tensor:
         """Logits [B, V] after each text, computing what its layers have not seen."""
-        pieces: list[tuple[Sequence, int, int]] = []
-        ids: list[int] = []
-        positions: list[int] = []
-        last: list[int] = []
+        pieces: list[Piece] = []
+        last, row = [], -1
         for seq, draft in texts:
-            start, end = seq.drafted.get(NAME, 0), len(seq.tokens) + len(draft)
-            ids += [*seq.tokens[start:], *draft][-(end - start) :]
-            positions += range(start, end)
-            last.append(len(ids) - 1)
-            pieces.append((seq, start, end))
-        device = self.model.device
-        batch = Batch(
-            [], torch.tensor([ids], device=device), torch.tensor([positions], device=device), torch.tensor(last, device=device)
-        )
-        logits = self.model.forward(batch, lease.view(pieces)).logits[:, : self.vocab_size]
-        for seq, _, end in pieces:
+            start, written = seq.drafted.get(NAME, 0), len(seq.tokens)
+            ids = [*seq.tokens[start:], *draft] if start < written else draft[start - written :]
+            row += len(ids)
+            last.append(row)
+            pieces.append((seq, start, ids))
+        return self._forward(pieces, last, lease)[:, : self.vocab_size]
+
+    def _forward(self, pieces: list[Piece], scored: list[int], lease: DraftLease) -> Tensor:
+        """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
+        ids = [token for _, _, piece in pieces for token in piece]
+        positions = [start + i for _, start, piece in pieces for i in range(len(piece))]
+        spans = [(seq, start, start + len(piece)) for seq, start, piece in pieces]
+        flat = (torch.tensor(numbers, dtype=torch.long, device=self.model.device) for numbers in (ids, positions, scored))
+        input_ids, position_ids, score_rows = flat
+        batch = Batch([], input_ids[None], position_ids[None], score_rows)
+        logits = self.model.forward(batch, lease.view(spans)).logits
+        for seq, _, end in spans:
             seq.drafted[NAME] = end
         return logits
 

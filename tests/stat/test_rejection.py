@@ -1,0 +1,215 @@
+"""Rejection leaves the target's distribution alone, whatever the drafter's q: enumerated through the shipped verify."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon import verify as verifying
+from speculon.batch import Batch
+from speculon.core import Draft, Span, Verdict
+from speculon.sampling import Row, race
+from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
+from tests.builders import make_sequence
+from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written
+from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts
+
+SAMPLED = {name: case for name, case in CASES.items() if not case.params.greedy}
+OTHER_PROMPT = (3, 3, 1)  # what the drafter sees instead of the prompt: another model's q
+Guess = Callable[[Case, tuple[int, ...]], list[float]]
+
+
+def drafter(case: Case, output: tuple[int, ...]) -> list[float]:
+    """q: another distribution, through the same filters."""
+    return reference_probs(replace(case, prompt=OTHER_PROMPT), output)
+
+
+def certain(case: Case, output: tuple[int, ...]) -> list[float]:
+    """q with all its weight on one token."""
+    return [float(token == (len(output) + 1) % V) for token in range(V)]
+
+
+def itself(case: Case, output: tuple[int, ...]) -> list[float]:
+    return reference_probs(case, output)
+
+
+def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], probs: Tensor) -> list[tuple[float, Verdict]]:
+    """Every outcome for one chain of drafts: one span for each number of coins that fall well, and each last token."""
+    k = len(chain)
+    outcomes = list(itertools.product(range(k + 1), range(V)))
+    draft = Draft(chain, ("toy",) * k, probs)
+    spans = []
+    for _ in outcomes:
+        seq = written(case, output)
+        seq.rejection = True
+        spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
+    chances = torch.ones(len(outcomes), dtype=torch.float64)
+
+    def coin(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
+        assert len(p) == len(q) == len(rows) == len(outcomes) * k and {row.stream for row in rows} <= {COIN}
+        well = torch.minimum(torch.ones(()), p / q).double().view(-1, k)
+        falls = torch.tensor([[i < accepted for i in range(k)] for accepted, _ in outcomes])
+        for n, (accepted, _) in enumerate(outcomes):
+            chances[n] *= well[n, :accepted].prod() * (1 - well[n, accepted] if accepted < k else 1)
+        return falls.flatten()
+
+    def draw(logits: Tensor, rows: list[Row]) -> Tensor:
+        for n, (accepted, token) in enumerate(outcomes):
+            assert rows[n].stream == (RESIDUAL if accepted < k else 0)
+            chances[n] *= logits[n].double().exp()[token]  # no softmax here: what is not normalised must be seen
+        return torch.tensor([token for _, token in outcomes])
+
+    batch = Batch.pack(spans, torch.device("cpu"))
+    verdicts = cut(verify(batch, forward(batch), draw, coin), spans)
+    return [(float(chance), verdict) for chance, verdict in zip(chances, verdicts, strict=True) if chance > 0]
+
+
+def chains(case: Case, output: tuple[int, ...], k: int, guess: Guess) -> list[tuple[float, tuple[int, ...], Tensor]]:
+    """(probability, tokens, q [K, V]) of every chain that the drafter can draw."""
+    found: list[tuple[float, tuple[int, ...], list[list[float]]]] = [(1.0, (), [])]
+    for _ in range(k):
+        grown = []
+        for chance, chain, probs in found:
+            q = guess(case, (*output, *chain))
+            grown += [(chance * q[token], (*chain, token), [*probs, q]) for token in range(V) if q[token] > 0]
+        found = grown
+    return [(chance, chain, torch.tensor(probs)) for chance, chain, probs in found]
+
+
+def texts(case: Case, k: int, guess: Guess, output: tuple[int, ...] = (), told: Guess | None = None) -> Distribution:
+    """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is given."""
+    made: Distribution = {}
+    room = (case.params.max_tokens or 0) - len(output)
+    k_now = min(k, room - 1)
+    if k_now < 1:
+        return reference_texts(case, output)
+    for q, chain, probs in chains(case, output, k_now, guess):
+        if told is not None:
+            probs = torch.tensor([told(case, (*output, *chain[:i])) for i in range(k_now)])
+        for chance, verdict in one_round(case, output, chain, probs):
+            grown, finish = (*output, *verdict.tokens), verdict.finish and verdict.finish.reason
+            follow = {(grown, finish): 1.0} if finish else texts(case, k, guess, grown, told)
+            for text, part in follow.items():
+                made[text] = made.get(text, 0.0) + q * chance * part
+    return made
+
+
+def error(case: Case, k: int, guess: Guess = drafter, told: Guess | None = None) -> float:
+    return distance(texts(case, k, guess, told=told), reference_texts(case))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_output_distribution_is_the_targets(name: str, k: int) -> None:
+    assert error(SAMPLED[name], k) < EXACT
+
+
+def test_three_drafts() -> None:
+    for name in ("plain", "filters"):
+        longer = replace(SAMPLED[name], params=SAMPLED[name].params.model_copy(update={"max_tokens": 4}))
+        assert error(longer, 3) < EXACT
+
+
+@pytest.mark.parametrize("guess", [certain, itself], ids=["q on one token", "q = p"])
+def test_the_extremes_of_q(guess: Guess) -> None:
+    for name in ("plain", "filters", "penalties", "min_tokens"):
+        assert error(SAMPLED[name], 2, guess) < EXACT
+
+
+def test_a_residual_of_nothing_is_the_target_itself() -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
+    q = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.3, 0.2]])
+    assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
+
+
+def test_spans_with_and_without_q_stand_in_one_batch() -> None:
+    """Each is judged by its own rule, and keeps its own tokens."""
+    case = SAMPLED["plain"]
+    q = torch.tensor([drafter(case, ()), drafter(case, (1,))])
+    spans = []
+    for probs, rejects in ((q, True), (None, True), (q, False), (q[:1], True)):
+        seq = written(case, ())
+        seq.rejection = rejects
+        k = 2 if probs is None else len(probs)
+        spans.append(Span(seq, len(seq.tokens) - 1, 1, Draft((1, 2)[:k], ("toy",) * k, probs)))
+    batch = Batch.pack(spans, torch.device("cpu"))
+    verdicts = verify(batch, forward(batch), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
+    alone = []
+    for span in spans:
+        single = Batch.pack([span], torch.device("cpu"))
+        alone += verify(single, forward(single), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
+    assert verdicts == alone
+    assert verdicts[0].tokens[:2] == (1, 2) and verdicts[0].accepted == 2 and verdicts[3].accepted == 1
+
+
+# the keyed coin
+
+SEEDS = range(20_000)
+
+
+def keyed(stream: int) -> list[Row]:
+    return [replace(Row(make_sequence([1], seed=seed), None), stream=stream) for seed in SEEDS]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.2, 0.8), (0.7, 0.9), (1e-3, 1.0), (0.5, 0.5), (0.9, 0.1)])
+def test_the_coin_falls_with_the_ratio(p: float, q: float) -> None:
+    n, chance = len(SEEDS), min(1.0, p / q)
+    share = flip(torch.full((n,), p), torch.full((n,), q), keyed(COIN)).float().mean().item()
+    assert abs(share - chance) <= 4 * (chance * (1 - chance) / n) ** 0.5
+
+
+def test_the_coin_the_draft_and_the_residual_are_independent() -> None:
+    """At one position, over seeds: what was drawn tells nothing of the coin, nor of what is drawn after it."""
+    logits = torch.full((len(SEEDS), 2), 0.5).log()
+    drawn = race(logits, keyed(0)).double()
+    again = race(logits, keyed(RESIDUAL)).double()
+    half = torch.full((len(SEEDS),), 0.5)
+    fell = flip(half, torch.ones(len(SEEDS)), keyed(COIN)).double()
+    for a, b in itertools.combinations((drawn, again, fell), 2):
+        correlation = torch.corrcoef(torch.stack([a, b]))[0, 1]
+        assert abs(correlation) < 4 / len(SEEDS) ** 0.5
+
+
+def test_a_coin_from_the_drafts_own_noise_is_seen() -> None:
+    logits = torch.full((len(SEEDS), 2), 0.5).log()
+    fell = flip(torch.full((len(SEEDS),), 0.5), torch.ones(len(SEEDS)), keyed(0)).double()
+    correlation = torch.corrcoef(torch.stack([race(logits, keyed(0)).double(), fell]))[0, 1]
+    assert abs(correlation) > 0.1
+
+
+# planted errors
+
+
+def test_a_residual_that_is_not_renormalised_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "residual", lambda p, q: (p - q).clamp(min=0))
+    assert error(SAMPLED["plain"], 1) > VISIBLE
+
+
+def test_drawing_again_from_p_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "residual", lambda p, q: p)
+    assert error(SAMPLED["plain"], 1) > VISIBLE
+
+
+def test_q_before_the_filters_is_seen() -> None:
+    def unfiltered(case: Case, output: tuple[int, ...]) -> list[float]:
+        return drafter(SAMPLED["plain"], output)
+
+    assert error(FILTERED, 2, told=unfiltered) > VISIBLE
+
+
+def test_q_of_another_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(case: Case, output: tuple[int, ...]) -> list[float]:
+        return drafter(case, (*output, 0))
+
+    assert error(SAMPLED["plain"], 2, told=shifted) > VISIBLE
+
+
+def test_p_and_q_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = residual
+    monkeypatch.setattr(verifying, "residual", lambda p, q: real(q, p))
+    assert error(SAMPLED["plain"], 1) > VISIBLE

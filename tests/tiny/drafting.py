@@ -1,0 +1,52 @@
+"""A draft model for tests: a random model, the target itself, or a target that is wrong now and then."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from speculon.batch import Batch
+from speculon.kv.store import View
+from speculon.models.target import Output, Target
+from speculon.proposers.draft_model import NAME, DraftModel
+from speculon.proposers.registry import register
+from tests.tiny.conftest import tiny_target
+
+DRAFT: dict[str, Any] = {"draft": "a model in memory"}
+
+
+class Doubting:
+    """A model that says something else in some rows, so that every accepted length occurs."""
+
+    def __init__(self, model: Target, doubt: float = 0.3):
+        self.model, self.doubt, self.chance = model, doubt, random.Random(0)
+        self.calls: list[int] = []  # rows of each forward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, batch: Batch, view: View) -> Output:
+        out = self.model.forward(batch, view)
+        self.calls.append(batch.input_ids.shape[1])
+        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits])[:, None]
+        return Output(torch.where(wrong, out.logits.flip(-1), out.logits))
+
+
+def use_draft(model: Any) -> list[DraftModel]:
+    """Makes `draft_model` draft with `model`, in engines built from now on; they are in the list that is returned."""
+    made: list[DraftModel] = []
+
+    def build(config: Any, target: Any) -> DraftModel:
+        made.append(DraftModel(lambda: model, model.needs(1, 1), target, config.draft_min_confidence))
+        return made[-1]
+
+    register(NAME, build)
+    return made
+
+
+def doubting(name: str = "llama", doubt: float = 0.3) -> Doubting:
+    model = Doubting(tiny_target(name), doubt)
+    use_draft(model)
+    return model

@@ -1,0 +1,350 @@
+"""A draft model changes no token, wherever it stands with its own keys and values, and leaves no trace in the pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculon.batch import Batch
+from speculon.config import EngineConfig, SamplingParams
+from speculon.core import Event, Reason, SpanKind
+from speculon.errors import ConfigError, InvalidRequest, ModelError
+from speculon.kv.lease import DraftLease
+from speculon.kv.store import View
+from speculon.models.forecast import expected_layers, forecast
+from speculon.models.target import Output
+from speculon.proposers import registry
+from speculon.proposers.draft_model import check_same_ids
+from speculon.text import Tokenizer
+from tests.tiny.conftest import TINY, tiny_model, tiny_target
+from tests.tiny.drafting import DRAFT, Doubting, doubting, use_draft
+from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run
+from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, crowd, plain
+
+METHODS = ("draft_model", "auto")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "prompts in chunks": {"max_batch_tokens": 7},
+    "a page each token": {"block_size": 1},
+    "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
+    "no prefix cache": {"prefix_cache": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("draft_model", None)
+
+
+def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:
+    return make_engine(tiny_target("llama"), speculation={**DRAFT, **(speculation or {})}, **settings)
+
+
+def write(requests: list[Request], speculation: dict[str, Any] | None = None, **settings: Any) -> dict[Key, Result]:
+    made = engine(speculation, **settings)
+    for request in requests:
+        made.add_request(request.prompt, request.params, request.speculation, request.id)
+    return drain(made)
+
+
+def asked(mode: str, method: str, shared: int = 0) -> list[Request]:
+    """The crowd, with different K beside each other."""
+    ks = (4, 1, 7, 16, 4, 2, 0, 5)
+    return [
+        Request(r.prompt, r.params, {"method": method, "num_speculative_tokens": k}, r.id)
+        for r, k in zip(crowd(mode, shared), ks, strict=True)
+    ]
+
+
+def texts(results: dict[Key, Result]) -> Texts:
+    return {key: result.tokens for key, result in results.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_token_changes(setting: str, method: str, mode: str) -> None:
+    """Alone is a crowd of one: all spans, chunks and preemptions of the crowd are there too."""
+    doubting()
+    results = write(asked(mode, method), **SETTINGS[setting])
+    assert texts(results) == plain(mode)
+    kinds = {kind for result in results.values() for kind in result.stats.kinds}
+    assert {SpanKind.FULL, SpanKind.TAIL, SpanKind.EARLY} <= kinds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_that_knows_nothing_changes_nothing(mode: str) -> None:
+    use_draft(tiny_target("llama", 1))
+    assert texts(write(asked(mode, "draft_model"))) == plain(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
+    """Keyed noise is shared: where q is p, every sampled draft is the target's own token."""
+    use_draft(tiny_target("llama"))
+    results = write(asked(mode, "draft_model"))
+    assert texts(results) == plain(mode)
+    for result in results.values():
+        done = result.stats.speculation()
+        assert done is None or done.rejected == 0
+
+
+def test_a_prefix_hit_in_the_middle_of_writing() -> None:
+    """Pages that others filled hold no keys of the draft for this text: it catches up from the ids."""
+    doubting(doubt=0.1)
+    made = engine()
+    results: dict[Key, Result] = {}
+    for request in asked("greedy", "draft_model", shared=24):
+        made.add_request(request.prompt, request.params, request.speculation, request.id)
+        for event in [event for _ in range(3) for event in made.step()]:
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+    assert texts(drain(made, results)) == plain("greedy", 24)
+
+
+def test_several_samples_of_one_prompt() -> None:
+    doubting()
+    params = SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True)
+    prompt = list(range(3, 30))
+    truth = run(tiny_target("llama"), [Request(prompt, params, OFF)])
+    assert texts(write([Request(prompt, params, {"method": "draft_model"})])) == texts(truth)
+
+
+def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
+    big, model = tiny_target_of(1024), None
+    chance = random.Random(1)
+    prompt = [chance.randrange(3, 96) for _ in range(500)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
+    truth = run(big, [Request(prompt, params, OFF)])
+    model = Doubting(big, doubt=0.0)
+    use_draft(model)
+    made = make_engine(big, speculation=DRAFT)
+    made.add_request(prompt, params, {"method": "draft_model", "num_speculative_tokens": 4}, "r")
+    results = drain(made)
+    assert texts(results) == texts(truth)
+    assert model.calls[0] == 501, "the whole lag and the last token in the first call"
+    assert max(model.calls[1:]) <= 2, "after a full acceptance the last draft is caught up beside the last token"
+    done = results["r", 0].stats.speculation()
+    assert done is not None and done.rejected == 0
+
+
+def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:
+    """Eight texts of a hundred tokens each, and scratch for a part of them."""
+    model = doubting(doubt=0.1)
+    chance = random.Random(2)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, **GREEDY)
+    prompts = [[chance.randrange(3, 96) for _ in range(100)] for _ in range(8)]
+    truth = run(tiny_target("llama"), [Request(prompt, params, OFF, f"q{i}") for i, prompt in enumerate(prompts)])
+    settings: dict[str, Any] = {"max_batch_tokens": 40, "max_num_seqs": 8}
+    results = write([Request(p, params, {"method": "draft_model"}, f"q{i}") for i, p in enumerate(prompts)], **settings)
+    assert texts(results) == texts(truth)
+    assert 40 < max(model.calls) <= 40 + 8 * 4
+
+
+def tiny_target_of(context: int) -> Any:
+    from speculon.models.load import wrap_model
+    from tests.tiny.conftest import build
+
+    return wrap_model(build("llama", max_position_embeddings=context), name="long")
+
+
+def test_a_draft_ends_early_where_it_is_unsure() -> None:
+    model = doubting(doubt=0.0)
+    long = write(asked("greedy", "draft_model"))
+    everything = len(model.calls)
+    use_draft(model)
+    short = write(asked("greedy", "draft_model"), {"draft_min_confidence": 0.9})
+    assert texts(short) == texts(long) == plain("greedy")
+
+    def drafted(results: dict[Key, Result]) -> int:
+        return sum(done.drafted for result in results.values() if (done := result.stats.speculation()))
+
+    assert drafted(short) < drafted(long) and len(model.calls) > everything
+
+
+def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
+    doubting(doubt=0.2)
+    prompt = [5, 6, 7, 8] * 6
+    params = SamplingParams(max_tokens=48, ignore_eos=True, **GREEDY)
+    requests = [Request(prompt, params, None, "a"), Request(list(range(3, 20)), params, None, "b")]
+    results = write(requests, {"method": "auto"})
+    sources = [result.stats.speculation() for result in results.values()]
+    assert {name for done in sources if done for name in done.by_source} == {"ngram", "draft_model"}
+    assert texts(results) == texts(run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
+
+
+def test_beyond_the_drafts_context_the_text_goes_on_plainly() -> None:
+    short = Doubting(tiny_target("llama"))
+    short.max_context = 40
+    made = use_draft(short)
+    requests = asked("greedy", "draft_model")
+    results = write(requests)
+    assert texts(results) == plain("greedy") and made[0].needs.max_context == 40
+    assert any(result.stats.reasons[Reason.CONTEXT_LIMIT] for result in results.values())
+
+
+def test_a_draft_that_fails_costs_the_drafts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Doubting):
+        def forward(self, batch: Any, view: Any) -> Any:
+            if len(self.calls) > 6:
+                super().forward(batch, view)
+                raise MemoryError("planted")
+            return super().forward(batch, view)
+
+    use_draft(Failing(tiny_target("llama")))
+    results = write(asked("greedy", "draft_model"))
+    assert texts(results) == plain("greedy")
+    assert any(result.stats.reasons[Reason.ERROR] for result in results.values()) and "planted" in caplog.text
+
+
+class Steps:
+    """An engine with the crowd, stepped by hand."""
+
+    def __init__(self, **settings: Any):
+        self.engine = engine(**settings)
+        self.results: dict[Key, Result] = {}
+        for request in asked("greedy", "draft_model"):
+            self.engine.add_request(request.prompt, request.params, request.speculation, request.id)
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            self.results.setdefault((event.request_id, event.sample), Result()).take(event)
+
+    def finish(self) -> Texts:
+        """What was written by those that were not aborted."""
+        drain(self.engine, self.results)
+        return {key: result.tokens for key, result in self.results.items() if result.finish and result.finish.reason != "abort"}
+
+
+def test_aborts_between_drafts_leave_the_pool_whole() -> None:
+    doubting()
+    steps = Steps(num_blocks=60, max_num_seqs=8)
+    aborted = [f"q{i}" for i in range(0, 8, 2)]
+    for name in aborted:
+        steps.take(steps.engine.step())
+        steps.take(steps.engine.abort(name))
+        steps.engine.check_integrity()
+    assert steps.finish() == {key: text for key, text in plain("greedy").items() if key[0] not in aborted}
+
+
+def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None:
+    model = doubting()
+    steps, forward = Steps(), Doubting.forward
+    interrupted = 0
+    while steps.engine.has_work:
+        if len(model.calls) % 7 == 6:
+
+            def interrupt(batch: Batch, view: View) -> Output:
+                forward(model, batch, view)
+                raise KeyboardInterrupt
+
+            model.forward = interrupt  # type: ignore[method-assign]
+        try:
+            steps.take(steps.engine.step())
+        except KeyboardInterrupt:
+            interrupted += 1
+            del model.forward
+            steps.engine.check_integrity()
+    assert interrupted > 3 and steps.finish() == plain("greedy")
+
+
+def test_a_step_that_fails_leaves_the_draft_where_it_was() -> None:
+    """What a failed step has drafted is forgotten: the next one drafts again and the text is the same."""
+    doubting(doubt=0.1)
+    steps = Steps()
+    made, forward = steps.engine, steps.engine.target.forward
+    failed = 0
+    while made.has_work:
+        made.target.forward = lambda *args, **kwargs: [][0]
+        with pytest.raises(IndexError):
+            made.step()
+        made.target.forward = forward
+        made.check_integrity()
+        failed += 1
+        steps.take(made.step())
+    del made.target.forward
+    assert failed > 5 and steps.finish() == plain("greedy")
+
+
+# planted errors
+
+
+def test_rows_that_are_not_caught_up_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the missing row after a full acceptance the target as its own draft would be wrong."""
+    view = DraftLease.view
+
+    def forgetful(self: DraftLease, pieces: list[Any]) -> Any:
+        for _, start, end in pieces:
+            if end - start == 2:  # the row of the last draft is written somewhere else
+                made = view(self, pieces)
+                made.slots = slice(made.slots.stop, made.slots.stop + 2) if isinstance(made.slots, slice) else made.slots + 2
+                return made
+        return view(self, pieces)
+
+    use_draft(tiny_target("llama"))
+    monkeypatch.setattr(DraftLease, "view", forgetful)
+    results = write(asked("greedy", "draft_model"), block_size=64)
+    done = [result.stats.speculation() for result in results.values()]
+    assert sum(one.rejected for one in done if one) > 0
+
+
+def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that wrote into the target's layers would change the text."""
+    use_draft(tiny_target("llama", 1))
+    of = DraftLease.__init__
+    monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer: of(self, store, 0))
+    assert texts(write(asked("greedy", "draft_model"))) != plain("greedy")
+
+
+# at the door
+
+
+def test_without_a_checkpoint_there_is_no_drafter() -> None:
+    results = run(tiny_target("llama"), [Request([5, 6], SamplingParams(max_tokens=3, **GREEDY), {"method": "draft_model"})])
+    assert results["r", 0].stats.reasons == {Reason.NO_DRAFTER: 2}
+
+
+class Words(Letters):
+    def __init__(self, words: dict[str, int]):
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.words
+
+
+def test_ids_that_mean_something_else_are_refused() -> None:
+    target = Tokenizer(Words({"a": 0, "b": 1}))
+    check_same_ids("draft", Tokenizer(Words({"a": 0, "b": 1, "<pad>": 2})), target)
+    with pytest.raises(ModelError, match="disagree on 'b': id 2 and 1"):
+        check_same_ids("draft", Tokenizer(Words({"a": 0, "b": 2})), target)
+    with pytest.raises(ModelError, match="lacks 1 of the target's tokens, among them 'b'"):
+        check_same_ids("draft", Tokenizer(Words({"a": 0})), target)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_forecast_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path) -> None:
+    """From the config and the file's header alone; windows are found later and change no size."""
+    tiny_model(name).save_pretrained(tmp_path)
+    target = tiny_target(name)
+    needs = forecast(tmp_path, torch.float32, rows=7, scored=5)
+    if name != "gpt_neox":  # whose config here names key-value heads that the model does not have
+        assert [layer.bytes_per_token for layer in needs.layers] == [layer.bytes_per_token for layer in target.layers]
+    assert needs.bytes_fixed == pytest.approx(target.num_bytes, rel=1e-3), "files hold buffers, too"
+    assert needs.bytes_scratch == target.needs(7, 5).bytes_scratch > 0
+    assert len(expected_layers(target.model.config, torch.float32)) == len(target.layers)
+
+
+def test_a_draft_folder_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        make_engine(tiny_target("llama"), speculation={"draft": str(tmp_path / "nowhere")})
+
+
+def test_the_draft_needs_a_path() -> None:
+    with pytest.raises((ConfigError, InvalidRequest)):
+        EngineConfig(speculation={"draft": 5})

@@ -1,0 +1,188 @@
+"""Memory is promised before it is used: the policy's three answers at the last byte, and a promise that is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import LLM, SamplingParams
+from speculon.config import EngineConfig
+from speculon.core import LayerSpec, Needs, Reason
+from speculon.errors import ConfigError, MemoryExceeded
+from speculon.kv import budget
+from speculon.kv.budget import Budget
+from speculon.proposers import draft_model
+from tests.tiny.folders import make_folder
+
+HELD, FREE = 1 << 29, 1 << 33
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = list(range(20, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine as it is would give another estimate in every engine."""
+    monkeypatch.setattr(budget, "held_memory", lambda device: HELD)
+    monkeypatch.setattr(budget, "free_memory", lambda device: FREE)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Draft checkpoints that were loaded."""
+    load, paths = draft_model.load_target, []
+
+    def noted(path: str, **settings: Any) -> Any:
+        paths.append(path)
+        return load(path, **settings)
+
+    monkeypatch.setattr(draft_model, "load_target", noted)
+    return paths
+
+
+def start(folder: Path, **speculation: Any) -> LLM:
+    return LLM(str(folder), num_blocks=64, speculation={"method": "draft_model", "draft": str(folder), **speculation})
+
+
+def at_limit(folder: Path, policy: str, missing: int) -> LLM:
+    """With a limit that many bytes under the estimate."""
+    estimate = start(folder).engine.promise.estimate
+    return start(folder, memory_policy=policy, memory_limit_gb=(estimate - missing) / 2**30)
+
+
+@pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
+def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
+    llm = at_limit(folder, policy, missing=0)
+    assert llm.engine.promise.fits and llm.engine.promise.action == "use"
+    assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
+
+
+def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
+    plain = LLM(str(folder), num_blocks=64, speculation={"method": "off"}).generate(PROMPT, PARAMS)[0]
+    start(folder)
+    assert len(loaded) == 1
+    llm = at_limit(folder, "fallback", missing=1)
+    assert len(loaded) == 2, "only by the engine that found the estimate"
+    output = llm.generate(PROMPT, PARAMS)[0]
+    assert output.speculation is None and set(output.reasons) == {Reason.MEMORY}
+    assert output.token_ids == plain.token_ids
+    assert len(llm.engine.leases._store.layers) == len(llm.engine.target.layers), "no page holds a layer of the draft"
+
+
+def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[str]) -> None:
+    estimate = start(folder).engine.promise.estimate
+    llm = start(folder, method="auto", memory_limit_gb=(estimate - 1) / 2**30)
+    output = llm.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
+    assert output.speculation is not None and set(output.speculation.by_source) == {"ngram"}
+
+
+def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
+    with pytest.raises(MemoryExceeded) as raised:
+        at_limit(folder, "fail", missing=1)
+    promise = raised.value.promise
+    assert len(loaded) == 1 and promise.estimate == promise.limit + 1 and promise.action == "refuse"
+    parts = promise.held + promise.drafters + promise.scratch + promise.pages + promise.additional
+    assert parts == promise.estimate and promise.held == HELD
+    for number in (promise.estimate, promise.limit, promise.drafters, promise.pages):
+        assert str(number) in str(raised.value)
+
+
+def test_allow_loads_all_the_same(folder: Path) -> None:
+    llm = at_limit(folder, "allow", missing=1)
+    assert not llm.engine.promise.fits and llm.engine.promise.action == "use"
+    assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
+
+
+def test_additional_memory_counts(folder: Path) -> None:
+    estimate = start(folder).engine.promise.estimate
+    with pytest.raises(MemoryExceeded):
+        start(folder, memory_policy="fail", memory_limit_gb=estimate / 2**30, additional_memory_gb=2**-30)
+
+
+def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast that was too low lets the draft load; the engine then lets go of it."""
+    estimate = start(folder).engine.promise.estimate
+    monkeypatch.setattr(draft_model, "forecast", lambda *_: Needs(bytes_fixed=1))
+    llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
+    assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
+    with pytest.raises(MemoryExceeded):
+        start(folder, memory_policy="fail", memory_limit_gb=(estimate - 1) / 2**30)
+
+
+# pages
+
+LAYER = LayerSpec("attention", 2, 8, 8, torch.float32)  # 128 bytes a token
+
+
+def pages(drafters: list[Needs], **settings: Any) -> int:
+    target = Needs(layers=(LAYER,) * 4)
+    return Budget(EngineConfig(block_size=16, **settings), target, 1024, torch.device("cpu")).pages(drafters)
+
+
+def test_the_drafters_layers_and_weights_shrink_the_pool() -> None:
+    page = 16 * 4 * 128
+    assert pages([], kv_memory_gb=(10 * page) / 2**30) == 10
+    assert pages([Needs(layers=(LAYER,))], kv_memory_gb=(10 * page) / 2**30) == 8
+    free = int(FREE * budget.SHARE_OF_FREE)
+    assert pages([], max_num_seqs=4096) == min(free // page, 4096 * 64)
+    heavy = Needs(bytes_fixed=FREE - 100 * page)
+    assert pages([heavy], max_num_seqs=4096) == int(100 * page * budget.SHARE_OF_FREE) // page
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_blocks": 1 << 40}, "num_blocks = 1099511627776: the page pool needs"),
+        ({"kv_memory_gb": 1e-9}, "kv_memory_gb: 1 bytes hold no page of 8192 bytes"),
+        ({"kv_memory_gb": 1e3, "max_num_seqs": 4096, "block_size": 1024}, "kv_memory_gb = 1000.0: the page pool needs"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_with_the_numbers(settings: dict[str, Any], words: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(budget, "free_memory", lambda device: 1 << 20)
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        Budget(EngineConfig(**{"block_size": 16, **settings}), Needs(layers=(LAYER,) * 4), 1024, torch.device("cpu")).pages([])
+
+
+# the promise against a process that keeps it
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from speculon import LLM, SamplingParams
+target, draft = sys.argv[1:]
+llm = LLM(target, num_blocks=512, max_num_seqs=8, max_batch_tokens=256, threads=1,
+          speculation={"method": "draft_model", "draft": draft})
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+prompts = [[3 + (i * 7 + j) % 300 for j in range(1000)] for i in range(9)]
+llm.generate(prompts, params)
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(json.dumps({**llm.engine.promise.to_dict(), "peak": int(status["VmHWM"].split()[0]) * 1024}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_peak_of_a_process_is_what_was_promised(folder: Path, tmp_path: Path) -> None:
+    """The pool is used to its last page, and the draft weighs as much as a good part of the rest."""
+    from tests.tiny.folders import heavy_draft
+
+    draft = heavy_draft(folder, tmp_path / "draft")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), str(draft)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["peak"] == pytest.approx(found["estimate"], rel=0.1), found
+    for part in ("drafters", "pages"):  # what the promise would be worth without them
+        assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), f"{part} are too light to matter"
