@@ -334,6 +334,10 @@ def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPat
     assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate  # type: ignore[operator]
     asked = clock.plain_calls
     assert asked == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == asked, "remembered"
+    decoder.reset_stats()
+    decoder.generate(PROMPT, params)
+    asked = clock.plain_calls
+    assert decoder.speedup_estimate and clock.plain_calls == asked + 1 + 8, "and forgotten with the rest"
 
 
 def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:
