@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from speculon.config import SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
+    from speculon.decoder import SpeculativeDecoder
     from speculon.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "SpeculationConfig", "__version__"]
+__all__ = ["LLM", "SamplingParams", "SpeculationConfig", "SpeculativeDecoder", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from speculon.llm import LLM
 
         return LLM
+    if name == "SpeculativeDecoder":
+        from speculon.decoder import SpeculativeDecoder
+
+        return SpeculativeDecoder
     raise AttributeError(f"module 'speculon' has no attribute {name!r}")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from tomllib import TOMLDecodeError
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -108,12 +108,23 @@ class SamplingParams(Checked):
         return self.temperature == 0
 
 
+@runtime_checkable
+class ModelObject(Protocol):
+    """A transformers model in memory, as far as settings know it."""
+
+    device: Any
+
+    def get_input_embeddings(self) -> Any: ...
+
+
 class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
     method: str = Field("auto", description="off | ngram | synthetic | auto, or a plug-in's name")
     policy: str = Field("fixed", description="how far to speculate: fixed")
-    draft: str | dict[str, str] | None = Field(None, description="draft checkpoint, or a table {method: path}")
+    draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
+        None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
+    )
     num_speculative_tokens: int = Field(4, ge=0, le=MAX_DRAFTS, description="drafts per round (K); 0 equals off")
     acceptance: Acceptance = Field(
         "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
@@ -132,9 +143,9 @@ class SpeculationConfig(Checked):
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
 
     @property
-    def drafts(self) -> dict[str, str]:
-        """Draft checkpoints by method."""
-        return {"draft_model": self.draft} if isinstance(self.draft, str) else dict(self.draft or {})
+    def drafts(self) -> dict[str, str | ModelObject]:
+        """Draft checkpoints, or model objects, by method."""
+        return dict(self.draft or {}) if isinstance(self.draft, dict | None) else {"draft_model": self.draft}
 
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:

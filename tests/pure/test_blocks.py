@@ -129,3 +129,29 @@ def test_integrity_goes_red_on_a_leak_and_on_a_double_owner():
     seq.table.append(seq.table[0])
     with pytest.raises(AssertionError):
         pool.check_integrity([seq])
+
+
+def test_what_a_drafter_has_in_a_page_is_found_with_the_page():
+    pool = BlockPool(8, 4)
+    first = make_sequence(list(range(14)))
+    pool.attach(first)
+    fill(pool, first)
+    first.drafted = {"small": 14, "late": 7}
+    pool.release(first)
+    longer, branch = make_sequence(list(range(15))), make_sequence([*range(8), *[9] * 8])
+    assert [pool.attach(seq) for seq in (longer, branch)] == [12, 8]
+    assert longer.drafted == {"small": 12, "late": 4} and branch.drafted == {"small": 8, "late": 4}
+    pool.check_integrity([longer, branch])
+
+
+def test_an_evicted_page_takes_what_drafters_had_in_it_along():
+    pool = BlockPool(2, 4)
+    for token, drafted in ((1, {"small": 8}), (2, {})):
+        seq = make_sequence([token] * 8)
+        assert pool.attach(seq) == 0
+        fill(pool, seq)
+        seq.drafted = dict(drafted)
+        pool.release(seq)
+        pool.check_integrity([])
+    again = make_sequence([2] * 9)
+    assert pool.attach(again) == 8 and again.drafted == {}

@@ -217,3 +217,23 @@ def test_a_bad_file_is_named(body: str, said: str, settings_file: Path) -> None:
     settings_file.write_text(body)
     with pytest.raises(ConfigError, match=said):
         EngineConfig()
+
+
+class Model:
+    """What settings know of a model object."""
+
+    device = "cpu"
+
+    def get_input_embeddings(self) -> None: ...
+
+
+def test_a_draft_is_a_path_an_object_or_a_table_of_them() -> None:
+    model = Model()
+    assert SpeculationConfig().drafts == {}
+    assert SpeculationConfig(draft="x").drafts == {"draft_model": "x"}
+    assert SpeculationConfig(draft=model).drafts["draft_model"] is model
+    assert SpeculationConfig(draft={"mine": model, "draft_model": "x"}).drafts == {"mine": model, "draft_model": "x"}
+    assert EngineConfig(speculation={"draft": model}).speculation.drafts["draft_model"] is model
+    for wrong in (3, object(), {"mine": 3}):
+        with pytest.raises(InvalidParameter, match="draft"):
+            SpeculationConfig(draft=wrong)

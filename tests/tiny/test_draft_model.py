@@ -213,6 +213,29 @@ def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
         assert done is not None and 0 < done.accepted < done.drafted
 
 
+class Padded(Doubting):
+    """A model whose head has `more` rows than the target's, or fewer."""
+
+    def __init__(self, more: int):
+        super().__init__(tiny_target("llama", 1))
+        self.more = more
+
+    def forward(self, batch: Batch, view: View) -> Output:
+        out = super().forward(batch, view)
+        extra = torch.full((len(out.logits), max(0, self.more)), 99.0)
+        return Output(torch.cat([out.logits, extra], -1)[:, : 96 + self.more])
+
+
+@pytest.mark.parametrize("more", [7, -3])
+@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
+def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
+    use_draft(Padded(more))
+    requests = [Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id) for r in crowd("sampled")]
+    results = write(requests)
+    assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
+    assert (texts(results) == plain("sampled")) == (acceptance == "matching")
+
+
 @pytest.mark.parametrize(
     ("acceptance", "seed", "rejects"),
     [(None, None, True), (None, 7, False), ("matching", None, False), ("rejection", 7, True)],

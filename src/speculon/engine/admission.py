@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from math import isnan
+from typing import Any
 
-from speculon.config import SamplingParams
-from speculon.core import ceil_div
+from speculon.config import MAX_DRAFTS, SamplingParams
+from speculon.core import Draft, ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 
 
+def read_ids(name: str, ids: Any) -> list[int]:
+    """Token ids of one text from a list, or from a tensor or array of shape [n] or [1, n]."""
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    if isinstance(values, str) or not isinstance(values, Seq) or not all(isinstance(token, int) for token in values):
+        raise InvalidParameter(name, ids, "takes token ids of one text, as a list or a tensor")
+    return list(values)
+
+
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Raises by name what cannot be judged in one round."""
+    k = len(draft.tokens)
+    if k > MAX_DRAFTS:
+        raise InvalidParameter("drafts", k, f"at most {MAX_DRAFTS} in one round")
+    wrong = next((token for token in draft.tokens if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidParameter("drafts", wrong, f"token ids go from 0 to {vocab_size - 1}")
+    if draft.probs is not None and draft.probs.shape != (k, vocab_size):
+        raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")
+
+
+def refuse_text(params: SamplingParams) -> None:
+    """Raises by name what only a tokenizer can read."""
+    for name, strings in (("stop", params.stop), ("bad_words", params.bad_words)):
+        if strings:
+            raise InvalidParameter(name, strings, "these are strings, which need a tokenizer")
+
+
 def check_request(
-    prompt: list[int], params: SamplingParams, *, vocab_size: int, max_context: int, pages: int, block_size: int
+    prompt: list[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_context: int,
+    pages: int,
+    block_size: int,
+    written: Seq[int] = (),
 ) -> int:
-    """Raises by name what cannot be served; returns the most tokens the sequence may hold."""
+    """Raises by name what cannot be served; returns the most tokens the sequence may hold. `written` is output so far."""
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
-    bad = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    bad = next((t for t in (*prompt, *written) if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise InvalidParameter("prompt", bad, f"token ids go from 0 to {vocab_size - 1}")
     if len(prompt) > max_context:
@@ -23,6 +61,8 @@ def check_request(
     max_len = max_context if params.max_tokens is None else len(prompt) + params.max_tokens
     if max_len > max_context:
         raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {max_context}")
+    if len(prompt) + len(written) > max_len:
+        raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens")
     if ceil_div(max_len, block_size) > pages:
         raise NeverFits(f"{max_len} tokens need {ceil_div(max_len, block_size)} KV pages of {block_size}, the pool owns {pages}")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

@@ -6,6 +6,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -16,13 +17,13 @@ import torch
 from speculon.batch import Batch
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policy import POLICIES, Policy
-from speculon.core import Decision, Event, Plan, Reason, Sequence, Verdict
-from speculon.engine.admission import check_request
+from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
+from speculon.engine.admission import check_request, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
-from speculon.kv.lease import Leases
+from speculon.kv.lease import Lease, Leases
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
@@ -33,7 +34,7 @@ from speculon.text import StopStrings, Tokenizer
 from speculon.verify import Ending, cut, verify
 
 if TYPE_CHECKING:
-    from speculon.models.target import Target
+    from speculon.models.target import Output, Target
 
 log = logging.getLogger("speculon")
 
@@ -48,9 +49,12 @@ class _Request:
 
 
 class Engine:
-    """Writes many texts at once with one target. One thread may use it at a time."""
+    """Writes many texts at once with one target. One thread may use it at a time.
 
-    def __init__(self, target: Target, tokenizer: Tokenizer, config: EngineConfig):
+    Without a tokenizer it knows token ids alone, and refuses stop strings and bad words.
+    """
+
+    def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
         self.target, self.tokenizer, self.config = target, tokenizer, config
         self.max_context = min(target.max_context, config.max_context or target.max_context)
         drafts = config.max_num_seqs * config.speculation.num_speculative_tokens
@@ -77,7 +81,7 @@ class Engine:
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
-        self._ids = itertools.count()
+        self._ids, self._names = itertools.count(), itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -91,11 +95,26 @@ class Engine:
         request_id: str | None = None,
     ) -> str:
         """Admits a request or refuses it by name; nothing is started before every check has passed."""
-        number = next(self._ids)
         if request_id is None:
-            request_id = next(name for i in itertools.count(number) if (name := f"r-{i}") not in self._requests)
+            request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
+        samples = self.prepare(prompt, params, speculation, request_id)
+        self._requests[request_id] = _Request(perf_counter(), len(samples))
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(prompt)
+        self.scheduler.add(samples)
+        return request_id
+
+    def prepare(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        speculation: RequestSpeculation | Mapping[str, Any] | None,
+        request_id: str,
+        written: Seq[int] = (),
+    ) -> list[Sequence]:
+        """The sequences of a request, checked but not queued; `written` is what their texts hold already."""
         max_len = check_request(
             prompt,
             params,
@@ -103,7 +122,11 @@ class Engine:
             max_context=self.max_context,
             pages=self.pool.num_blocks,
             block_size=self.pool.block_size,
+            written=written,
         )
+        text = self.tokenizer
+        if text is None:
+            refuse_text(params)
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         method, k, off = self._speculation_of(speculation)
@@ -112,21 +135,21 @@ class Engine:
             acceptance = "rejection" if params.seed is None else "matching"
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         known = range(self.target.vocab_size)  # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
-        words = self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
+        words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
         bad_words = tuple(word for word in words if all(token in known for token in word))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_ids)
         stop_ids = frozenset(token for token in stop_ids if token in known)
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         find_stop = None
-        if params.stop:
-            stops = StopStrings(params.stop, self.tokenizer)
+        if text is not None and params.stop:
+            stops = StopStrings(params.stop, text)
             find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
         ending = Ending(stop_ids, params.min_tokens, find_stop)
-        samples = [
+        return [
             Sequence(
-                id=number if sample == 0 else next(self._ids),
+                id=next(self._ids),
                 request_id=request_id,
-                tokens=list(prompt),
+                tokens=[*prompt, *written],
                 prompt_len=len(prompt),
                 params=params if sample == 0 else params.model_copy(update={"prompt_logprobs": None}),
                 seed=seed,
@@ -142,20 +165,23 @@ class Engine:
             )
             for sample in range(params.n)
         ]
-        self._requests[request_id] = _Request(perf_counter(), len(samples))
-        self.counters.requests += 1
-        self.counters.prompt_tokens += len(prompt)
-        self.scheduler.add(samples)
-        return request_id
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
         began = perf_counter()
         plan = self.scheduler.plan()
         if not plan.spans:
             return []
-        load = self.scheduler.load
+        verdicts = self.round(plan)
+        events, ended = self.scheduler.settle(plan.spans, verdicts)
+        self._forget(ended)
+        self.counters.step_ms += (perf_counter() - began) * 1e3
+        return events
+
+    @torch.inference_mode()
+    def round(self, plan: Plan) -> list[Verdict]:
+        """Drafts, judges and commits one plan; one verdict per span. An error leaves every sequence as it was before."""
+        began, load = perf_counter(), self.scheduler.load
         decisions = self.policy.decide([span.seq for span in plan.decoding], load)
         with self.leases.reserve(plan, decisions) as lease:
             before = perf_counter()
@@ -164,19 +190,20 @@ class Engine:
             draft_ms = (perf_counter() - before) * 1e3
             for span, draft in zip(plan.decoding, drafts, strict=True):
                 span.draft = draft
-            batch = Batch.pack(plan.spans, self.target.device)
-            out = self.target.forward(batch, view=lease.view(batch))
-            verdicts = cut(verify(batch, out.logits), plan.spans)
+            out, verdicts = self.ask_target(plan.spans, lease)
             lease.commit(verdicts)
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
         step_ms = (perf_counter() - began) * 1e3
         self.policy.observe(plan.decoding, decisions, verdicts, step_ms)
         self._account(plan, decisions, verdicts, draft_ms, out.ms, step_ms)
-        events, ended = self.scheduler.settle(plan.spans, verdicts)
-        self._forget(ended)
-        self.counters.step_ms += (perf_counter() - began) * 1e3
-        return events
+        return verdicts
+
+    def ask_target(self, spans: list[Span], lease: Lease) -> tuple[Output, list[Verdict]]:
+        """One target call for all spans and their drafts: pack, forward, verify, cut. Commits nothing."""
+        batch = Batch.pack(spans, self.target.device)
+        out = self.target.forward(batch, view=lease.view(batch))
+        return out, cut(verify(batch, out.logits), spans)
 
     def abort(self, request_id: str) -> list[Event]:
         """Ends a request now; its pages are free at once."""

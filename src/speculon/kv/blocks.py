@@ -28,6 +28,7 @@ class BlockPool:
         self._index: dict[tuple[int, tuple[int, ...]], int] = {}  # (content id before, tokens) -> page
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # indexed page -> its key
         self._content: dict[int, int] = {}  # indexed page -> content id: never reused, so an orphan is never found
+        self._drafters: dict[int, set[str]] = {}  # indexed page -> drafting methods whose K and V fill it, too
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages that nobody uses, oldest first
         self._sealed: dict[int, tuple[int, int]] = {}  # sequence id -> (pages indexed so far, content id of the last)
         self._next_content = ROOT + 1
@@ -58,6 +59,10 @@ class BlockPool:
                 seq.table.append(page)
         self._sealed[seq.id] = (len(seq.table), content)
         seq.committed = len(seq.table) * size
+        held = [self._drafters.get(page, set()) for page in seq.table]
+        for method in held[0] if held else ():
+            lacking = (i for i, methods in enumerate(held) if method not in methods)
+            seq.drafted[method] = size * next(lacking, len(held))
         self._claim(seq)
         return seq.committed
 
@@ -93,7 +98,11 @@ class BlockPool:
             self._sealed[seq.id] = (i + 1, content)
 
     def release(self, seq: Sequence) -> None:
-        """Takes all pages from a sequence; it may be attached again later."""
+        """Takes all pages from a sequence; it may be attached again later. What drafters have in them stays known."""
+        for method, done in seq.drafted.items():
+            for page in seq.table[: done // self.block_size]:
+                if page in self._key:
+                    self._drafters.setdefault(page, set()).add(method)
         seq.committed = 0
         seq.drafted.clear()
         self._unclaim(seq)
@@ -112,7 +121,7 @@ class BlockPool:
         assert taken == {page for page, n in enumerate(refs) if n} | set(self._cached), "a page leaked"
         assert all(refs[page] == 0 and page in self._key for page in self._cached)
         assert len(taken) == self._num_taken
-        assert set(self._index.values()) == set(self._key) == set(self._content)
+        assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
 
     # pages, one by one
@@ -152,6 +161,7 @@ class BlockPool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._index[self._key.pop(page)], self._content[page]
+        self._drafters.pop(page, None)
         self._state[page] = FREE
         self._num_taken -= 1
         return page

@@ -13,16 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from speculon.batch import Batch
-from speculon.config import SpeculationConfig
+from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
 from speculon.models.forecast import forecast
-from speculon.models.load import load_target, load_tokenizer
+from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
-from speculon.sampling import Row, pick, weigh
+from speculon.sampling import NEVER, Row, pick, weigh
 from speculon.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,15 +47,17 @@ class DraftModel:
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DraftModel:
-        path = config.drafts.get(NAME)
-        if path is None:
+        source = config.drafts.get(NAME)
+        if source is None:
             raise ConfigError(f"{NAME} needs draft = a checkpoint")
-        needs = forecast(path, getattr(torch, target.dtype), target.rows, target.scored)
-        if target.tokenizer is not None:
-            check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-        return cls(
-            partial(load_target, path, dtype=target.dtype, device=target.device), needs, target, config.draft_min_confidence
-        )
+        if isinstance(source, str):
+            needs = forecast(source, getattr(torch, target.dtype), target.rows, target.scored)
+            return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
+        model = wrap_draft(source, target)
+        needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)  # in memory already: nothing to load or promise
+        drafter = cls(lambda: model, needs, target, config.draft_min_confidence)
+        drafter.model = model
+        return drafter
 
     def load(self) -> None:
         self.model = self._load()
@@ -118,7 +121,8 @@ class DraftModel:
             row += len(ids)
             last.append(row)
             pieces.append((seq, start, ids))
-        return self._forward(pieces, last, lease)[:, : self.vocab_size]
+        logits = self._forward(pieces, last, lease)[:, : self.vocab_size]
+        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)  # one of the two may be padded
 
     def _forward(self, pieces: list[Piece], scored: list[int], lease: DraftLease) -> Tensor:
         """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
@@ -132,6 +136,28 @@ class DraftModel:
         for seq, _, end in spans:
             seq.drafted[NAME] = end
         return logits
+
+
+def load_draft(path: str, target: TargetFacts) -> Target:
+    """The checkpoint as a checked Target on the target's device, in its dtype."""
+    if target.tokenizer is not None:
+        check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
+        return load_target(path, dtype=target.dtype, device=target.device)
+    return check_size(load_target(path, dtype=target.dtype, device=target.device), target)
+
+
+def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
+    """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
+    if str(model.device) != target.device:
+        raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
+    return check_size(wrap_model(model), target)
+
+
+def check_size(draft: Target, target: TargetFacts) -> Target:
+    """Raises `ModelError` for a draft with fewer ids than the target: all that can be compared without two tokenizers."""
+    if draft.vocab_size < target.vocab_size:
+        raise ModelError(f"draft {draft.name}: its vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}")
+    return draft
 
 
 def check_same_ids(path: str, draft: Tokenizer, target: Tokenizer) -> None:

@@ -1,0 +1,298 @@
+"""A front door for model objects: draft, verify, step and generate, one text at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from speculon.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
+from speculon.control.policy import Fixed
+from speculon.core import Decision, Draft, Event, Plan, Reason, Span, Verdict
+from speculon.engine.admission import check_draft, read_ids
+from speculon.engine.engine import Engine
+from speculon.errors import ConfigError, InvalidParameter, TooLong
+from speculon.llm import Completion, RequestOutput, absorb
+from speculon.models.load import wrap_model
+from speculon.proposers.registry import OFF, WITH_CHECKPOINT
+from speculon.telemetry import RequestStats, SpeculationStats
+from speculon.text import Tokenizer, final_text
+
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settings that a model object has settled
+PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
+GIVEN = "given"  # source of drafts that came from the caller
+
+Ids = str | Seq[int] | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One round of one text."""
+
+    draft: Draft
+    verdict: Verdict
+    reason: str | None  # why nothing was drafted
+    draft_ms: float
+    verify_ms: float  # the target call, sampling and the commit
+
+    @property
+    def draft_tokens(self) -> tuple[int, ...]:
+        return self.draft.tokens
+
+    @property
+    def accepted_tokens(self) -> tuple[int, ...]:
+        return self.draft.tokens[: self.verdict.accepted]
+
+    @property
+    def emitted_tokens(self) -> tuple[int, ...]:
+        """The accepted drafts, then the correction or the bonus; a stop token is not among them."""
+        return self.verdict.tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted in this round; 0.0 without a draft."""
+        return self.verdict.accepted / len(self.draft.tokens) if self.draft.tokens else 0.0
+
+
+class SpeculativeDecoder:
+    """A target model object with a way of drafting (Leviathan et al. 2023; Chen et al. 2023).
+
+    >>> decoder = SpeculativeDecoder(model, draft_model, method="draft_model")
+    >>> ids += decoder.step(ids, SamplingParams(temperature=0)).emitted_tokens
+
+    `model` is a causal `PreTrainedModel`; `draft` another one, a checkpoint's path, or None for methods that need none.
+    Neither is modified; a draft object stays on its device and in its dtype. `tokenizer` is a transformers tokenizer:
+    only with one are strings taken as prompts, and `stop` and `bad_words` as parameters. Further keywords are the fields
+    of `EngineConfig` and of `SpeculationConfig`. Raises `ConfigError` for a wrong setting, `UnknownMethod`, and
+    `ModelError` for a model that cannot be carried or a draft that does not fit the target.
+
+    Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None: all): noise,
+    penalties, min_tokens and max_tokens count from there, so the rounds of one text add up to the text of `generate`.
+    Nothing is kept between calls but KV pages, found again by content, and the counters. Every method raises
+    `InvalidRequest` for what cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: ModelObject | str | Mapping[str, ModelObject | str] | None = None,
+        *,
+        method: str = "auto",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        num_speculative_tokens: int = 4,
+        **settings: Any,
+    ):
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(f"model = {type(model).__name__}: a transformers model object; LLM takes paths")
+        for name in OF_CHECKPOINTS:
+            if name in settings:
+                raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
+        speculation = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
+        speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
+        speculation |= {} if draft is None else {"draft": draft}
+        self.config = EngineConfig(**settings, speculation=speculation)
+        if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
+            raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
+        if self.config.threads:
+            torch.set_num_threads(self.config.threads)
+        self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
+        self.engine = Engine(wrap_model(model, max_context=self.config.max_context), self.tokenizer, self.config)
+        self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
+        self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
+        self._plain_ms: float | None = None
+        self._stats = RequestStats()
+
+    # one round
+
+    @torch.inference_mode()
+    def draft(
+        self, ids: Ids, k: int | None = None, params: SamplingParams | None = None, *, prompt_len: int | None = None
+    ) -> Draft:
+        """What the drafter guesses after `ids`: at most `k` tokens (None: as set), none where it has no guess.
+
+        The target is not asked and nothing is counted.
+        """
+        with self._last_span(ids, params, prompt_len, k) as span:
+            plan, decisions = alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
+            with self.engine.leases.reserve(plan, decisions) as lease:
+                drafts, _ = self.engine.proposers.propose(plan.decoding, lease.decisions, lease)
+        return drafts[0]
+
+    @torch.inference_mode()
+    def verify(
+        self, ids: Ids, drafts: Draft | Seq[int] | Tensor, params: SamplingParams | None = None, *, prompt_len: int | None = None
+    ) -> Verdict:
+        """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
+
+        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by rejection where
+        `step` would do so.
+        """
+        tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
+        draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
+        check_draft(draft, self.engine.target.vocab_size)
+        k = len(draft.tokens)
+        with self._last_span(ids, params, prompt_len) as span:
+            if k > max(0, span.seq.room - 1):
+                raise TooLong(f"{len(span.seq.tokens)} tokens + {k} drafts + 1 > {span.seq.max_len} tokens")
+            decision = Decision(GIVEN, k) if k else Decision(None, 0, Reason.OFF_REQUEST)
+            with self.engine.leases.reserve(alone(span), [decision]) as lease:
+                assert lease.decisions == [decision], "nobody else holds pages"
+                span.draft = draft
+                _, (verdict,) = self.engine.ask_target([span], lease)
+        return verdict
+
+    def step(self, ids: Ids, params: SamplingParams | None = None, *, prompt_len: int | None = None) -> StepResult:
+        """Drafts and verifies one round after `ids`, and counts it.
+
+        What has been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
+        """
+        with self._last_span(ids, params, prompt_len) as span:
+            seq = span.seq
+            self._last = list(seq.tokens), seq.params
+            began = perf_counter()
+            (verdict,) = self.engine.round(alone(span))
+            ms = (perf_counter() - began) * 1e3
+        self._stats.add(seq.stats)
+        self._clock(ms, len(verdict.tokens))
+        reason = next(iter(seq.stats.reasons), None)
+        return StepResult(span.draft, verdict, reason, seq.stats.draft_ms, ms - seq.stats.draft_ms)
+
+    # a whole text
+
+    def generate(self, ids: Ids, params: SamplingParams | None = None, *, max_tokens: int | None = None) -> RequestOutput:
+        """Continues one prompt to its end: the same result as `LLM.generate`, with empty texts without a tokenizer.
+
+        `max_tokens` replaces that of `params`.
+        """
+        params = params or SamplingParams()
+        if max_tokens is not None:
+            params = SamplingParams(**{**params.model_dump(), "max_tokens": max_tokens})
+        prompt = self._encode(ids)
+        self._last = prompt, params
+        output = RequestOutput(prompt, [Completion() for _ in range(params.n)])
+        with closing(self._run(prompt, params)) as steps:
+            for ms, events in steps:
+                if params.n == 1 and output.token_ids:  # the first token is the prompt's, and samples share their calls
+                    self._clock(ms, sum(len(event.tokens) for event in events))
+                for event in events:
+                    absorb(output, event)
+        for one in output.outputs:
+            self._stats.add(one.stats)
+            if self.tokenizer is not None:
+                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
+        return output
+
+    # accounts
+
+    @property
+    def stats(self) -> SpeculationStats | None:
+        """The account of all steps and texts since the last reset; None when no round ran."""
+        return self._stats.speculation()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted; 0.0 before any draft."""
+        return self.stats.acceptance_rate if self.stats else 0.0
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """Emitted tokens / target calls that sampled; 0.0 before any call."""
+        return self._stats.emitted / self._stats.target_calls if self._stats.target_calls else 0.0
+
+    @property
+    def naive_speedup(self) -> float:
+        """Accepted drafts per speculative round + 1, which is often reported as the speed-up; 1.0 before any round.
+
+        It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves out
+        the calls that had no draft. `speedup_estimate` is below it by what these cost.
+        """
+        return 1.0 + (self.stats.mean_accepted_per_round if self.stats else 0.0)
+
+    @property
+    def speedup_estimate(self) -> float | None:
+        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; None before any round.
+
+        Plain calls are timed when this is first asked, after the text last worked on, and remembered until the
+        next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds also
+        pay for the unfinished page that is computed again. See `naive_speedup` for what others report.
+        """
+        if not self._tokens:
+            return None
+        if self._plain_ms is None:
+            self._plain_ms = self._time_plain_calls(*self._last)
+        return self._plain_ms * self._tokens / self._ms
+
+    def reset_stats(self) -> None:
+        """Zeroes the counters and forgets the plain cost. Texts do not depend on it."""
+        self._stats = RequestStats()
+        self._ms, self._tokens, self._plain_ms = 0.0, 0, None
+
+    def _clock(self, ms: float, tokens: int) -> None:
+        self._ms += ms
+        self._tokens += tokens
+
+    def _time_plain_calls(self, ids: list[int], params: SamplingParams) -> float:
+        """Median ms of plain calls with one row, sampled as `params` say."""
+        pool = self.engine.pool
+        room = min(self.engine.max_context, pool.num_blocks * pool.block_size)
+        prompt = ids[: max(1, room - PLAIN_CALLS - 1)]
+        endless = {"max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)), "min_tokens": 0, "ignore_eos": True, "n": 1}
+        plainly = params.model_copy(update={**endless, "stop": (), "stop_token_ids": (), "prompt_logprobs": None})
+        return median([ms for ms, events in self._run(prompt, plainly, OFF) if events][-PLAIN_CALLS:])
+
+    # behind all of them
+
+    def _run(
+        self, prompt: list[int], params: SamplingParams, method: str | None = None
+    ) -> Generator[tuple[float, list[Event]], None, None]:
+        """Each step of one request through the engine: its ms and its news."""
+        engine = self.engine
+        request_id = engine.add_request(prompt, params, {"method": method})
+        try:
+            while engine.has_work:
+                began = perf_counter()
+                events = engine.step()
+                yield (perf_counter() - began) * 1e3, events
+        finally:
+            engine.abort(request_id)
+        engine.check_integrity()
+
+    @contextmanager
+    def _last_span(self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None) -> Iterator[Span]:
+        """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are nobody's."""
+        engine, params, tokens = self.engine, params or SamplingParams(), self._encode(ids)
+        if params.n != 1:
+            raise InvalidParameter("n", params.n, "a round carries one text")
+        if prompt_len is not None and not 0 < prompt_len <= len(tokens):
+            raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
+        at = len(tokens) if prompt_len is None else prompt_len
+        (seq,) = engine.prepare(tokens[:at], params, {"num_speculative_tokens": k}, "round", written=tokens[at:])
+        engine.pool.attach(seq)
+        try:
+            most = self.config.max_batch_tokens
+            while seq.pending > min(most, engine.pool.block_size):
+                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]))
+            yield Span(seq, seq.committed, seq.pending)
+        finally:
+            engine.proposers.release(seq)
+            engine.pool.release(seq)
+
+    def _encode(self, ids: Ids) -> list[int]:
+        if isinstance(ids, str) and self.tokenizer is not None:
+            return self.tokenizer.encode(ids)
+        return read_ids("ids", ids)
+
+
+def alone(span: Span) -> Plan:
+    """A plan in which the drafts follow right behind the rest of the prompt."""
+    plan = Plan([span])
+    plan.decoding = [span]
+    return plan

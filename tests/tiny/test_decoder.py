@@ -1,0 +1,358 @@
+"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import SamplingParams, SpeculativeDecoder
+from speculon import decoder as decoder_module
+from speculon.core import Draft, SpanKind
+from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
+
+K = 4
+PROMPT = [7, 30, 31, 32, 50, 51, 52, 30, 31, 32, 60, 61, 62, 63, 64, 65, 66, 67, 68, 30, 31]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=30, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.4, seed=4, min_tokens=9, max_tokens=30, logit_bias={2: 9.0}
+)
+MODES = [pytest.param(GREEDY, id="greedy"), pytest.param(SEEDED, id="seeded"), pytest.param(PENALISED, id="penalised")]
+SAME, OTHER = ("draft_model", 0), ("draft_model", 1)  # (method, seed of the draft's weights)
+DRAFTERS = [SAME, OTHER, ("auto", 1), ("ngram", None), ("off", None)]
+
+
+def make(drafter: tuple[str, int | None] = SAME, **settings: Any) -> SpeculativeDecoder:
+    method, seed = drafter
+    draft = None if seed is None else tiny_model("llama", seed)
+    settings = {"block_size": 4, "num_speculative_tokens": K, **settings}
+    return SpeculativeDecoder(tiny_model("llama"), draft, method=method, **settings)
+
+
+def plain(params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
+    return make(("off", None)).generate(prompt, params).token_ids
+
+
+def by_steps(decoder: SpeculativeDecoder, params: SamplingParams) -> list[int]:
+    """The output of one text, round by round."""
+    text = list(PROMPT)
+    while True:
+        result = decoder.step(text, params, prompt_len=len(PROMPT))
+        text += result.emitted_tokens
+        if result.verdict.finish:
+            return text[len(PROMPT) :]
+
+
+def assert_untouched(decoder: SpeculativeDecoder) -> None:
+    """Nothing runs, every page is free or findable, no drafter remembers a sequence."""
+    engine = decoder.engine
+    engine.check_integrity()
+    assert not engine.has_work and engine.pool.available == engine.pool.num_blocks
+    assert not engine.proposers._admitted and not engine.pool._sealed and not engine.pool._claims
+
+
+# the same text
+
+
+@pytest.mark.parametrize("params", MODES)
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_rounds_and_whole_texts_are_the_plain_text(drafter: tuple[str, int | None], params: SamplingParams) -> None:
+    truth = plain(params)
+    for settings in ({}, {"block_size": 1}, {"block_size": 16}, {"prefix_cache": False}, {"max_batch_tokens": 3}):
+        decoder = make(drafter, **settings)
+        assert by_steps(decoder, params) == truth, settings
+        assert decoder.generate(PROMPT, params).token_ids == truth, settings
+        assert_untouched(decoder)
+
+
+def test_the_plain_text_is_that_of_the_stock_model() -> None:
+    ids = torch.tensor([PROMPT])
+    limit = {"max_new_tokens": GREEDY.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    stock = tiny_model("llama").generate(ids, attention_mask=torch.ones_like(ids), **limit)[0, len(PROMPT) :].tolist()
+    assert plain(GREEDY) == stock == by_steps(make(), GREEDY)
+
+
+def test_a_spoiled_page_is_seen() -> None:
+    truth = plain(GREEDY)
+    decoder = make()
+    decoder.step(PROMPT, GREEDY)
+    for keys in decoder.engine.leases._store.k:
+        keys.zero_()
+    assert by_steps(decoder, GREEDY) != truth
+
+
+def test_rounds_without_the_prompts_length_draw_other_noise() -> None:
+    text = list(PROMPT)
+    decoder = make()
+    while len(text) < len(PROMPT) + 20:
+        text += decoder.step(text, SEEDED).emitted_tokens
+    assert text[len(PROMPT) : len(PROMPT) + 20] != plain(SEEDED)[:20]
+
+
+# acceptance
+
+
+@pytest.mark.parametrize("params", MODES[:2])
+def test_the_target_as_its_own_draft_is_always_accepted(params: SamplingParams) -> None:
+    decoder = make(SAME)
+    decoder.generate(PROMPT, params)
+    assert decoder.acceptance_rate == 1.0 and decoder.stats and decoder.stats.drafted > 0
+    decoder.reset_stats()
+    by_steps(decoder, params)
+    assert decoder.acceptance_rate == 1.0 and decoder.stats and decoder.stats.rounds == 6
+    assert decoder.tokens_per_target_call == decoder.naive_speedup == K + 1
+
+
+def test_a_random_draft_is_not() -> None:
+    decoder = make(OTHER)
+    by_steps(decoder, SEEDED)
+    assert 0 < decoder.acceptance_rate < 0.5
+
+
+def lie(token: int) -> int:
+    return (token + 1) % VOCAB
+
+
+def judged(decoder: SpeculativeDecoder, params: SamplingParams) -> list[tuple[int, tuple[int, ...]]]:
+    """For drafts that are true up to 0..K: how many were accepted, and what the verdict emits."""
+    truth, found = plain(params), []
+    for true in range(K + 1):
+        drafts = [*truth[:true], *map(lie, truth[true:K])]
+        verdict = decoder.verify(PROMPT, drafts, params)
+        found.append((verdict.accepted, verdict.tokens))
+    return found
+
+
+@pytest.mark.parametrize("params", MODES)
+def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> None:
+    truth, decoder = plain(params), make()
+    assert judged(decoder, params) == [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
+    kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).kind for n in (0, 1)]
+    assert kinds == [SpanKind.TAIL, SpanKind.TAIL] and decoder.verify(PROMPT, truth[:2], params).kind is SpanKind.FULL
+    assert decoder.verify(PROMPT, [], params).tokens == (truth[0],)
+    assert decoder.verify([*PROMPT, *truth[:5]], truth[5:7], params, prompt_len=len(PROMPT)).tokens == tuple(truth[5:8])
+    assert_untouched(decoder)
+
+
+def test_a_verdict_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, decoder = plain(GREEDY), make()
+    forward = decoder.engine.target.forward
+
+    def shifted(batch: Any, view: Any) -> Any:
+        out = forward(batch, view)
+        out.logits.copy_(out.logits.roll(1, 0))
+        return out
+
+    monkeypatch.setattr(decoder.engine.target, "forward", shifted)
+    assert judged(decoder, GREEDY) != [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
+
+
+def test_a_verdict_ends_the_text_inside_the_drafts() -> None:
+    truth = plain(GREEDY)
+    at = next(i for i in range(1, K) if truth[i] not in truth[:i])
+    stopping = GREEDY.model_copy(update={"stop_token_ids": (truth[at],)})
+    verdict = make().verify(PROMPT, truth[:K], stopping)
+    assert verdict.tokens == tuple(truth[:at]) and verdict.finish and verdict.finish.matched == truth[at]
+
+
+def test_drafts_with_q_are_judged_by_rejection_when_no_seed_is_given() -> None:
+    decoder = make(OTHER)
+    draft = decoder.draft(PROMPT, params=SamplingParams(temperature=1.0))
+    assert draft.probs is not None and draft.probs.shape == (K, VOCAB)
+    verdict = decoder.verify(PROMPT, draft, SamplingParams(temperature=1.0))
+    assert 1 <= len(verdict.tokens) == verdict.accepted + 1 and verdict.tokens[:-1] == draft.tokens[: verdict.accepted]
+
+
+# no trace
+
+
+def account(decoder: SpeculativeDecoder) -> tuple[Any, ...]:
+    return decoder.stats, decoder.acceptance_rate, decoder.tokens_per_target_call, decoder._tokens, decoder._ms
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_draft_and_verify_leave_no_trace(drafter: tuple[str, int | None]) -> None:
+    decoder, alone = make(drafter), make(drafter)
+    decoder.step(PROMPT, GREEDY)
+    before, text = account(decoder), [*PROMPT, *plain(GREEDY)[:8]]
+    drafts = [decoder.draft(text, params=GREEDY).tokens for _ in range(2)]
+    verdicts = [decoder.verify(text, [lie(1)] * 3, GREEDY) for _ in range(2)]
+    assert account(decoder) == before and drafts[0] == drafts[1] and verdicts[0] == verdicts[1]
+    assert_untouched(decoder)
+    now, fresh = decoder.step(text, GREEDY), alone.step(text, GREEDY)
+    assert (now.draft_tokens, now.verdict, now.reason) == (fresh.draft_tokens, fresh.verdict, fresh.reason)
+    assert drafts[0] == now.draft_tokens, "the step guesses what draft() said"
+
+
+def test_draft_takes_k() -> None:
+    decoder = make()
+    assert [len(decoder.draft(PROMPT, k, GREEDY).tokens) for k in (0, 1, 7, None)] == [0, 1, 7, K]
+    assert decoder.draft(PROMPT, 7, GREEDY).tokens == tuple(plain(GREEDY)[:7])
+    assert decoder.draft(PROMPT, 7, GREEDY.model_copy(update={"max_tokens": 3})).tokens == tuple(plain(GREEDY)[:2])
+
+
+def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The most rows that target and draft compute in one round after the first."""
+    rows: dict[str, int] = {"target": 0, "draft": 0}
+
+    def count(name: str, model: Any) -> None:
+        forward = model.forward
+
+        def counted(batch: Any, view: Any) -> Any:
+            rows[name] = max(rows[name], batch.input_ids.shape[1])
+            return forward(batch, view)
+
+        monkeypatch.setattr(model, "forward", counted)
+
+    text = [*PROMPT, *decoder.step(PROMPT, GREEDY).emitted_tokens]
+    count("target", decoder.engine.target)
+    count("draft", decoder.engine.proposers._built["draft_model"].model)  # type: ignore[attr-defined]
+    for _ in range(4):
+        text += decoder.step(text, GREEDY, prompt_len=len(PROMPT)).emitted_tokens
+    return rows["target"], rows["draft"]
+
+
+def test_a_growing_text_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = rows_of_steps(make(block_size=4), monkeypatch)
+    assert target <= 4 + K and draft <= 4 + K + 1
+    target, draft = rows_of_steps(make(prefix_cache=False), monkeypatch)
+    assert target > len(PROMPT) and draft > len(PROMPT)
+
+
+@pytest.mark.parametrize("call", ["step", "verify", "generate", "draft"])
+def test_an_error_inside_leaves_the_pool_whole(call: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    decoder = make(prefix_cache=False)
+    calls = 0
+
+    def failing(*_: Any, **__: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("out of memory")
+
+    long = (PROMPT, [1, 2], GREEDY) if call == "verify" else (PROMPT, K, GREEDY) if call == "draft" else (PROMPT, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.engine.target, "forward", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            getattr(decoder, call)(*long)
+    assert calls == 1
+    assert_untouched(decoder)
+    assert by_steps(decoder, GREEDY) == plain(GREEDY)
+
+
+def test_a_failing_drafter_costs_the_draft_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    decoder = make()
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(decoder.engine.proposers._built["draft_model"], "propose", failing)
+    result = decoder.step(PROMPT, GREEDY)
+    assert (result.draft_tokens, result.reason, result.emitted_tokens) == ((), "error", tuple(plain(GREEDY)[:1]))
+    assert decoder.draft(PROMPT, K, GREEDY) == Draft()
+    assert_untouched(decoder)
+
+
+# accounts
+
+
+def test_a_step_says_what_it_did() -> None:
+    truth, decoder = plain(GREEDY), make(SAME)
+    result = decoder.step(PROMPT, GREEDY)
+    assert result.draft_tokens == result.accepted_tokens == tuple(truth[:K]) and result.emitted_tokens == tuple(truth[: K + 1])
+    assert result.acceptance_rate == 1.0 and result.reason is None
+    assert result.draft_ms > 0 and result.verify_ms > 0
+    nothing = make(("ngram", None)).step([5, 6, 7], GREEDY)
+    assert (nothing.draft_tokens, nothing.acceptance_rate, nothing.reason) == ((), 0.0, "no_match")
+    assert nothing.verify_ms > 0 and len(nothing.emitted_tokens) == 1
+
+
+def test_before_any_round_and_after_a_reset_there_is_nothing() -> None:
+    decoder = make()
+    none = (None, 0.0, 0.0, 1.0, None)
+
+    def figures() -> tuple[Any, ...]:
+        speeds = decoder.naive_speedup, decoder.speedup_estimate
+        return decoder.stats, decoder.acceptance_rate, decoder.tokens_per_target_call, *speeds
+
+    assert figures() == none
+    by_steps(decoder, GREEDY)
+    assert not any(now == then for now, then in zip(figures(), none, strict=True))
+    decoder.reset_stats()
+    assert figures() == none
+    assert by_steps(decoder, GREEDY) == plain(GREEDY)
+
+
+def test_figures_are_those_of_all_steps() -> None:
+    decoder, drafted, accepted, emitted, steps = make(OTHER), 0, 0, 0, 0
+    text = list(PROMPT)
+    while len(text) < len(PROMPT) + 24:
+        result = decoder.step(text, SEEDED, prompt_len=len(PROMPT))
+        text += result.emitted_tokens
+        drafted, accepted = drafted + len(result.draft_tokens), accepted + len(result.accepted_tokens)
+        emitted, steps = emitted + len(result.emitted_tokens), steps + 1
+    assert decoder.acceptance_rate == accepted / drafted
+    assert decoder.tokens_per_target_call == emitted / steps
+    assert decoder.naive_speedup == 1 + accepted / steps
+
+
+class Clock:
+    """A target call costs 10 ms and 1 ms per row, a draft call 2 ms; nothing else takes time."""
+
+    def __init__(self, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.plain_calls = 0.0, 0
+        monkeypatch.setattr(decoder_module, "perf_counter", lambda: self.now)
+        draft = decoder.engine.proposers._built["draft_model"].model  # type: ignore[attr-defined]
+        self.charge(decoder.engine.target, lambda rows: 10 + rows, monkeypatch)
+        self.charge(draft, lambda rows: 2, monkeypatch)
+
+    def charge(self, model: Any, cost: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> None:
+        forward = model.forward
+
+        def charged(batch: Any, view: Any) -> Any:
+            rows = batch.input_ids.shape[1]
+            self.now += cost(rows) / 1e3
+            self.plain_calls += rows == 1 and cost(1) > 2
+            return forward(batch, view)
+
+        monkeypatch.setattr(model, "forward", charged)
+
+
+@pytest.mark.parametrize("way", ["generate", "step"])
+def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make(SAME, block_size=1)
+    clock = Clock(decoder, monkeypatch)
+    params = GREEDY.model_copy(update={"max_tokens": 26 if way == "generate" else 25})
+    if way == "generate":
+        decoder.generate(PROMPT, params)
+    else:
+        assert len(by_steps(decoder, params)) == 25
+    round_ms = K * 2 + 10 + K + 1  # brings K + 1 tokens
+    assert decoder.speedup_estimate == pytest.approx(11 * (K + 1) / round_ms)
+    assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate  # type: ignore[operator]
+    asked = clock.plain_calls
+    assert asked == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == asked, "remembered"
+    decoder.reset_stats()
+    decoder.generate(PROMPT, params)
+    asked = clock.plain_calls
+    assert decoder.speedup_estimate and clock.plain_calls == asked + 1 + 8, "and forgotten with the rest"
+
+
+def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:
+    decoder = make()
+    out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
+    assert len({tuple(one.token_ids) for one in out.outputs}) == 3
+    assert decoder.stats and decoder.stats.emitted == 24 and decoder.speedup_estimate is None
+
+
+def test_the_plain_cost_can_be_measured_at_the_end_of_the_context_and_of_the_pages() -> None:
+    full = [int(i) % 90 + 3 for i in range(CONTEXT - 3)]
+    for settings in ({}, {"max_context": CONTEXT - 3 + 1}, {"num_blocks": 32}):
+        decoder = make(**settings)
+        assert decoder.step(full, SamplingParams(temperature=0)).emitted_tokens
+        assert decoder.speedup_estimate and decoder.speedup_estimate > 0
+        assert_untouched(decoder)
+    tiny = make(max_context=2)
+    assert tiny.step([5], SamplingParams(temperature=0)).emitted_tokens and tiny.speedup_estimate

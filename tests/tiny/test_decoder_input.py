@@ -1,0 +1,188 @@
+"""What goes into the front door for model objects: the models, which stay as they are, prompts, parameters and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from speculon import LLM, SamplingParams, SpeculativeDecoder
+from speculon.core import Draft
+from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, ModelError, NeverFits, TooLong, UnknownMethod
+from speculon.models.fuse import fuse
+from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
+from tests.tiny.scripted import Letters, spell
+from tests.tiny.test_decoder import GREEDY, PROMPT, SEEDED, K, account, assert_untouched, by_steps, make, plain
+
+# the models
+
+
+def state(model: PreTrainedModel) -> dict[str, Any]:
+    """All that must not change: modules, weights (by storage and content), attention, mode and logits."""
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        logits = model(ids).logits
+    return {
+        "modules": [(name, type(module)) for name, module in model.named_modules()],
+        "weights": {name: (w.data_ptr(), w.double().sum().item()) for name, w in model.state_dict(keep_vars=True).items()},
+        "attention": model.config._attn_implementation,
+        "training": model.training,
+        "config": model.config.to_dict(),
+        "logits": logits.tolist(),
+    }
+
+
+def test_neither_model_is_modified() -> None:
+    target, draft = build("llama", 0), build("llama", 1)
+    target.train()
+    before = state(target), state(draft)
+    decoder = SpeculativeDecoder(target, draft, method="draft_model", block_size=4)
+    assert by_steps(decoder, GREEDY) == decoder.generate(PROMPT, GREEDY).token_ids
+    assert (state(target), state(draft)) == before
+    shared = {w.data_ptr() for w in target.parameters()}
+    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} == shared, "no copy of the weights"
+
+
+@pytest.mark.parametrize("change", [fuse, lambda m: m.set_attn_implementation("sdpa"), lambda m: m.lm_head.weight.data.mul_(1.1)])
+def test_a_modified_model_is_seen(change: Callable[[PreTrainedModel], Any]) -> None:
+    model = build("llama", 0)
+    before = state(model)
+    change(model)
+    assert state(model) != before
+
+
+def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None:
+    target = tiny_model("llama")
+    padded = SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB + 32), method="draft_model", block_size=4)
+    assert by_steps(padded, SEEDED) == plain(SEEDED) and padded.stats and padded.stats.drafted > 0
+    with pytest.raises(ModelError, match=f"its vocabulary has {VOCAB - 1} ids, the target's {VOCAB}"):
+        SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB - 1), method="draft_model")
+
+
+def test_a_draft_of_another_kind_and_dtype_guesses_too() -> None:
+    draft = build("qwen3", 2).to(torch.bfloat16)
+    decoder = SpeculativeDecoder(tiny_model("llama"), draft, method="draft_model", block_size=4)
+    assert decoder.engine.proposers._built["draft_model"].model.dtype is torch.bfloat16  # type: ignore[attr-defined]
+    assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats and decoder.stats.drafted > 0
+
+
+def test_a_draft_on_another_device_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="draft LlamaForCausalLM is on meta, the target on cpu"):
+        SpeculativeDecoder(tiny_model("llama"), build("llama", 1).to("meta"), method="draft_model")
+
+
+def test_a_draft_may_be_a_path_for_the_decoder_and_an_object_for_llm(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    decoder = SpeculativeDecoder(model, str(folder), method="draft_model", block_size=4)
+    decoder.generate([5, 6, 7], GREEDY)
+    assert decoder.acceptance_rate == 1.0
+    llm = LLM(str(folder), speculation={"method": "draft_model", "draft": model})
+    done = llm.generate([[5, 6, 7]], GREEDY)[0].speculation
+    assert done and done.acceptance_rate == 1.0, "and LLM takes an object"
+    with pytest.raises(ModelError, match="the target's 4096"):
+        SpeculativeDecoder(build("llama", 0, vocab_size=4096), str(folder), method="draft_model")
+
+
+# what goes in
+
+
+def test_a_list_a_tensor_a_row_and_a_string_are_the_same_prompt() -> None:
+    decoder = make(tokenizer=Letters())
+    forms = [PROMPT, tuple(PROMPT), torch.tensor(PROMPT), torch.tensor([PROMPT]), spell(PROMPT)]
+    outs = [decoder.generate(form, GREEDY) for form in forms]
+    assert {tuple(out.token_ids) for out in outs} == {tuple(plain(GREEDY))}
+    assert {out.text for out in outs} == {spell(plain(GREEDY))}
+    assert {decoder.step(form, GREEDY).emitted_tokens for form in forms} == {tuple(plain(GREEDY)[: K + 1])}
+    assert decoder.verify(PROMPT, torch.tensor(plain(GREEDY)[:2]), GREEDY).accepted == 2
+
+
+def test_with_a_tokenizer_stop_strings_end_the_text() -> None:
+    decoder, truth = make(tokenizer=Letters()), spell(plain(GREEDY))
+    stopping = GREEDY.model_copy(update={"stop": (truth[6:8],)})
+    out = decoder.generate(PROMPT, stopping)
+    assert out.text == truth[: truth.index(truth[6:8])] and out.outputs[0].stop == truth[6:8]
+    assert spell(by_steps(decoder, stopping)).startswith(out.text) and len(by_steps(decoder, stopping)) < 30
+
+
+def test_without_a_tokenizer_the_text_is_empty_and_max_tokens_may_be_said_alone() -> None:
+    out = make().generate(PROMPT, GREEDY, max_tokens=3)
+    assert (out.text, out.token_ids, out.finish_reason) == ("", plain(GREEDY)[:3], "length")
+    assert len(make().generate(PROMPT, max_tokens=2).token_ids) <= 2
+
+
+CALLS: list[Any] = [
+    pytest.param(lambda d: d.step([]), EmptyPrompt, "no tokens", id="empty"),
+    pytest.param(lambda d: d.step([1, VOCAB]), InvalidParameter, r"prompt = 96: token ids go from 0 to 95", id="vocabulary"),
+    pytest.param(lambda d: d.step([1, VOCAB], prompt_len=1), InvalidParameter, "prompt = 96", id="vocabulary of what is written"),
+    pytest.param(lambda d: d.step("text"), InvalidParameter, "ids = 'text': takes token ids", id="text"),
+    pytest.param(lambda d: d.step([1.5]), InvalidParameter, "takes token ids", id="floats"),
+    pytest.param(lambda d: d.step(torch.ones(2, 3).long()), InvalidParameter, "token ids of one text", id="two rows"),
+    pytest.param(lambda d: d.step(torch.ones(3)), InvalidParameter, "takes token ids", id="float tensor"),
+    pytest.param(lambda d: d.step([5, 6], prompt_len=0), InvalidParameter, "prompt_len = 0: of 2 ids", id="prompt_len 0"),
+    pytest.param(lambda d: d.step([5, 6], prompt_len=3), InvalidParameter, "prompt_len = 3: of 2 ids", id="prompt_len 3"),
+    pytest.param(lambda d: d.step([5] * 129), TooLong, "prompt 129 > context 128", id="context"),
+    pytest.param(lambda d: d.step([5] * 40, GREEDY, prompt_len=5), TooLong, r"5 \+ 35 written > 35 tokens", id="written"),
+    pytest.param(lambda d: d.step([5], SamplingParams(n=2)), InvalidParameter, "n = 2: a round carries one text", id="n"),
+    pytest.param(lambda d: d.draft([5], 65), InvalidParameter, "num_speculative_tokens = 65", id="k"),
+    pytest.param(lambda d: d.verify([5], [VOCAB]), InvalidParameter, "drafts = 96: token ids go from 0", id="draft id"),
+    pytest.param(lambda d: d.verify([5], [1] * 65), InvalidParameter, "drafts = 65: at most 64", id="drafts"),
+    pytest.param(lambda d: d.verify([5] * 126, [1, 2]), TooLong, r"126 tokens \+ 2 drafts \+ 1 > 128", id="drafts beyond"),
+    pytest.param(
+        lambda d: d.verify([5], Draft((1,), ("x",), torch.ones(1, 3))), InvalidParameter, r"needs shape \(1, 96\)", id="q"
+    ),
+    pytest.param(lambda d: d.generate([5], SamplingParams(stop="x")), InvalidParameter, "stop = .*need a tokenizer", id="stop"),
+    pytest.param(lambda d: d.step([5], SamplingParams(bad_words="x")), InvalidParameter, "bad_words = .*need a", id="bad words"),
+    pytest.param(lambda d: d.generate([5], max_tokens=-1), InvalidParameter, "max_tokens = -1", id="max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), CALLS)
+def test_a_bad_call_is_refused_by_name_and_leaves_nothing(call: Any, error: type[Exception], said: str) -> None:
+    decoder = make()
+    before = account(decoder)
+    with pytest.raises(error, match=said):
+        call(decoder)
+    assert account(decoder) == before
+    assert_untouched(decoder)
+
+
+def test_a_text_that_can_never_fit_the_pages_is_refused() -> None:
+    with pytest.raises(NeverFits, match="128 tokens need 32 KV pages of 4, the pool owns 8"):
+        make(num_blocks=8).step(PROMPT)
+
+
+def test_a_full_context_ends_without_a_token() -> None:
+    result = make().step([5] * CONTEXT)
+    assert result.emitted_tokens == () and result.verdict.finish and result.verdict.finish.reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "settings", "error", "said"),
+    [
+        pytest.param("demo", None, {}, ConfigError, "model = str: .*LLM takes paths", id="a path"),
+        pytest.param(None, None, {"dtype": "bfloat16"}, ConfigError, "dtype = 'bfloat16': the model object", id="dtype"),
+        pytest.param(None, None, {"method": "draft_model"}, ConfigError, "'draft_model': needs draft", id="no draft"),
+        pytest.param(None, 3, {}, ConfigError, "draft", id="no model"),
+        pytest.param(None, None, {"method": "magic"}, UnknownMethod, "'magic': known are", id="method"),
+        pytest.param(None, None, {"num_speculative_tokens": 65}, ConfigError, "num_speculative_tokens = 65", id="K"),
+        pytest.param(None, None, {"blocksize": 4}, ConfigError, "blocksize = 4: unknown field", id="unknown field"),
+        pytest.param(None, None, {"max_context": 4000}, ConfigError, "max_context = 4000", id="context"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(
+    model: Any, draft: Any, settings: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        SpeculativeDecoder(model or tiny_model("llama"), draft, **settings)
+
+
+def test_settings_of_engine_and_speculation_are_taken() -> None:
+    decoder = make(("ngram", None), prompt_lookup_min=1, prompt_lookup_max=1, max_num_seqs=2)
+    assert (decoder.config.max_num_seqs, decoder.config.speculation.prompt_lookup_max) == (2, 1)
+    assert decoder.draft([5, 6, 7, 8, 5], 3, GREEDY).tokens == (6, 7, 8)
