@@ -45,8 +45,8 @@ On texts that the target wrote after *held-out* files, cut where they begin to r
 
     python recipes/demo/draft.py --target TARGET --stdlib STDLIB --out DRAFT --minutes {minutes:g} --layers {layers}
 
-Its other options were the defaults; `training.json` beside this file lists them. The run first lets the target write for about ten minutes; \
-those are not counted above.
+Its other options were the defaults; `training.json` beside this file lists them. The target first writes for about ten \
+minutes, which are not counted above.
 """
 
 
