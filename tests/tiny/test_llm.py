@@ -117,7 +117,9 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
         pytest.param("", GREEDY, None, EmptyPrompt, "no tokens", id="empty"),
         pytest.param("x" * 5000, GREEDY, None, TooLong, "> context 512", id="beyond the context"),
         pytest.param([PROMPT, ""], GREEDY, None, EmptyPrompt, "no tokens", id="one of two"),
-        pytest.param(PROMPT, GREEDY, {"method": "magic"}, UnknownMethod, "'magic': known are off, auto, draft_model, ngram", id="method"),
+        pytest.param(
+            PROMPT, GREEDY, {"method": "magic"}, UnknownMethod, "'magic': known are off, auto, draft_model, ngram", id="method"
+        ),
         pytest.param(PROMPT, GREEDY, {"num_speculative_tokens": 65}, InvalidParameter, "less than or equal to 64", id="K"),
         pytest.param(PROMPT, GREEDY, {"kay": 3}, InvalidParameter, "kay = 3: unknown field", id="unknown field"),
         pytest.param([PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"),
