@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
@@ -15,14 +17,20 @@ from speculon.bench.cell import tie_gap
 from speculon.bench.measure import measure, recording
 from speculon.bench.plan import AGAIN, STOCK, Plan
 from speculon.bench.run import run
+from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Sequence
 from speculon.demo import corpus
-from speculon.errors import BenchError, InvalidParameter
+from speculon.errors import BenchError, InvalidParameter, UnsupportedModel
+from speculon.models import prove
+from speculon.models.load import wrap_model
+from speculon.models.target import Target
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
+from tests.tiny.conftest import build as build_model
+from tests.tiny.conftest import tiny_model
 from tests.tiny.folders import CONTEXT, make_folder, make_library
 
 PROMPTS, TOKENS = 2, 96
@@ -174,6 +182,86 @@ def test_the_same_cases_at_another_temperature(llm: LLM) -> None:
     assert [case.params.seed for case in sampled] == [0, 1, 2]  # a text without a seed would be another in every mode
     assert [case.params.seed for case in build("code", llm.tokenizer, size)] == [None] * 3
     assert [case.prompt for case in sampled] == [case.prompt for case in build("code", llm.tokenizer, size)]
+
+
+def logits_of(target: Target) -> torch.Tensor:
+    return prove.paged_logits(target)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
+    model = copy.deepcopy(tiny_model(name))
+    target = wrap_model(copy.deepcopy(model), name=name)
+    before, small_one = logits_of(target), target.num_parameters
+    widen_target(target, 1)
+    assert small_one < 100_000 and abs(target.num_parameters - 1_000_000) < 10_000
+    assert float((logits_of(target) - before).abs().max()) <= 1e-5 * float(before.abs().max())
+    for mlp in gated_mlps(target.model):
+        new = slice(48, width_of(mlp))  # columns
+        gate, up, down = (getattr(mlp, part).weight for part in PARTS)
+        assert gate.shape == up.shape == down.T.shape and len(gate) > 1000
+        assert not down[:, new].any() and all((rows[new].std(-1) > SCALE / 2).all() for rows in (gate, up))
+    before_stock = model(torch.arange(9)[None]).logits
+    widen(model, 1, name)
+    assert torch.equal(next(gated_mlps(model)).gate_proj.weight, next(gated_mlps(target.model)).gate_proj.weight)
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before_stock, rtol=0, atol=1e-4)
+
+
+def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted error: output weights that are not zero."""
+    monkeypatch.setattr("speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim))
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):
+        widen_target(target, 1)
+
+
+def test_what_cannot_be_widened_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"):
+        widen(tiny_model("phi3"), 1, "phi3")
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    widen_target(target, 2)
+    for millions in (1, 2):
+        with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
+            widen_target(target, millions)
+
+
+def test_biases_are_widened_too() -> None:
+    model = build_model("llama", seed=3, mlp_bias=True)
+    before = model(torch.arange(9)[None]).logits
+    widen(model, 1, "llama")
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before, rtol=0, atol=1e-4)
+
+
+def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tmp_path: Path) -> None:
+    sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "24", "--repeats", "1", "--concurrency", "1"]
+    modes = ["--modes", "draft_model:3", "--draft", str(folder), "--with-transformers"]
+    reports = []
+    for name, more in (("as it is", []), ("wide", ["--widen", "3"])):
+        code, out, err = bench(folder, *sizes, *modes, *more, "--out", str(tmp_path / name), "--json")
+        assert (code, err) == (0, "")
+        reports.append(json.loads(out))
+    plain, wide = reports
+    assert wide["model"]["widened_to"] == 3_000_000 and abs(wide["model"]["parameters"] - 3e6) < 2e4
+    assert plain["model"]["widened_to"] is None and plain["model"]["parameters"] < 1e5
+    assert all(cell["different"] == 0 for cell in wide["cells"])  # transformers' own among them
+    assert [cell["tokens_per_target_call"] for cell in wide["cells"]] == [
+        cell["tokens_per_target_call"] for cell in plain["cells"]
+    ]
+    forward = [next(c["ms_by_rows"]["1"][0] for c in report["cells"] if c["mode"] == "off") for report in reports]
+    assert forward[1] > forward[0]
+    said = "model widened to 3 M parameters: the same function at the call cost of a larger model, 3.0 M"
+    assert (
+        said in (tmp_path / "wide" / "bench.md").read_text() and "widened" not in (tmp_path / "as it is" / "bench.md").read_text()
+    )
+
+
+def test_the_chart_says_that_the_target_is_widened(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    titles = []
+    monkeypatch.setattr("speculon.bench.chart.draw", lambda cells, title, path: titles.append(title) or path)
+    sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "8", "--repeats", "1", "--concurrency", "1"]
+    modes = ["--modes", "draft_model:2", "--draft", str(folder)]
+    assert bench(folder, *sizes, *modes, "--widen", "1", "--out", str(tmp_path), "--json")[0] == 0
+    assert len(titles) == 1 and "widened to 1 M parameters: the same function at the call cost" in titles[0]
 
 
 class Mute:

@@ -19,6 +19,11 @@ WIDTH = 0.8  # of all bars of a workload together
 
 
 def draw(cells: list[Cell], title: str, path: Path) -> Path:
+    lay_out(cells, title).savefig(path, dpi=150)
+    return path
+
+
+def lay_out(cells: list[Cell], title: str) -> Figure:
     """One panel per concurrency, one group of bars per workload, one bar per mode."""
     counts = sorted({cell.concurrency for cell in cells})
     bars = max(len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts)
@@ -32,8 +37,7 @@ def draw(cells: list[Cell], title: str, path: Path) -> Path:
     columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False)
     figure.suptitle(textwrap.fill(title, int(wide / TITLE_CHAR)), fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
