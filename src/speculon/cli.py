@@ -79,15 +79,23 @@ def inspect(
 
 @app.command()
 @answered
-@settings_from(EngineConfig)
+@settings_from(SpeculationConfig, EngineConfig, without=("method",))
 def bench(
-    workloads: Annotated[str | None, typer.Option(metavar="LIST", help="of code, edit, prose (default: all)")] = None,
-    modes: Annotated[str | None, typer.Option(metavar="LIST", help="METHOD or METHOD:K (default: ngram:4,ngram:8)")] = None,
+    workloads: Annotated[
+        str | None, typer.Option(metavar="LIST", help="of code, edit, prose; NAME@T at temperature T (default: all three)")
+    ] = None,
+    modes: Annotated[
+        str | None, typer.Option(metavar="LIST", help="METHOD[:K][/RULE], as draft_model:4/rejection (default: ngram:4,ngram:8)")
+    ] = None,
     concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,8)")] = None,
     prompts: Annotated[int | None, typer.Option(help="per workload (default: 16)")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="written per prompt at most (default: 128)")] = None,
     repeats: Annotated[int | None, typer.Option(help="of everything; medians are reported (default: 3)")] = None,
     with_transformers: Annotated[bool | None, typer.Option(help="also transformers' own generate, one text at a time")] = None,
+    widen: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="widen the target to N million parameters: the same text at a larger model's cost"),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="8 prompts of 64 tokens, once")] = False,
     out: Annotated[
         Path | None,
@@ -107,6 +115,7 @@ def bench(
         "max_tokens": max_tokens,
         "repeats": repeats,
         "with_transformers": with_transformers,
+        "widen": widen,
     }
     run(asked, quick, out, given, as_json)
 

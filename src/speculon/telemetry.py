@@ -130,6 +130,7 @@ class EngineCounters:
     finished: Counter[str] = field(default_factory=Counter)  # finish reason -> sequences
     steps: int = 0
     step_ms: float = 0.0
+    draft_ms: float = 0.0  # of all proposals, fruitless ones included
     forward_ms: float = 0.0
     rows: int = 0
     prompt_tokens: int = 0
@@ -142,6 +143,7 @@ class EngineCounters:
             "finished": dict(self.finished),
             "steps": self.steps,
             "step_ms": self.step_ms,
+            "draft_ms": self.draft_ms,
             "forward_ms": self.forward_ms,
             "rows": self.rows,
             "prompt_tokens": self.prompt_tokens,

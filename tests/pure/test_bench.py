@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from speculon.bench.cell import Cell, ms_by_rows, overhead, quartiles, without_loops
+from speculon.bench.chart import lay_out
 from speculon.bench.measure import Measurement, Step, loops
-from speculon.bench.report import accepted, by_cell, figures, markdown, notes, table
-from speculon.bench.run import AGAIN, STOCK, Cell, Mode, Plan, alternate, ms_by_rows, overhead, parse_mode, quartiles
+from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
+from speculon.bench.rounds import Need, Rounds, equal_acceptance, mean_step_ms, needs, reached, rounds_of
+from speculon.bench.run import alternate
+from speculon.bench.tables import accepted, by_cell, figures, markdown, notes, rounds_markdown, table
+from speculon.bench.workloads import Case, parse
+from speculon.config import SamplingParams
+from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
+from speculon.telemetry import RequestStats
+
+ROUNDS = Rounds(90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5)
+NO_ROUNDS: dict[str, object] = {"per_position": [], "sources": {}, "rounds": None, "reached": None, "needed": []}
 
 
 def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
@@ -23,9 +34,16 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "ratio": 2.0,
         "ratio_quartiles": (1.5, 2.5),
         "decode_ratio": 2.1,
+        "ratio_without_loops": 1.8,
+        "texts_without_loops": 6,
         "tokens_per_target_call": 2.5,
         "acceptance_rate": 0.5,
         "per_position": [0.8, 0.5],
+        "sources": {"ngram": 1.0},
+        "rejection": False,
+        "rounds": ROUNDS,
+        "reached": 0.75,
+        "needed": [Need(1.0, 1.25, 0.2071), Need(1.5, 1.875, 0.5), Need(2.0, 3.5, None)],
         "ms_by_rows": {1: (5.0, 10), 3: (6.0, 30), 5: (7.0, 90)},
         "overhead": 0.05,
         "looping": 0.25,
@@ -59,16 +77,53 @@ def test_loops(tokens: list[int], answer: bool) -> None:
     assert loops(tokens) is answer
 
 
-def test_a_mode_is_a_method_and_a_number() -> None:
+def test_a_mode_is_a_method_a_number_and_a_rule() -> None:
+    wanted = {"method": "draft_model", "num_speculative_tokens": 4, "acceptance": "rejection"}
+    assert parse_mode("draft_model:4/rejection").speculation == wanted
+    assert parse_mode("auto/matching").speculation == {"method": "auto", "acceptance": "matching"}
     assert parse_mode("ngram:8").speculation == {"method": "ngram", "num_speculative_tokens": 8}
     assert parse_mode("ngram").speculation == {"method": "ngram"}
     assert parse_mode("off").speculation == {"method": "off"}
 
 
-@pytest.mark.parametrize("text", ["ngram:", "ngram:0", "ngram:x", "ngram:-1", "off:4"])
+@pytest.mark.parametrize("text", ["ngram:", "ngram:0", "ngram:x", "ngram:-1", "off:4", "off/matching", "ngram:4:4"])
 def test_a_mode_that_is_none(text: str) -> None:
     with pytest.raises(InvalidParameter, match="modes"):
         Plan(modes=(text,))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ngram:65", "num_speculative_tokens = 65: .* 64"),
+        ("ngram/luck", "acceptance = 'luck': .*'matching'"),
+        ("ngram/", "acceptance = ''"),
+        ("ngram:4/matching/x", "acceptance = 'matching/x'"),
+    ],
+)
+def test_a_number_or_a_rule_that_cannot_be_is_named(text: str, said: str) -> None:
+    with pytest.raises(InvalidParameter, match=said):
+        Plan(modes=(text,))
+
+
+@pytest.mark.parametrize(("text", "temperature"), [("code", 0), ("prose", 1), ("prose@0.7", 0.7), ("code@1", 1), ("prose@0", 0)])
+def test_a_workload_has_a_temperature(text: str, temperature: float) -> None:
+    assert parse(text)[1] == temperature
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("poems@1", "workloads = 'poems@1': known are code, edit, prose"),
+        ("prose@", "NAME@TEMPERATURE"),
+        ("prose@warm", "NAME@TEMPERATURE"),
+        ("prose@-1", r"temperature = -1.0: .*greater than or equal to 0"),
+        ("prose@nan", "temperature = nan"),
+    ],
+)
+def test_a_temperature_that_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(InvalidParameter, match=said):
+        Plan(workloads=(text,))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +135,8 @@ def test_a_mode_that_is_none(text: str) -> None:
         ({"prompts": 4}, InvalidParameter),  # fewer than the 8 at once
         ({"concurrency": (0,)}, InvalidParameter),
         ({"repeats": 0}, InvalidParameter),
+        ({"modes": ("ngram:4", "ngram:4")}, InvalidParameter),
+        ({"widen": 0}, InvalidParameter),
         ({"max_tokens": 0}, InvalidParameter),
     ],
 )
@@ -93,6 +150,8 @@ def test_plain_decoding_is_measured_twice_and_transformers_only_where_it_does_th
     assert [mode.label for mode in plan.modes_of("code", 1)] == ["off", "ngram:4", STOCK, AGAIN]
     assert [mode.label for mode in plan.modes_of("code", 8)] == ["off", "ngram:4", AGAIN]
     assert [mode.label for mode in plan.modes_of("prose", 1)] == ["off", "ngram:4", AGAIN]
+    assert [mode.label for mode in plan.modes_of("prose@0", 1)] == ["off", "ngram:4", STOCK, AGAIN]
+    assert [mode.label for mode in plan.modes_of("code@1", 1)] == ["off", "ngram:4", AGAIN]
     assert [mode.speculates for mode in plan.modes_of("code", 1)] == [False, True, False, False]
 
 
@@ -115,20 +174,94 @@ def test_quartiles() -> None:
 
 
 def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
-    steps = [Step(100, 1, False, 90, 100), Step(1, 1, True, 4, 5), Step(5, 3, True, 8, 10), Step(5, 2, True, 7, 10)]
+    steps = [
+        Step(100, 1, 1, False, 0, 90, 100),
+        Step(1, 1, 1, True, 0.5, 4, 5),
+        Step(5, 1, 3, True, 1, 7, 10),
+        Step(5, 1, 2, True, 1, 6, 10),
+    ]
     one = Measurement(0.5, [list(range(7))], [""], steps=steps)
     assert one.tokens_per_second == 14
     assert one.decode_tokens_per_second == pytest.approx(6 / 0.025)
-    assert ms_by_rows([one]) == {1: (4, 1), 5: (7.5, 2)}
-    assert overhead([one]) == pytest.approx(6 / 25)
+    assert ms_by_rows([one]) == {1: (4, 1), 5: (6.5, 2)}
+    assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 
+def test_the_split_of_a_round_is_that_of_the_calls_that_verified_drafts() -> None:
+    steps = [
+        Step(100, 2, 2, False, 5, 90, 100),
+        Step(2, 2, 2, True, 9, 4, 15),  # nothing guessed: none of its time counts
+        Step(7, 2, 3, True, 3, 12, 16),  # one text with 4 guesses, one with 1
+        Step(5, 2, 5, True, 1, 20, 24),
+    ]
+    one = Measurement(0.5, [[1], [2]], ["", ""], steps=steps)
+    found = rounds_of([one])
+    assert found is not None
+    assert (found.calls, found.step_ms, found.draft_ms_per_position, found.tokens_per_target_call) == (2, 20, 4 / 8, 8 / 4)
+    assert (found.draft, found.target, found.rest) == pytest.approx((4 / 40, 32 / 40, 4 / 40))
+    assert mean_step_ms([one]) == pytest.approx(55 / 3)
+    assert rounds_of([Measurement(0.5, [[1]], [""], steps=steps[:2])]) is None
+    assert mean_step_ms([Measurement(0.5, [[1]], [""], steps=steps[:1])]) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "a"),
+    [(1.5, 1, 0.5), (1.75, 2, 0.5), (1 + 0.9 + 0.81 + 0.729, 3, 0.9), (5.0, 4, 1.0), (1.0, 4, 0.0), (0.4, 4, 0.0)],
+)
+def test_the_acceptance_that_a_number_of_tokens_needs(tokens: float, k: int, a: float) -> None:
+    assert equal_acceptance(tokens, k) == pytest.approx(a, abs=1e-9)
+
+
+def test_more_than_every_draft_and_the_bonus_is_impossible() -> None:
+    assert equal_acceptance(5.001, 4) is None
+
+
+def test_what_a_round_must_bring_follows_from_its_cost() -> None:
+    needed = needs(ROUNDS, plain_ms=10.0, k=2)
+    assert [(need.speed, need.tokens_per_target_call) for need in needed] == [(1.0, 1.25), (1.5, 1.875), (2.0, 2.5)]
+    assert [need.acceptance for need in needed] == pytest.approx([(2**0.5 - 1) / 2, (4.5**0.5 - 1) / 2, (7**0.5 - 1) / 2])
+    assert [need.acceptance is None for need in needs(ROUNDS, plain_ms=6.0, k=2)] == [False, True, True]
+
+
+def test_acceptance_is_counted_over_the_drafts_that_were_reached() -> None:
+    stats = RequestStats()
+    rounds = [(4, SpanKind.FULL), (3, SpanKind.TAIL), (0, SpanKind.EARLY), (2, SpanKind.STOP), (1, SpanKind.EARLY_STOP)]
+    for accepted_drafts, kind in rounds:
+        draft = Draft((1, 2, 3, 4), ("ngram",) * 4)
+        stats.record(Decision("ngram", 4), draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind))
+    done = stats.speculation()
+    assert done is not None and reached(done) == 10 / 13
+
+
+def written(seconds: float, *texts: list[int], text: str = "") -> Measurement:
+    return Measurement(seconds, list(texts), [text] * len(texts))
+
+
+def test_loops_do_not_count_where_they_flatter() -> None:
+    cases = [Case(name, [1], SamplingParams(), "right") for name in "abc"]
+    free = list(range(100))
+    plain = [[written(1.0, free), written(1.0, LOOP), written(1.0, LOOP, text="right")]] * 2
+    fast = [[written(0.5, free), written(0.01, LOOP), written(0.25, LOOP, text="right")]] * 2
+    assert without_loops(fast, plain, cases) == {0: [2, 2], 2: [4, 4]}  # a right answer is no loop
+    sampled = [[written(0.5, LOOP), *fast[0][1:]]] * 2  # another text than plain's: either may loop
+    assert without_loops(sampled, plain, cases) == {2: [4, 4]}
+
+
+def test_a_ratio_without_loops_needs_texts_written_alone() -> None:
+    cases = [Case(name, [1], SamplingParams()) for name in "ab"]
+    crowd = [[written(1.0, [1, 2], [3, 4])]]
+    assert without_loops(crowd, crowd, cases) == {}
+
+
 def test_tables_say_what_differs() -> None:
-    assert [figures(cell)[5] for cell in (make_cell("off"), make_cell(), make_cell(different=1))] == ["-", "all", "15/16"]
-    assert notes(make_cell("off", per_position=[])) == []
+    assert [figures(cell)[6] for cell in (make_cell("off"), make_cell(), make_cell(different=1))] == ["-", "all", "15/16"]
+    assert notes(make_cell("off", **NO_ROUNDS)) == []
     assert notes(make_cell(different=1, tie_nats=[2e-6])) == [
-        "ngram:4: 80 50 % of the drafts at positions 1 to 2 accepted",
+        "ngram:4: 80 50 % of the drafts at positions 1 to 2 accepted; accepted tokens from ngram 100%",
+        "ngram:4: a round that drafts takes 12.5 ms: drafting 40% (1.25 ms a position), target 55%, rest 5%",
+        "ngram:4: needed tok/call (acceptance): 1.25 (21%) for 1x, 1.88 (50%) for 1.5x, 3.50 (impossible) for 2x; "
+        "found 2.50 (75%)",
         "ngram:4: 1 of 16 texts differ from those of off; where greedy ones part, the candidates are at most 2e-06 nat apart",
     ]
     assert accepted(make_cell(per_position=[])) == "-"
@@ -138,12 +271,75 @@ def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
     lines = markdown([make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 2.00 | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all |" in lines[3]
+    assert "| 2.00 | 1.80 (6) | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all |" in lines[3]
+
+
+def test_a_rule_that_may_write_other_texts_is_named() -> None:
+    said = notes(make_cell("draft_model:4/rejection", different=5, rejection=True))[-1]
+    assert said.endswith("5 of 16 texts differ from those of off, as rejection may: the distribution is the same")
+
+
+def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
+    crowd = make_cell("auto:4", concurrency=8, needed=[], sources={"ngram": 0.25, "draft_model": 0.75})
+    lines = rounds_markdown([make_cell("off", **NO_ROUNDS), make_cell(), crowd]).splitlines()
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[2].endswith(
+        "| 12.5 | 40% | 55% | 5% | 1.25 | 2.50 (75%) | 1.25 (21%) | 1.88 (50%) | 3.50 (impossible) | ngram 100% |"
+    )
+    assert lines[3].endswith("| 2.50 (75%) | - | - | - | ngram 25%, draft_model 75% |")
+
+
+def test_a_ratio_without_loops_is_shown_only_where_there_is_one() -> None:
+    assert [figures(cell)[2] for cell in (make_cell(), make_cell(ratio_without_loops=None, texts_without_loops=0))] == [
+        "1.80 (6)",
+        "-",
+    ]
 
 
 def test_the_terminal_has_a_table_per_workload_and_crowd() -> None:
-    cells = [make_cell(mode, concurrency=count) for count in (1, 8) for mode in ("off", "ngram:4")]
+    cells = [make_cell(mode, concurrency=count) for count in (1, 8) for mode in ("off", "draft_model:4/rejection")]
     tables = [table(some) for some in by_cell(cells)]
     assert [made.title for made in tables] == ["code, one at a time", "code, 8 at once"]
     assert [made.row_count for made in tables] == [2, 2]
     assert Console(width=80).measure(tables[1]).minimum <= 80
+
+
+def overlaps(cells: list[Cell], title: str) -> list[str]:
+    """What runs out of the figure, or into its neighbour."""
+    figure = lay_out(cells, title)
+    figure.draw_without_rendering()
+    paper = figure.bbox
+    found = []
+    for name, box in (("legend", figure.legends[0].get_window_extent()), ("title", figure.texts[0].get_window_extent())):
+        if not (paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0 and box.y1 <= paper.y1):
+            found.append(name)
+    for panel in figure.axes:
+        numbers = sorted((text.get_window_extent() for text in panel.texts), key=lambda box: box.x0)
+        found += ["numbers" for left, right in zip(numbers, numbers[1:], strict=False) if left.x1 > right.x0]
+    return found
+
+
+MODES = [f"draft_model:{k}/{rule}" for k in (2, 4, 8) for rule in ("matching", "rejection")]
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 8)])
+@pytest.mark.parametrize("modes", [MODES[:1], MODES])
+def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
+    cells = [
+        make_cell(mode, workload=name, concurrency=count)
+        for name in ("code", "edit", "prose@0.7")
+        for count in counts
+        for mode in ("off", *modes, AGAIN)
+    ]
+    assert (
+        overlaps(cells, "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on " * 2)
+        == []
+    )
+
+
+def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
+        monkeypatch.setattr(f"speculon.bench.chart.{name}", 0.02)
+    cells = [make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)]
+    assert set(overlaps(cells, "a long title " * 20)) == {"legend", "title", "numbers"}

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
 from speculon.bench import workloads
+from speculon.bench.cell import tie_gap
 from speculon.bench.measure import measure, recording
-from speculon.bench.run import AGAIN, STOCK, Plan, run, tie_gap
+from speculon.bench.plan import AGAIN, STOCK, Plan
+from speculon.bench.run import run
+from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Sequence
 from speculon.demo import corpus
-from speculon.errors import BenchError, InvalidParameter
+from speculon.errors import BenchError, InvalidParameter, UnsupportedModel
+from speculon.models import prove
+from speculon.models.load import wrap_model
+from speculon.models.target import Target
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
+from tests.tiny.conftest import build as build_model
+from tests.tiny.conftest import tiny_model
 from tests.tiny.folders import CONTEXT, make_folder, make_library
 
 PROMPTS, TOKENS = 2, 96
@@ -72,6 +83,16 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     assert ngram["tokens_per_target_call"] > 1 and len(ngram["per_position"]) == 4 and "5" in ngram["ms_by_rows"]
     assert 0 < ngram["overhead"] < 1 and cells["edit", 1, "off"]["exact"] == 0
 
+    assert ngram["sources"] == {"ngram": 1} and 0 < ngram["reached"] <= 1
+    split = ngram["rounds"]
+    assert split["draft"] + split["target"] + split["rest"] == pytest.approx(1) and min(split.values()) > 0
+    assert split["tokens_per_target_call"] >= ngram["tokens_per_target_call"]  # which counts plain calls, too
+    assert [need["speed"] for need in ngram["needed"]] == [1, 1.5, 2]
+    assert cells["code", 1, "off"]["rounds"] is None and cells["code", 2, "ngram:4"]["needed"] == []
+    for (name, count, mode), cell in cells.items():  # greedy texts of this model loop, sampled ones do not
+        free = round(cell["texts"] * (1 - cell["looping"])) if count == 1 else 0
+        assert cell["texts_without_loops"] == free and (cell["ratio_without_loops"] is None) == (free == 0), (name, mode)
+
     assert report["command"].startswith("speculon ")
     assert {"torch", "transformers", "python"} <= set(report["versions"])
     assert {"cpu", "cores", "platform", "memory_gib"} <= set(report["machine"])
@@ -94,6 +115,155 @@ def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:
     assert "ngram:4 ran no speculative round in code" in error["message"] and "max_tokens" in error["message"]
 
 
+@pytest.fixture(scope="module")
+def drafting(folder: Path) -> LLM:
+    """The target is its own draft: what it guesses greedily always stands."""
+    return LLM(str(folder), prefix_cache=False, speculation={"draft": str(folder)})
+
+
+def small(**fields: Any) -> Plan:
+    usual: dict[str, Any] = {"workloads": ("code",), "concurrency": (1,), "prompts": 1, "max_tokens": 16, "repeats": 1}
+    return Plan(**(usual | fields))
+
+
+def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path) -> None:
+    sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "24", "--repeats", "1", "--concurrency", "1"]
+    modes = ["--modes", "draft_model:3,auto:3", "--draft", str(folder), "--out", str(tmp_path / "new")]
+    code, out, err = bench(folder, *sizes, *modes, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    cells = {cell["mode"]: cell for cell in report["cells"]}
+    own, both = cells["draft_model:3"], cells["auto:3"]
+    assert own["per_position"] == [1, 1, 1] and own["reached"] == 1 and own["different"] == 0
+    assert own["sources"] == {"draft_model": 1} and own["rounds"]["draft"] > 0.3  # three calls of the same model
+    assert sum(both["sources"].values()) == pytest.approx(1) and set(both["sources"]) <= {"ngram", "draft_model"}
+    assert report["model"]["drafts"] == {"draft_model": "model"} and report["model"]["widened_to"] is None
+    said = (tmp_path / "new" / "bench.md").read_text()
+    assert "draft_model model;" in said and "| draft_model 100% |" in said
+
+
+@pytest.mark.parametrize("modes", ["draft_model:4", "ngram:4,draft_model:4/rejection"])
+def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
+    folder: Path, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: pytest.fail("measured"))
+    code, out, _ = bench(folder, "--modes", modes, "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"]) == (2, "InvalidParameter")
+    assert (
+        f"modes = {modes.rpartition(',')[2]!r}: no_drafter: draft_model needs a checkpoint, given with --draft"
+        in error["message"]
+    )
+
+
+def test_a_plain_measurement_does_hit_the_planted_failure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above: with a drafter at hand the same trap springs."""
+    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        run(llm, small(modes=("ngram:4",)))
+
+
+def test_rules_of_acceptance_are_modes(drafting: LLM) -> None:
+    """A draft that agrees with the target exactly is accepted under both; by matching the text is the plain one."""
+    modes = ("draft_model:3/matching", "draft_model:3/rejection")
+    cells, _ = run(drafting, small(workloads=("prose@0.7",), modes=modes, prompts=2, max_tokens=24))
+    by_mode = {cell.mode: cell for cell in cells}
+    matching, rejection = (by_mode[mode] for mode in modes)
+    assert (matching.different, matching.rejection) == (0, False)
+    assert rejection.rejection and matching.reached == rejection.reached == 1
+
+
+def test_the_same_cases_at_another_temperature(llm: LLM) -> None:
+    size = Size(3, TOKENS, CONTEXT)
+    warm, usual = build("prose@0.7", llm.tokenizer, size), build("prose", llm.tokenizer, size)
+    assert [(case.prompt, case.params.seed) for case in warm] == [(case.prompt, case.params.seed) for case in usual]
+    assert {case.params.temperature for case in warm} == {0.7} and {case.params.temperature for case in usual} == {1}
+    sampled = build("code@1", llm.tokenizer, size)
+    assert [case.params.seed for case in sampled] == [0, 1, 2]  # a text without a seed would be another in every mode
+    assert [case.params.seed for case in build("code", llm.tokenizer, size)] == [None] * 3
+    assert [case.prompt for case in sampled] == [case.prompt for case in build("code", llm.tokenizer, size)]
+
+
+def logits_of(target: Target) -> torch.Tensor:
+    return prove.paged_logits(target)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
+    model = copy.deepcopy(tiny_model(name))
+    target = wrap_model(copy.deepcopy(model), name=name)
+    before, small_one = logits_of(target), target.num_parameters
+    widen_target(target, 1)
+    assert small_one < 100_000 and abs(target.num_parameters - 1_000_000) < 10_000
+    assert float((logits_of(target) - before).abs().max()) <= 1e-5 * float(before.abs().max())
+    for mlp in gated_mlps(target.model):
+        new = slice(48, width_of(mlp))  # columns
+        gate, up, down = (getattr(mlp, part).weight for part in PARTS)
+        assert gate.shape == up.shape == down.T.shape and len(gate) > 1000
+        assert not down[:, new].any() and all((rows[new].std(-1) > SCALE / 2).all() for rows in (gate, up))
+    before_stock = model(torch.arange(9)[None]).logits
+    widen(model, 1, name)
+    assert torch.equal(next(gated_mlps(model)).gate_proj.weight, next(gated_mlps(target.model)).gate_proj.weight)
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before_stock, rtol=0, atol=1e-4)
+
+
+def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted error: output weights that are not zero."""
+    monkeypatch.setattr("speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim))
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):
+        widen_target(target, 1)
+
+
+def test_what_cannot_be_widened_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"):
+        widen(tiny_model("phi3"), 1, "phi3")
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    widen_target(target, 2)
+    for millions in (1, 2):
+        with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
+            widen_target(target, millions)
+
+
+def test_biases_are_widened_too() -> None:
+    model = build_model("llama", seed=3, mlp_bias=True)
+    before = model(torch.arange(9)[None]).logits
+    widen(model, 1, "llama")
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before, rtol=0, atol=1e-4)
+
+
+def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tmp_path: Path) -> None:
+    sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "24", "--repeats", "1", "--concurrency", "1"]
+    modes = ["--modes", "draft_model:3", "--draft", str(folder), "--with-transformers"]
+    reports = []
+    for name, more in (("as it is", []), ("wide", ["--widen", "3"])):
+        code, out, err = bench(folder, *sizes, *modes, *more, "--out", str(tmp_path / name), "--json")
+        assert (code, err) == (0, "")
+        reports.append(json.loads(out))
+    plain, wide = reports
+    assert wide["model"]["widened_to"] == 3_000_000 and abs(wide["model"]["parameters"] - 3e6) < 2e4
+    assert plain["model"]["widened_to"] is None and plain["model"]["parameters"] < 1e5
+    assert all(cell["different"] == 0 for cell in wide["cells"])  # transformers' own among them
+    assert [cell["tokens_per_target_call"] for cell in wide["cells"]] == [
+        cell["tokens_per_target_call"] for cell in plain["cells"]
+    ]
+    forward = [next(c["ms_by_rows"]["1"][0] for c in report["cells"] if c["mode"] == "off") for report in reports]
+    assert forward[1] > forward[0]
+    said = "model widened to 3 M parameters: the same function at the call cost of a larger model, 3.0 M"
+    assert (
+        said in (tmp_path / "wide" / "bench.md").read_text() and "widened" not in (tmp_path / "as it is" / "bench.md").read_text()
+    )
+
+
+def test_the_chart_says_that_the_target_is_widened(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    titles = []
+    monkeypatch.setattr("speculon.bench.chart.draw", lambda cells, title, path: titles.append(title) or path)
+    sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "8", "--repeats", "1", "--concurrency", "1"]
+    modes = ["--modes", "draft_model:2", "--draft", str(folder)]
+    assert bench(folder, *sizes, *modes, "--widen", "1", "--out", str(tmp_path), "--json")[0] == 0
+    assert len(titles) == 1 and "widened to 1 M parameters: the same function at the call cost" in titles[0]
+
+
 class Mute:
     """Never guesses."""
 
@@ -114,9 +284,8 @@ class Mute:
 
 def test_the_same_for_a_planted_drafter_that_never_guesses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {"mute": Mute})
-    plan = Plan(workloads=("code",), modes=("mute:4",), concurrency=(1,), prompts=1, max_tokens=16, repeats=1)
     with pytest.raises(BenchError, match=r"mute:4 ran no speculative round .*'no_match': 14"):
-        run(llm, plan)
+        run(llm, small(modes=("mute:4",)))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +330,21 @@ def test_a_recording_sees_every_step_and_leaves_the_engine_as_it_was(llm: LLM) -
     assert [step.rows for step in one.steps] == [2 * len(case.prompt)] + [2] * 9
     assert sum(step.tokens for step in one.steps) == one.tokens == 20
     assert all(0 < step.forward_ms < step.step_ms for step in one.steps)
+    assert [step.spans for step in one.steps] == [2] * 10 and not any(step.drafted for step in one.steps)
     with pytest.raises(ZeroDivisionError), recording(llm.engine):
         raise ZeroDivisionError
     assert "step" not in vars(llm.engine)
+
+
+def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -> None:
+    case = Case("x", drafting.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    before = drafting.engine.counters.draft_ms
+    one = measure(drafting, [case, case], {"method": "draft_model", "num_speculative_tokens": 3})
+    assert [(step.drafted, step.spans, step.tokens) for step in one.steps] == [(0, 2, 2), (6, 2, 8), (6, 2, 8)]
+    assert all(0 < step.draft_ms < step.step_ms - step.forward_ms for step in one.steps[1:])
+    assert sum(step.draft_ms for step in one.steps) == pytest.approx(drafting.engine.counters.draft_ms - before)
+    plain = measure(drafting, [case], {"method": "off"})
+    assert max(step.draft_ms for step in plain.steps) < min(step.draft_ms for step in one.steps[1:])
 
 
 def test_the_gap_where_two_texts_part(llm: LLM) -> None:

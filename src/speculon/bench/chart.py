@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from speculon.bench.run import AGAIN, Cell
+from speculon.bench.cell import Cell
+from speculon.bench.plan import AGAIN
 from speculon.proposers.registry import OFF
 
-COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46")
+COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46", "#5fb0b7", "#d58fb5", "#9aa33b", "#6b6b6b")
+PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
+LEGEND_CHAR, TITLE_CHAR, HANDLE = 0.085, 0.078, 0.55  # inches, at the sizes used
 WIDTH = 0.8  # of all bars of a workload together
 
 
 def draw(cells: list[Cell], title: str, path: Path) -> Path:
+    lay_out(cells, title).savefig(path, dpi=150)
+    return path
+
+
+def lay_out(cells: list[Cell], title: str) -> Figure:
     """One panel per concurrency, one group of bars per workload, one bar per mode."""
     counts = sorted({cell.concurrency for cell in cells})
-    figure = Figure(figsize=(1.6 + 4.4 * len(counts), 4.6), layout="constrained")
+    bars = max(len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts)
+    wide = 1.6 + max(PANEL, BAR * bars) * len(counts)
+    figure = Figure(figsize=(wide, 4.6), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for panel, count in zip(panels, counts, strict=True):
         draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
     panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")
     handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150)
-    return path
+    columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False)
+    figure.suptitle(textwrap.fill(title, int(wide / TITLE_CHAR)), fontsize=10)
+    return figure
 
 
 def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.bench.workloads import Case
 from speculon.core import Event
-from speculon.telemetry import RequestStats
+from speculon.telemetry import EngineCounters, RequestStats
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
@@ -24,10 +24,17 @@ class Step:
     """One target call."""
 
     rows: int
+    spans: int  # texts that it went on with
     tokens: int  # that it brought
     decoding: bool  # no prompt tokens in it
-    forward_ms: float
+    draft_ms: float
+    forward_ms: float  # of the target
     step_ms: float
+
+    @property
+    def drafted(self) -> int:
+        """Positions that were guessed; a text without a guess has one row."""
+        return self.rows - self.spans if self.decoding else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,12 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
 
     def step() -> list[Event]:
         decoding = not scheduler.waiting and all(seq.pending == 1 for seq in scheduler.running)
-        calls, rows, forward_ms, step_ms = counters.steps, counters.rows, counters.forward_ms, counters.step_ms
+        calls, rows, before = counters.steps, counters.rows, spent(counters)
         events = stepped()
         if counters.steps > calls:
             tokens = sum(len(event.tokens) for event in events)
-            spent = counters.forward_ms - forward_ms, counters.step_ms - step_ms
-            steps.append(Step(counters.rows - rows, tokens, decoding, *spent))
+            ms = (after - earlier for after, earlier in zip(spent(counters), before, strict=True))
+            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, *ms))
         return events
 
     vars(engine)["step"] = step
@@ -88,6 +95,11 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         yield steps
     finally:
         del vars(engine)["step"]
+
+
+def spent(counters: EngineCounters) -> tuple[float, float, float]:
+    """Times so far, in the order of `Step`."""
+    return counters.draft_ms, counters.forward_ms, counters.step_ms
 
 
 def loops(token_ids: list[int]) -> bool:

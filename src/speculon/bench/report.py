@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from speculon.bench.run import AGAIN, Cell, Plan
+from speculon.bench.cell import Cell
+from speculon.bench.plan import Plan
+from speculon.bench.tables import LEGEND, ROUNDS_LEGEND, markdown, rounds_markdown
 from speculon.bench.workloads import Case, fingerprint
-from speculon.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -29,6 +27,9 @@ MEASURED = (
     "prefix cache off; decode_*: the same over steps without prompt tokens. ratio: median over (group of prompts, repeat) of a "
     "mode's speed / the speed of `off` on the same group in the same repeat; `off again` repeats `off` and shows the noise."
 )
+
+
+WIDENED = "the same function at the call cost of a larger model"
 
 
 @dataclass(slots=True)
@@ -48,7 +49,8 @@ class Report:
 
     @classmethod
     def of(cls, argv: list[str], plan: Plan, llm: LLM, cells: list[Cell], cases: dict[str, list[Case]]) -> Report:
-        return cls(shlex.join(["speculon", *argv]), asdict(plan), model_facts(llm), workload_facts(cases), cells)
+        model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
+        return cls(shlex.join(["speculon", *argv]), asdict(plan), model, workload_facts(cases), cells)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,6 +68,10 @@ def model_facts(llm: LLM) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
+        "drafts": {
+            method: Path(draft).name if isinstance(draft, str) else type(draft).__name__
+            for method, draft in config.speculation.drafts.items()
+        },
         "block_size": config.block_size,
         "max_batch_tokens": config.max_batch_tokens,
         "prefix_cache": config.prefix_cache,
@@ -130,7 +136,8 @@ def write(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    files[1].write_text(f"{heading(report)}\n\n{markdown(report.cells)}\n\n{LEGEND}.\n", encoding="utf-8")
+    parts = (heading(report), markdown(report.cells), f"{LEGEND}.", rounds_markdown(report.cells), f"{ROUNDS_LEGEND}.")
+    files[1].write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw
 
@@ -149,82 +156,9 @@ def heading(report: Report) -> str:
 
 def model_line(report: Report) -> str:
     model, machine = report.model, report.machine
+    wide = f" widened to {model['widened_to'] // 10**6} M parameters: {WIDENED}" if model["widened_to"] else ""
+    drafts = "".join(f", {method} {name}" for method, name in model["drafts"].items())
     return (
-        f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, {model['dtype']}; "
-        f"{machine.get('gpu', machine['cpu'])}, {model['threads']} thread{'s' * (model['threads'] > 1)}"
+        f"{model['name']}{wide}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, {model['dtype']}{drafts}"
+        f"; {machine.get('gpu', machine['cpu'])}, {model['threads']} thread{'s' * (model['threads'] > 1)}"
     )
-
-
-SPEED = ("tok/s", "x off", "tok/call", "ms (rows)", "engine", "same", "exact", "loops")
-LEGEND = (
-    "tok/s: prompts included; x off: median of pairs; ms (rows): a decoding call of the model, its two usual sizes; "
-    "engine: share of a step outside the model; same: texts equal to those of `off`; "
-    "loops: texts that end repeating themselves and are not right"
-)
-
-
-def figures(cell: Cell) -> tuple[str, ...]:
-    """In the order of `SPEED`."""
-    texts = cell.texts * len(cell.per_repeat)
-    return (
-        f"{cell.tokens_per_second:.0f}",
-        "1" if cell.mode == OFF else f"{cell.ratio:.2f}",
-        number(cell.tokens_per_target_call, ".2f"),
-        " ".join(f"{ms:.1f} ({rows})" for rows, ms in usual_calls(cell)) or "-",
-        number(cell.overhead, ".1%"),
-        "-" if cell.mode == OFF else f"{texts - cell.different}/{texts}" if cell.different else "all",
-        number(cell.exact, ".0%"),
-        f"{cell.looping:.0%}",
-    )
-
-
-def usual_calls(cell: Cell) -> list[tuple[int, float]]:
-    """The two most frequent sizes of a decoding call, small ones first."""
-    often = sorted(cell.ms_by_rows, key=lambda rows: -cell.ms_by_rows[rows][1])[:2]
-    return [(rows, cell.ms_by_rows[rows][0]) for rows in sorted(often)]
-
-
-def notes(cell: Cell) -> list[str]:
-    """What does not fit into a column."""
-    found = []
-    if cell.per_position:
-        found.append(f"{cell.mode}: {accepted(cell)} of the drafts at positions 1 to {len(cell.per_position)} accepted")
-    if cell.different:
-        gaps = f"; where greedy ones part, the candidates are at most {max(cell.tie_nats):.0e} nat apart" if cell.tie_nats else ""
-        found.append(
-            f"{cell.mode}: {cell.different} of {cell.texts * len(cell.per_repeat)} texts differ from those of {OFF}{gaps}"
-        )
-    return found
-
-
-def accepted(cell: Cell) -> str:
-    return " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %" if cell.per_position else "-"
-
-
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def by_cell(cells: list[Cell]) -> list[list[Cell]]:
-    """The modes of each workload and concurrency."""
-    return [list(group) for _, group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency))]
-
-
-def table(cells: list[Cell]) -> Table:
-    """For the terminal: the modes of one workload at one concurrency."""
-    first = cells[0]
-    title = f"{first.workload}, {'one at a time' if first.concurrency == 1 else f'{first.concurrency} at once'}"
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
-    made.add_column("mode", no_wrap=True)
-    for name in SPEED:
-        made.add_column(name, justify="right", no_wrap=True)
-    for cell in cells:
-        made.add_row(cell.mode, *figures(cell), style="dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "")
-    return made
-
-
-def markdown(cells: list[Cell]) -> str:
-    """The same for a README, in one table."""
-    head = ("workload", "at once", "mode", *SPEED, "drafts accepted, by position")
-    rows = [(cell.workload, str(cell.concurrency), cell.mode, *figures(cell), accepted(cell)) for cell in cells]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))

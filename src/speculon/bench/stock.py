@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speculon.bench.measure import Measurement
+from speculon.bench.widen import widen
 from speculon.bench.workloads import Case
 from speculon.llm import LLM
 from speculon.models.load import locate, quiet
@@ -17,7 +18,7 @@ from speculon.text import Tokenizer
 class Stock:
     """A second copy of the weights, in the library's own hands: its attention, its DynamicCache, its loop."""
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: LLM, widened_to: int | None = None):
         target = llm.engine.target
         self.tokenizer: Tokenizer = llm.tokenizer
         self.eos_ids = sorted(target.eos_ids)
@@ -25,6 +26,8 @@ class Stock:
             folder = locate(llm.config.model)
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, local_files_only=True)
         self.model.eval().to(target.device)
+        if widened_to:
+            widen(self.model, widened_to, target.name)  # with the same random columns
 
     @torch.inference_mode()
     def measure(self, cases: list[Case]) -> Measurement:

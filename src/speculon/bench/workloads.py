@@ -3,6 +3,7 @@
 code: a held-out file of the standard library is continued, greedily.
 edit: a held-out function is to be repeated with one name changed, through the chat template, greedily.
 prose: a held-out docstring is continued at temperature 1, each case with a seed of its own.
+NAME@T: the same cases at another temperature.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -52,11 +53,10 @@ Builder = Callable[[Tokenizer, Size], Iterator[Case]]
 
 def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
     """The first cases of a workload that fit the context; fewer than asked for is an error."""
-    if name not in WORKLOADS:
-        raise InvalidParameter("workloads", name, f"known are {', '.join(WORKLOADS)}")
+    find, temperature = parse(name)
     if size.prompt_tokens < 1:
         raise InvalidParameter("max_tokens", size.max_tokens, f"the context is {size.context} tokens")
-    cases = list(islice(WORKLOADS[name](tokenizer, size), size.cases))
+    cases = [at(temperature, case, i) for i, case in enumerate(islice(find(tokenizer, size), size.cases))]
     if len(cases) < size.cases:
         raise BenchError(
             f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in {corpus.stdlib_root()}"
@@ -65,8 +65,27 @@ def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
     return cases
 
 
+def parse(text: str) -> tuple[Builder, float]:
+    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written."""
+    name, at_sign, number = text.partition("@")
+    if name not in WORKLOADS:
+        raise InvalidParameter("workloads", text, f"known are {', '.join(WORKLOADS)}")
+    find, usual = WORKLOADS[name]
+    try:
+        temperature = float(number) if at_sign else usual
+    except ValueError:
+        raise InvalidParameter("workloads", text, "is NAME or NAME@TEMPERATURE") from None
+    return find, SamplingParams(temperature=temperature).temperature  # which names its own limits
+
+
+def at(temperature: float, case: Case, number: int) -> Case:
+    """The case at a temperature. Without a seed of its own it gets one, so that every mode samples the same text."""
+    seed = number if temperature and case.params.seed is None else case.params.seed
+    return replace(case, params=case.params.model_copy(update={"temperature": temperature, "seed": seed}))
+
+
 def code(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
-    params = SamplingParams(temperature=0, max_tokens=size.max_tokens)
+    params = SamplingParams(max_tokens=size.max_tokens)
     for path, source in shuffled("code", held_out_sources()):
         lines = source.splitlines(keepends=True)
         start = random.Random(f"code {path}").randrange(max(1, len(lines) - 60))
@@ -77,7 +96,7 @@ def code(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
 
 
 def edit(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
-    params = SamplingParams(temperature=0, max_tokens=size.max_tokens)
+    params = SamplingParams(max_tokens=size.max_tokens)
     for function in shuffled("edit", corpus.held_out_functions()):
         rng = random.Random(f"edit {function.path} {function.name}")
         old = rng.choice(function.identifiers)
@@ -95,10 +114,10 @@ def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
         tokens = tokenizer.encode(text)
         prompt = tokens[: min(len(tokens) // 2, size.prompt_tokens)]
         if len(prompt) >= min(FEWEST_TOKENS, size.prompt_tokens):
-            yield Case(path, prompt, SamplingParams(temperature=1, seed=seed, max_tokens=size.max_tokens))
+            yield Case(path, prompt, SamplingParams(seed=seed, max_tokens=size.max_tokens))
 
 
-WORKLOADS: dict[str, Builder] = {"code": code, "edit": edit, "prose": prose}
+WORKLOADS: dict[str, tuple[Builder, float]] = {"code": (code, 0), "edit": (edit, 0), "prose": (prose, 1)}  # usual temperature
 
 
 def ask(tokenizer: Tokenizer, message: str) -> list[int]:
@@ -135,7 +154,10 @@ def shuffled(name: str, things: Iterable[T]) -> list[T]:
 
 
 def fingerprint(cases: list[Case]) -> str:
-    """Tells whether two benchmarks wrote the same: the standard library differs between versions of Python."""
+    """Tells whether two benchmarks wrote the same: the standard library differs between versions of Python.
+
+    The temperature stands in the workload's name.
+    """
     digest = hashlib.sha256()
     for case in cases:
         digest.update(repr((case.prompt, case.params.max_tokens, case.params.seed)).encode())

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from speculon.bench import report
-from speculon.bench.run import Plan
+from speculon.bench import report, tables
+from speculon.bench.plan import Plan
 from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
@@ -37,12 +37,12 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
     if as_json:
         return print_json(made.to_dict())
     console = Console(highlight=False)
-    for some in report.by_cell(cells):
-        console.print(report.table(some))
-        for note in (note for cell in some for note in report.notes(cell)):
+    for some in tables.by_cell(cells):
+        console.print(tables.table(some))
+        for note in (note for cell in some for note in tables.notes(cell)):
             console.print(f"  {note}", style="dim", markup=False)
         console.print()
-    console.print(f"{report.LEGEND}.\n", style="dim", markup=False)
+    console.print(f"{tables.LEGEND}.\n", style="dim", markup=False)
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)

@@ -193,7 +193,7 @@ def faster(ratio: float) -> str:
 
 
 def reason(slow: Side, fast: Side, plain: list[Measurement], ngram: list[Measurement]) -> str:
-    from speculon.bench.run import ms_by_rows
+    from speculon.bench.cell import ms_by_rows
 
     words = (
         f"{fast.target_calls} calls of the model instead of {slow.target_calls}, "
@@ -212,7 +212,7 @@ def reason(slow: Side, fast: Side, plain: list[Measurement], ngram: list[Measure
 
 
 def sameness(llm: LLM, case: Case, same: bool, plain: list[Measurement], ngram: list[Measurement]) -> str:
-    from speculon.bench.run import tie_gap
+    from speculon.bench.cell import tie_gap
 
     if same:
         return "Same text: yes, token for token."

@@ -28,12 +28,18 @@ VLLM_NAMES = {"model": "draft"}
 Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
 
 
-def settings_from(*models: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command one option per field of `models`; it receives those that were set, as `given`."""
+def settings_from(
+    *models: type[BaseModel], without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command one option per field of `models`; it receives those that were set, as `given`.
+
+    `without` names fields that the command decides itself.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        fields = {name: (model, field) for model in models for name, field in model.model_fields.items() if name not in NO_FLAG}
+        hidden = NO_FLAG.union(without)
+        fields = {name: (model, field) for model in models for name, field in model.model_fields.items() if name not in hidden}
 
         @wraps(command)
         def with_given(**values: Any) -> None:

@@ -232,6 +232,7 @@ class Engine:
         rows = sum(span.rows for span in plan.spans)
         self.counters.steps += 1
         self.counters.rows += rows
+        self.counters.draft_ms += draft_ms
         self.counters.forward_ms += forward_ms
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         if rows == len(decided):

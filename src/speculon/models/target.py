@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
@@ -43,9 +45,17 @@ class Target:
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.device, self.dtype = model.device, model.dtype
-        weights = {p.data_ptr(): p for p in model.parameters()}.values()  # tied weights count once
-        self.num_parameters = sum(p.numel() for p in weights)
-        self.num_bytes = sum(p.nbytes for p in weights)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self._weights())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.nbytes for p in self._weights())
+
+    def _weights(self) -> Collection[Parameter]:
+        return {p.data_ptr(): p for p in self.model.parameters()}.values()  # tied weights count once
 
     def needs(self, rows: int, scored: int) -> Needs:
         """Its claims, when T = `rows` and R = `scored` in its largest forward."""

@@ -1,0 +1,196 @@
+"""The figures of one mode: medians over pairs with plain decoding, and what the engine did meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from speculon.bench.measure import Measurement, loops
+from speculon.bench.plan import Mode
+from speculon.bench.rounds import Need, Rounds, decoding, mean_step_ms, needs, reached, rounds_of
+from speculon.bench.workloads import Case
+from speculon.config import SamplingParams
+from speculon.errors import BenchError
+from speculon.proposers.registry import OFF
+from speculon.telemetry import RequestStats
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM
+
+TIE_TOP = 20  # candidates looked at for a tie
+
+
+@dataclass(slots=True)
+class Cell:
+    """One mode of one workload at one concurrency; medians over the repeats unless said otherwise."""
+
+    workload: str
+    concurrency: int
+    mode: str
+    texts: int  # per repeat
+    tokens: int  # written in the first repeat
+    tokens_per_second: float  # prompts included
+    decode_tokens_per_second: float | None  # steps without prompt tokens alone
+    ratio: float  # to `off`, median over the pairs of (group, repeat)
+    ratio_quartiles: tuple[float, float]
+    decode_ratio: float | None
+    ratio_without_loops: float | None  # the same over the texts that do not loop; None with several texts at once
+    texts_without_loops: int  # how many those are
+    tokens_per_target_call: float | None
+    acceptance_rate: float | None
+    per_position: list[float]
+    sources: dict[str, float]  # who drafted -> share of the accepted tokens
+    rejection: bool  # sampled drafts may be judged by rejection: then texts differ, their distribution does not
+    rounds: Rounds | None  # the split of a call that verified drafts
+    reached: float | None  # mean acceptance per position: of drafts whose forerunners all stood
+    needed: list[Need]  # at concurrency 1
+    ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
+    overhead: float | None  # share of a decoding step spent neither in the target nor on drafting
+    looping: float  # share of texts whose end repeats itself and is not the right answer
+    exact: float | None  # share of texts equal to the reference
+    different: int  # texts of all repeats that are not those of `off`
+    tie_nats: list[float]  # how close the two candidates were where a greedy text parted, in the target's own words
+    reasons: dict[str, int]
+    per_repeat: list[float]  # tokens per second
+
+
+Runs = dict[str, list[list[Measurement]]]  # mode -> repeat -> group
+
+
+def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: list[Case], llm: LLM) -> Cell:
+    repeats, plain = runs[mode.label], runs[OFF]
+    everything = [one for groups in repeats for one in groups]
+    stats = RequestStats()
+    for one in everything:
+        stats.add(one.stats)
+    done = stats.speculation()
+    if mode.speculates and done is None:
+        raise BenchError(
+            f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is nothing to compare; "
+            f"reasons: {dict(stats.reasons)}"
+        )
+    ratios = paired([(one.tokens_per_second, base.tokens_per_second) for one, base in pairs(repeats, plain)])
+    if not ratios:
+        raise BenchError(f"{mode.label} or {OFF} wrote no token in {workload} at concurrency {concurrency}")
+    decode = paired([(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)])
+    texts = [tokens for one in repeats[0] for tokens in one.token_ids]
+    right = [one.texts[i].strip() == case.reference for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
+    looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
+    free = without_loops(repeats, plain, cases)
+    split, plain_ms = rounds_of(everything), mean_step_ms([one for groups in plain for one in groups])
+    rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
+    apart = [where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)]
+    speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
+    return Cell(
+        workload=workload,
+        concurrency=concurrency,
+        mode=mode.label,
+        texts=len(texts),
+        tokens=sum(map(len, texts)),
+        tokens_per_second=median(speeds),
+        decode_tokens_per_second=median_or_none([one.decode_tokens_per_second for one in everything]),
+        ratio=median(ratios),
+        ratio_quartiles=quartiles(ratios),
+        decode_ratio=median_or_none(decode),
+        ratio_without_loops=median_or_none([ratio for ratios in free.values() for ratio in ratios]),
+        texts_without_loops=len(free),
+        tokens_per_target_call=stats.emitted / stats.target_calls if stats.target_calls else None,
+        acceptance_rate=done.acceptance_rate if done else None,
+        per_position=done.per_position if done else [],
+        sources={who: n["accepted"] / max(1, done.accepted) for who, n in done.by_source.items()} if done else {},
+        rejection=mode.speculates and rule == "rejection" and not all(case.params.greedy for case in cases),
+        rounds=split,
+        reached=reached(done) if done else None,
+        needed=needs(split, plain_ms, len(done.per_position)) if done and split and plain_ms and concurrency == 1 else [],
+        ms_by_rows=ms_by_rows(everything),
+        overhead=overhead(everything),
+        looping=sum(looping) / len(texts),
+        exact=sum(right) / len(right) if cases[0].reference is not None else None,
+        different=len(apart),
+        tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
+        reasons=dict(stats.reasons),
+        per_repeat=speeds,
+    )
+
+
+def pairs(repeats: list[list[Measurement]], plain: list[list[Measurement]]) -> Iterator[tuple[Measurement, Measurement]]:
+    for groups, others in zip(repeats, plain, strict=True):
+        yield from zip(groups, others, strict=True)
+
+
+def paired(speeds: list[tuple[float | None, float | None]]) -> list[float]:
+    return [mine / base for mine, base in speeds if mine and base]
+
+
+def slots(groups: list[Measurement]) -> Iterator[tuple[Measurement, int]]:
+    """Every text, as its measurement and its place in it, in the order of the cases."""
+    return ((one, i) for one in groups for i in range(len(one.texts)))
+
+
+def stuck(one: Measurement, i: int, case: Case) -> bool:
+    """Whether a text ends repeating itself and is not the right answer."""
+    return loops(one.token_ids[i]) and one.texts[i].strip() != case.reference
+
+
+def without_loops(repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]) -> dict[int, list[float]]:
+    """Ratios by case, of measurements of one text where neither side loops: loops are easy to guess, and flatter."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for groups, others in zip(repeats, plain, strict=True):
+        for i, sides in enumerate(zip(groups, others, strict=True)):
+            if all(len(one.texts) == 1 and one.tokens and not stuck(one, 0, cases[i]) for one in sides):
+                found[i].append(sides[0].tokens_per_second / sides[1].tokens_per_second)
+    return found
+
+
+def differences(groups: list[Measurement], plain: list[Measurement]) -> list[tuple[int, list[int], list[int]]]:
+    """(case, its tokens, plain's tokens) of the texts that differ."""
+    mine = [tokens for one in groups for tokens in one.token_ids]
+    base = [tokens for one in plain for tokens in one.token_ids]
+    return [(i, m, b) for i, (m, b) in enumerate(zip(mine, base, strict=True)) if m != b]
+
+
+def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | None:
+    """Nats between the two candidates where a greedy text parts; None when sampled, or where one of the texts ended."""
+    at = next((i for i, (m, b) in enumerate(zip(mine, base, strict=False)) if m != b), None)
+    if at is None or not case.params.greedy:
+        return None
+    ask = SamplingParams(temperature=0, max_tokens=1, logprobs=min(TIE_TOP, llm.engine.target.vocab_size))
+    output = llm.generate([[*case.prompt, *base[:at]]], ask, speculation={"method": OFF})[0]
+    top = dict(output.logprobs[0].top) if output.logprobs else {}
+    return abs(top[mine[at]] - top[base[at]]) if mine[at] in top and base[at] in top else None
+
+
+def ms_by_rows(measurements: list[Measurement]) -> dict[int, tuple[float, int]]:
+    found: dict[int, list[float]] = defaultdict(list)
+    for one in measurements:
+        for step in one.steps:
+            if step.decoding:
+                found[step.rows].append(step.forward_ms)
+    return {rows: (median(ms), len(ms)) for rows, ms in sorted(found.items())}
+
+
+def overhead(measurements: list[Measurement]) -> float | None:
+    steps = decoding(measurements)
+    spent = sum(step.step_ms for step in steps)
+    return (spent - sum(step.draft_ms + step.forward_ms for step in steps)) / spent if spent else None
+
+
+def median_or_none(values: list[Any]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return at_share(ordered, 0.25), at_share(ordered, 0.75)
+
+
+def at_share(ordered: list[float], share: float) -> float:
+    """Linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

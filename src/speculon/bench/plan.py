@@ -1,0 +1,90 @@
+"""What is compared with what: modes, workloads, crowds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculon.bench import workloads
+from speculon.config import RequestSpeculation
+from speculon.errors import InvalidParameter
+from speculon.proposers.registry import OFF, check_method
+
+AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
+STOCK = "transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    label: str
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def speculates(self) -> bool:
+        return self.label not in (OFF, AGAIN, STOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compare. Raises `InvalidParameter` or `UnknownMethod` for what cannot be."""
+
+    workloads: tuple[str, ...] = tuple(workloads.WORKLOADS)
+    modes: tuple[str, ...] = (OFF, "ngram:4", "ngram:8")
+    concurrency: tuple[int, ...] = (1, 8)
+    prompts: int = 16
+    max_tokens: int = 128
+    repeats: int = 3
+    with_transformers: bool = False
+    widen: int | None = None  # the target, to about this many million parameters
+
+    def __post_init__(self) -> None:
+        for name in ("workloads", "modes", "concurrency"):
+            if not getattr(self, name):
+                raise InvalidParameter(name, "", "name at least one")
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise InvalidParameter(name, ",".join(map(str, getattr(self, name))), "names one twice")
+        for name in ("prompts", "max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise InvalidParameter(name, getattr(self, name), "must be at least 1")
+        if self.widen is not None and self.widen < 1:
+            raise InvalidParameter("widen", self.widen, "must be at least 1 (million parameters)")
+        for count in self.concurrency:
+            if not 1 <= count <= self.prompts:
+                raise InvalidParameter("concurrency", count, f"goes from 1 to the number of prompts, {self.prompts}")
+        for name in self.workloads:
+            workloads.parse(name)
+        for mode in self.modes:
+            parse_mode(mode)
+
+    def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
+        """Plain decoding twice, the modes asked for, and transformers where it does the same: greedy, one at a time."""
+        asked = [parse_mode(mode) for mode in self.modes if mode != OFF]
+        _, temperature = workloads.parse(workload)
+        stock = [Mode(STOCK)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
+        return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, {"method": OFF})]
+
+    @property
+    def measurements(self) -> int:
+        """How many there will be, warm-up included."""
+        return sum(
+            len(self.modes_of(workload, count)) * (1 + self.repeats * (self.prompts // count))
+            for workload in self.workloads
+            for count in self.concurrency
+        )
+
+
+def parse_mode(text: str) -> Mode:
+    """`off`, `ngram`, `ngram:8`, `draft_model:4/rejection`: METHOD[:K][/RULE]."""
+    head, slash, rule = text.partition("/")
+    method, colon, k = head.partition(":")
+    check_method(method)
+    if colon and not (k.isdecimal() and int(k)) or (colon or slash) and method == OFF:
+        raise InvalidParameter("modes", text, "is METHOD[:K][/RULE] with K of at least 1; off has neither")
+    speculation = {
+        "method": method,
+        **({"num_speculative_tokens": int(k)} if colon else {}),
+        **({"acceptance": rule} if slash else {}),
+    }
+    RequestSpeculation(**speculation)  # refuses a K or a rule that cannot be
+    return Mode(text, speculation)

@@ -1,0 +1,144 @@
+"""A benchmark's cells as tables, for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.table import Table
+
+from speculon.bench.cell import Cell
+from speculon.bench.plan import AGAIN
+from speculon.bench.rounds import SPEEDS, Need, Rounds
+from speculon.proposers.registry import OFF
+
+SPEED = ("tok/s", "x off", "x off, no loops (n)", "tok/call", "ms (rows)", "engine", "same", "exact", "loops")
+LEGEND = (
+    "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating themselves; "
+    "ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step neither in the target nor on drafts; "
+    "same: texts equal to those of `off`; loops: texts that end repeating themselves and are not right"
+)
+ROUNDS = ("rounds", "ms", "draft", "target", "rest", "ms/draft", "found tok/call (a)")
+ROUNDS_LEGEND = (
+    "rounds: decoding calls that verified drafts, their time, its shares; a: acceptance of drafts whose forerunners all stood; "
+    "for Sx: tokens per call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
+    "(one text at a time); from: share of the accepted tokens by source"
+)
+
+
+def figures(cell: Cell) -> tuple[str, ...]:
+    """In the order of `SPEED`."""
+    texts = cell.texts * len(cell.per_repeat)
+    return (
+        f"{cell.tokens_per_second:.0f}",
+        "1" if cell.mode == OFF else f"{cell.ratio:.2f}",
+        f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})" if cell.texts_without_loops else "-",
+        number(cell.tokens_per_target_call, ".2f"),
+        " ".join(f"{ms:.1f} ({rows})" for rows, ms in usual_calls(cell)) or "-",
+        number(cell.overhead, ".1%"),
+        "-" if cell.mode == OFF else f"{texts - cell.different}/{texts}" if cell.different else "all",
+        number(cell.exact, ".0%"),
+        f"{cell.looping:.0%}",
+    )
+
+
+def round_figures(cell: Cell, rounds: Rounds) -> tuple[str, ...]:
+    """In the order of `ROUNDS`."""
+    return (
+        str(rounds.calls),
+        f"{rounds.step_ms:.1f}",
+        f"{rounds.draft:.0%}",
+        f"{rounds.target:.0%}",
+        f"{rounds.rest:.0%}",
+        f"{rounds.draft_ms_per_position:.2f}",
+        f"{rounds.tokens_per_target_call:.2f} ({number(cell.reached, '.0%')})",
+    )
+
+
+def wanted(need: Need) -> str:
+    return f"{need.tokens_per_target_call:.2f} ({'impossible' if need.acceptance is None else f'{need.acceptance:.0%}'})"
+
+
+def usual_calls(cell: Cell) -> list[tuple[int, float]]:
+    """The two most frequent sizes of a decoding call, small ones first."""
+    often = sorted(cell.ms_by_rows, key=lambda rows: -cell.ms_by_rows[rows][1])[:2]
+    return [(rows, cell.ms_by_rows[rows][0]) for rows in sorted(often)]
+
+
+def notes(cell: Cell) -> list[str]:
+    """What does not fit into a column."""
+    found = []
+    if cell.per_position:
+        found.append(
+            f"{accepted(cell)} of the drafts at positions 1 to {len(cell.per_position)} accepted; "
+            f"accepted tokens from {from_whom(cell)}"
+        )
+    if split := cell.rounds:
+        found.append(
+            f"a round that drafts takes {split.step_ms:.1f} ms: drafting {split.draft:.0%} ({split.draft_ms_per_position:.2f} ms "
+            f"a position), target {split.target:.0%}, rest {split.rest:.0%}"
+        )
+        if cell.needed:
+            needed = ", ".join(f"{wanted(need)} for {need.speed:g}x" for need in cell.needed)
+            found.append(f"needed tok/call (acceptance): {needed}; found {round_figures(cell, split)[-1]}")
+    if cell.different:
+        gaps = f"; where greedy ones part, the candidates are at most {max(cell.tie_nats):.0e} nat apart" if cell.tie_nats else ""
+        may = ", as rejection may: the distribution is the same" if cell.rejection else ""
+        found.append(f"{cell.different} of {cell.texts * len(cell.per_repeat)} texts differ from those of {OFF}{may}{gaps}")
+    return [f"{cell.mode}: {note}" for note in found]
+
+
+def accepted(cell: Cell) -> str:
+    return " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %" if cell.per_position else "-"
+
+
+def from_whom(cell: Cell) -> str:
+    return ", ".join(f"{who} {share:.0%}" for who, share in cell.sources.items())
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def by_cell(cells: list[Cell]) -> list[list[Cell]]:
+    """The modes of each workload and concurrency."""
+    return [list(group) for _, group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency))]
+
+
+def table(cells: list[Cell]) -> Table:
+    """For the terminal: the modes of one workload at one concurrency."""
+    first = cells[0]
+    title = f"{first.workload}, {'one at a time' if first.concurrency == 1 else f'{first.concurrency} at once'}"
+    made = Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False, collapse_padding=True
+    )
+    made.add_column("mode", overflow="fold", min_width=len(AGAIN))
+    for name in SPEED:
+        made.add_column(name.replace(", ", ",\n").replace(" (n)", "\n(n)"), justify="right", no_wrap=True)
+    for cell in cells:
+        made.add_row(cell.mode, *figures(cell), style="dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "")
+    return made
+
+
+def markdown(cells: list[Cell]) -> str:
+    """The same for a README, in one table."""
+    head = ("workload", "at once", "mode", *SPEED, "drafts accepted, by position")
+    return grid(head, [(*place(cell), *figures(cell), accepted(cell)) for cell in cells])
+
+
+def rounds_markdown(cells: list[Cell]) -> str:
+    """What the terminal shows as notes: the split of the rounds, and what they would have to bring."""
+    head = ("workload", "at once", "mode", *ROUNDS, *(f"for {speed:g}x" for speed in SPEEDS), "from")
+    rows = []
+    for cell in cells:
+        if cell.rounds:
+            needed = [wanted(need) for need in cell.needed] or ["-"] * len(SPEEDS)
+            rows.append((*place(cell), *round_figures(cell, cell.rounds), *needed, from_whom(cell)))
+    return grid(head, rows)
+
+
+def place(cell: Cell) -> tuple[str, str, str]:
+    return cell.workload, str(cell.concurrency), cell.mode
+
+
+def grid(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
