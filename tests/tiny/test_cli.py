@@ -249,7 +249,7 @@ def test_the_demo_shows_both_sides(folder: Path) -> None:
     tasks = json.loads(done.stdout)["tasks"]
     assert (done.exit_code, done.stderr, len(tasks)) == (0, "", 2)
     assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
-    assert all(task["ngram"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
+    assert all(task["speculative"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
 
 
 def test_the_demo_without_the_sources_of_the_standard_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

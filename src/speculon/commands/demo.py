@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, loading, print_json
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import BenchError
+from speculon.proposers.registry import AUTO, OFF
 
 if TYPE_CHECKING:
     from speculon.bench.measure import Measurement
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from speculon.llm import LLM
 
 MAX_TOKENS = 192
+TEMPERATURE = 0.9  # of the continuation
 SHOWN_LINES = 12  # of a file that is continued
 ACCEPTED = "bold green"
 
@@ -45,6 +47,7 @@ class Task:
     title: str
     case: Case
     asks: bool  # through the chat template; else the prompt is continued
+    method: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class Outcome:
     task: str
     text: str
     plain: Side
-    ngram: Side
+    method: str
+    speculative: Side
     times_faster: float
     same_text: bool
     why: str
@@ -92,7 +96,8 @@ def introduction(llm: LLM) -> Text:
     return Text.assemble(
         f"{llm.config.model}: {target.num_parameters / 1e6:.1f} M parameters, {len(target.layers)} layers, {target.device}.\n",
         ("Green", ACCEPTED),
-        " was guessed by looking up what followed the same words before, and confirmed by the model, several tokens per call.",
+        " was guessed, by looking up what followed the same words before or by a small draft model,"
+        " and confirmed by the model, several tokens per call.",
     )
 
 
@@ -105,7 +110,11 @@ def choose(llm: LLM, number: int) -> list[Task]:
         edit, code = (build(name, llm.tokenizer, size)[number - 1] for name in ("edit", "code"))
     except BenchError:
         edit, code = written_here(llm, size.max_tokens)
-    return [Task(f"An edit: {edit.name}", edit, True), Task(f"A continuation: {code.name}", code, False)]
+    sampled = code.params.model_copy(update={"temperature": TEMPERATURE, "seed": number})  # greedily, small models go in circles
+    return [
+        Task(f"An edit: {edit.name}", edit, True, "ngram"),
+        Task(f"A continuation: {code.name}, temperature {TEMPERATURE}", replace(code, params=sampled), False, AUTO),
+    ]
 
 
 def written_here(llm: LLM, max_tokens: int) -> tuple[Case, Case]:
@@ -122,13 +131,16 @@ def written_here(llm: LLM, max_tokens: int) -> tuple[Case, Case]:
 def perform(llm: LLM, task: Task, k: int, rounds: int, console: Console) -> Outcome:
     from speculon.bench.measure import measure
 
-    modes: dict[str, dict[str, Any]] = {"plain": {"method": "off"}, "ngram": {"method": "ngram", "num_speculative_tokens": k}}
+    modes: dict[str, dict[str, Any]] = {
+        "plain": {"method": OFF},
+        "fast": {"method": task.method, "num_speculative_tokens": k},
+    }
     console.print("", Text(task.title, style="bold underline"), sep="\n")
-    write_live(llm, task, modes["ngram"], console)
-    measured: dict[str, list[Measurement]] = {"plain": [], "ngram": []}
+    write_live(llm, task, modes["fast"], console)
+    measured: dict[str, list[Measurement]] = {"plain": [], "fast": []}
     with counting(console.quiet, "measuring", 2 * rounds, still=True) as advance:
         for i in range(rounds):
-            for name in ("plain", "ngram") if i % 2 == 0 else ("ngram", "plain"):
+            for name in ("plain", "fast") if i % 2 == 0 else ("fast", "plain"):
                 measured[name].append(measure(llm, [task.case], modes[name]))
                 advance(1)
     outcome = compare(llm, task, **measured)
@@ -158,20 +170,20 @@ def accepted_drafts(event: Event) -> int:
     return len(event.tokens) if ended else max(0, len(event.tokens) - 1)
 
 
-def compare(llm: LLM, task: Task, plain: list[Measurement], ngram: list[Measurement]) -> Outcome:
+def compare(llm: LLM, task: Task, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
     from speculon.bench.measure import loops
 
-    ratio = median(fast.tokens_per_second / slow.tokens_per_second for fast, slow in zip(ngram, plain, strict=True))
-    same = all(one.token_ids == plain[0].token_ids for one in (*plain, *ngram))
-    text, right = ngram[0].texts[0], task.case.reference
-    sides = side(plain), side(ngram)
-    why = f"{faster(ratio)}: {reason(*sides, plain, ngram)}\n{sameness(llm, task.case, same, plain, ngram)}"
+    ratio = median(quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True))
+    same = all(one.token_ids == plain[0].token_ids for one in (*plain, *fast))
+    text, right = fast[0].texts[0], task.case.reference
+    sides = side(plain), side(fast)
+    why = f"{faster(ratio)}: {reason(*sides, plain, fast)}\n{sameness(llm, task.case, same, plain, fast)}"
     exact = None if right is None else text.strip() == right
     if exact:
         why += "\nThe edit is right, to the letter."
     elif loops(plain[0].token_ids[0]):
         why += "\nThis text repeats itself, as small models do, and a repetition is easily guessed."
-    return Outcome(task.title, text, *sides, ratio, same, why, exact)
+    return Outcome(task.title, text, sides[0], task.method, sides[1], ratio, same, why, exact)
 
 
 def side(measurements: list[Measurement]) -> Side:
@@ -192,15 +204,15 @@ def faster(ratio: float) -> str:
     return "No faster" if ratio > 0.95 else f"Slower, {ratio:.2f} times as fast"
 
 
-def reason(slow: Side, fast: Side, plain: list[Measurement], ngram: list[Measurement]) -> str:
+def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measurement]) -> str:
     from speculon.bench.cell import ms_by_rows
 
     words = (
-        f"{fast.target_calls} calls of the model instead of {slow.target_calls}, "
-        f"because a call yielded {fast.tokens_per_call:.1f} tokens on average"
+        f"{quick.target_calls} calls of the model instead of {slow.target_calls}, "
+        f"because a call yielded {quick.tokens_per_call:.1f} tokens on average"
     )
     one = ms_by_rows(plain).get(1)
-    checks = {rows: cost for rows, cost in ms_by_rows(ngram).items() if rows > 1}
+    checks = {rows: cost for rows, cost in ms_by_rows(fast).items() if rows > 1}
     if one is None or not checks:
         return words + "."
     rows = max(checks, key=lambda rows: checks[rows][1])  # the most frequent size
@@ -211,13 +223,13 @@ def reason(slow: Side, fast: Side, plain: list[Measurement], ngram: list[Measure
     )
 
 
-def sameness(llm: LLM, case: Case, same: bool, plain: list[Measurement], ngram: list[Measurement]) -> str:
+def sameness(llm: LLM, case: Case, same: bool, plain: list[Measurement], fast: list[Measurement]) -> str:
     from speculon.bench.cell import tie_gap
 
     if same:
         return "Same text: yes, token for token."
     base = plain[0].token_ids[0]
-    other = next(one.token_ids[0] for one in (*ngram, *plain) if one.token_ids[0] != base)
+    other = next(one.token_ids[0] for one in (*fast, *plain) if one.token_ids[0] != base)
     gap = tie_gap(llm, case, other, base)
     if gap is None:
         return "Same text: NO."
@@ -230,8 +242,8 @@ def as_table(outcome: Outcome) -> Table:
     table.add_column("")
     for name in ("tokens/s", "ms", "target calls", "tokens per call", "guesses accepted"):
         table.add_column(name, justify="right")
-    for name, one in (("plain", outcome.plain), ("ngram", outcome.ngram)):
+    for name, one in (("plain", outcome.plain), (outcome.method, outcome.speculative)):
         share = "-" if one.acceptance is None else f"{one.acceptance:.0%}"
         figures = (f"{one.tokens_per_second:.0f}", f"{one.ms:.0f}", str(one.target_calls), f"{one.tokens_per_call:.2f}", share)
-        table.add_row(name, *figures, style="bold" if name == "ngram" else "")
+        table.add_row(name, *figures, style="" if name == "plain" else "bold")
     return table
