@@ -85,7 +85,8 @@ def bench(
         str | None, typer.Option(metavar="LIST", help="of code, edit, prose; NAME@T at temperature T (default: all three)")
     ] = None,
     modes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="METHOD[:K][/RULE], as draft_model:4/rejection (default: ngram:4,ngram:8)")
+        str | None,
+        typer.Option(metavar="LIST", help="METHOD:K or METHOD:K/RULE, as draft_model:4/rejection (default: ngram:4,ngram:8)"),
     ] = None,
     concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,8)")] = None,
     prompts: Annotated[int | None, typer.Option(help="per workload (default: 16)")] = None,

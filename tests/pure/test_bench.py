@@ -311,7 +311,8 @@ def overlaps(cells: list[Cell], title: str) -> list[str]:
     figure.draw_without_rendering()
     paper = figure.bbox
     found = []
-    for name, box in (("legend", figure.legends[0].get_window_extent()), ("title", figure.texts[0].get_window_extent())):
+    edges = {"legend": figure.legends[0], "title": figure.texts[0], "scale": figure.axes[0].yaxis.label}
+    for name, box in ((name, edge.get_window_extent()) for name, edge in edges.items()):
         if not (paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0 and box.y1 <= paper.y1):
             found.append(name)
     for panel in figure.axes:

@@ -17,6 +17,7 @@ from speculon.bench.cell import tie_gap
 from speculon.bench.measure import measure, recording
 from speculon.bench.plan import AGAIN, STOCK, Plan
 from speculon.bench.run import run
+from speculon.bench.stock import Stock
 from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
@@ -142,6 +143,11 @@ def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path)
     assert "draft_model model;" in said and "| draft_model 100% |" in said
 
 
+def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--help"], terminal_width=200)
+    assert done.exit_code == 0 and "--draft " in done.stdout and "--acceptance" in done.stdout and "--method" not in done.stdout
+
+
 @pytest.mark.parametrize("modes", ["draft_model:4", "ngram:4,draft_model:4/rejection"])
 def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
     folder: Path, modes: str, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +229,8 @@ def test_what_cannot_be_widened_is_refused_by_name() -> None:
     for millions in (1, 2):
         with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
             widen_target(target, millions)
+    with pytest.raises(InvalidParameter, match=r"widen = 1000000000: needs \d+ bytes more, \d+ are free"):
+        widen_target(target, 10**9)
 
 
 def test_biases_are_widened_too() -> None:
@@ -253,6 +261,15 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
     assert (
         said in (tmp_path / "wide" / "bench.md").read_text() and "widened" not in (tmp_path / "as it is" / "bench.md").read_text()
     )
+
+
+def test_transformers_gets_the_same_columns(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False)
+    assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
+    widen_target(llm.engine.target, 1)
+    stock = Stock(llm, 1).model
+    assert stock.num_parameters() == llm.engine.target.num_parameters > 900_000
+    assert torch.equal(next(gated_mlps(stock)).up_proj.weight, next(gated_mlps(llm.engine.target.model)).up_proj.weight)
 
 
 def test_the_chart_says_that_the_target_is_widened(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

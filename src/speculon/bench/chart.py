@@ -13,6 +13,7 @@ from speculon.bench.plan import AGAIN
 from speculon.proposers.registry import OFF
 
 COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46", "#5fb0b7", "#d58fb5", "#9aa33b", "#6b6b6b")
+HIGH, LINE = 4.9, 0.17  # inches: of a chart, and of each line of its title
 PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
 LEGEND_CHAR, TITLE_CHAR, HANDLE = 0.085, 0.078, 0.55  # inches, at the sizes used
 WIDTH = 0.8  # of all bars of a workload together
@@ -28,7 +29,8 @@ def lay_out(cells: list[Cell], title: str) -> Figure:
     counts = sorted({cell.concurrency for cell in cells})
     bars = max(len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts)
     wide = 1.6 + max(PANEL, BAR * bars) * len(counts)
-    figure = Figure(figsize=(wide, 4.6), layout="constrained")
+    heading = textwrap.wrap(title, int(wide / TITLE_CHAR))
+    figure = Figure(figsize=(wide, HIGH + LINE * len(heading)), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for panel, count in zip(panels, counts, strict=True):
         draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
@@ -36,7 +38,7 @@ def lay_out(cells: list[Cell], title: str) -> Figure:
     handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))
     columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False)
-    figure.suptitle(textwrap.fill(title, int(wide / TITLE_CHAR)), fontsize=10)
+    figure.suptitle("\n".join(heading), fontsize=10)
     return figure
 
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 MEASURED = (
     "tokens_per_second: tokens written / wall time from submission to the last token, prompt processing and all Python included, "
     "prefix cache off; decode_*: the same over steps without prompt tokens. ratio: median over (group of prompts, repeat) of a "
-    "mode's speed / the speed of `off` on the same group in the same repeat; `off again` repeats `off` and shows the noise."
+    "mode's speed / the speed of `off` on the same group in the same repeat; `off again` repeats `off` and shows the noise; "
+    "ratio_without_loops: over the pairs of single texts of which neither ends repeating itself. rounds: decoding calls that "
+    "verified drafts. needed: tokens per target call for a speed s: s * (ms of such a one) / (ms of a plain one); acceptance "
+    "a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible."
 )
 
 

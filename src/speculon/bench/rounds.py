@@ -15,7 +15,7 @@ CORRECTED = (SpanKind.TAIL, SpanKind.EARLY, SpanKind.EARLY_STOP)
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The decoding calls that verified drafts, all repeats together."""
+    """The decoding calls that verified drafts, all repeats together; a draft model reads the prompt in a text's first."""
 
     calls: int
     step_ms: float  # mean

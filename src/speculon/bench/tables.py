@@ -19,7 +19,8 @@ LEGEND = (
 )
 ROUNDS = ("rounds", "ms", "draft", "target", "rest", "ms/draft", "found tok/call (a)")
 ROUNDS_LEGEND = (
-    "rounds: decoding calls that verified drafts, their time, its shares; a: acceptance of drafts whose forerunners all stood; "
+    "rounds: decoding calls that verified drafts (in the first a draft model reads the prompt), their mean time and its shares; "
+    "a: acceptance of drafts whose forerunners all stood; "
     "for Sx: tokens per call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
     "(one text at a time); from: share of the accepted tokens by source"
 )

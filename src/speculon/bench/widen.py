@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.errors import InvalidParameter, UnsupportedModel
+from speculon.kv.budget import free_memory
 from speculon.models.prove import LOOSE, TOLERANCE, paged_logits
 from speculon.models.target import Target
 
@@ -44,6 +45,10 @@ def widen(model: nn.Module, millions: int, name: str) -> None:
     columns = (millions * MILLION - size) // per_column // STEP * STEP
     if columns < STEP:
         raise InvalidParameter("widen", millions, f"{name} has {size / MILLION:.1f} million parameters already")
+    weight = parts(mlps[0])[0].weight
+    wanted, free = columns * per_column * weight.itemsize, free_memory(weight.device)
+    if wanted > free:
+        raise InvalidParameter("widen", millions, f"needs {wanted} bytes more, {free} are free")
     generator = torch.Generator().manual_seed(0)
     for mlp in mlps:
         widen_mlp(mlp, columns, generator)
