@@ -14,7 +14,7 @@ from rich.text import Text
 
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, print_json
-from speculon.errors import SpeculonError
+from speculon.errors import MemoryExceeded, SpeculonError
 from speculon.models.recognise import Checkpoint, recognise
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ def run(model: str, load: bool, speculation: Facts, as_json: bool) -> None:
                 from speculon.models.load import load_target
 
                 facts |= with_drafter(model, speculation, tell) if speculation else loaded(load_target(model, progress=tell))
+        except MemoryExceeded as error:
+            refusal = error
+            facts |= {"memory": error.promise.to_dict(), **as_json_error(error)}
         except SpeculonError as error:
             refusal = error
             facts |= {"carried": False, **as_json_error(error)}
