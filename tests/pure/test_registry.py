@@ -89,3 +89,8 @@ def test_names_resolve_to_methods():
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
     with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, ngram, synthetic"):
         proposers.lacking("eagle9")
+
+
+def test_a_draft_for_an_unknown_method_is_refused():
+    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are"):
+        Proposers(SpeculationConfig(draft={"eagle9": "somewhere"}), FACTS)

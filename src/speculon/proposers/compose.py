@@ -36,8 +36,8 @@ class Proposers:
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
         self._closed = False
         self.default = check_method(config.method)
-        for method in {**config.drafts, **dict.fromkeys(self.chain(self.default))}:
-            self._build(method)
+        for method in dict.fromkeys([*config.drafts, *self.chain(self.default)]):
+            self._build(check_method(method))
         self._closed = True  # the page pool is sized now: what owns layers comes too late
 
     @property
