@@ -67,6 +67,7 @@ def generate(
 def inspect(
     path: Annotated[str, typer.Argument(metavar="[MODEL]", help="a folder, a hub id, or `demo`")] = "demo",
     model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
+    fuse: Annotated[bool, typer.Option(help="rewrite layers where that computes the same, and say which")] = True,
     load: Annotated[bool, typer.Option(help="load it and check it against its stock forward; without: headers only")] = True,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
@@ -74,7 +75,7 @@ def inspect(
     """Say what a checkpoint is, whether it is carried or refused, and what it takes of memory with a --draft."""
     from speculon.commands.inspect import run
 
-    run(model or path, load, pick(SpeculationConfig, given), as_json)
+    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json)
 
 
 @app.command()

@@ -126,6 +126,7 @@ class LLM:
             trust_remote_code=self.config.trust_remote_code,
             allow_pickle=self.config.allow_pickle,
             max_context=self.config.max_context,
+            fused=self.config.fuse,
             progress=progress,
         )
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))

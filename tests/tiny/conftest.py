@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from speculon.config import EngineConfig
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
 
@@ -106,8 +107,10 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 @cache
-def tiny_target(name: str, seed: int = 0) -> Target:
-    return wrap_model(tiny_model(name, seed), name=name)
+def tiny_target(name: str, seed: int = 0, fused: bool | None = None) -> Target:
+    """Fused into weights of its own, as a loaded checkpoint is, unless SPECULON_FUSE or `fused` says no."""
+    fused = EngineConfig().fuse if fused is None else fused
+    return wrap_model(tiny_model(name, seed), name=name, fused=fused, share=False)
 
 
 @pytest.fixture(scope="session")

@@ -55,11 +55,12 @@ def difference(
     name: str,
     *,
     scattered: bool = True,
+    fused: bool | None = None,
     layers: tuple[LayerSpec, ...] | None = None,
     run: Callable[..., list[Tensor]] = run_pieces,
 ) -> float:
     """The largest error of any logit of any row, relative to the largest logit."""
-    target, stock = tiny_target(name), tiny_model(name)
+    target, stock = tiny_target(name, fused=fused), tiny_model(name)
     store = PageStore(layers or target.layers, 48, BLOCK, "cpu")
     for pool in (*store.k, *store.v):
         pool.fill_(torch.nan)  # what nobody wrote must not be seen, not even with weight zero
@@ -79,10 +80,11 @@ def difference(
     return max(errors) / scale
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
 @pytest.mark.parametrize("scattered", [False, True], ids=["consecutive", "scattered"])
 @pytest.mark.parametrize("name", TINY)
-def test_ragged_spans_equal_the_stock_forward(name: str, scattered: bool) -> None:
-    assert difference(name, scattered=scattered) < TOLERANCE
+def test_ragged_spans_equal_the_stock_forward(name: str, scattered: bool, fused: bool) -> None:
+    assert difference(name, scattered=scattered, fused=fused) < TOLERANCE
 
 
 @contextmanager
@@ -160,7 +162,7 @@ def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
 )
 def test_a_wrong_trait_is_seen(name: str, change: Callable[..., Any]) -> None:
     with attention_changed(change):
-        assert difference(name) > VISIBLE
+        assert difference(name, fused=False) > VISIBLE
 
 
 @pytest.mark.parametrize("run", [shifted_positions, foreign_page])

@@ -24,7 +24,7 @@ from speculon.cli import app
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Sequence
 from speculon.demo import corpus
-from speculon.errors import BenchError, InvalidParameter, UnsupportedModel
+from speculon.errors import BenchError, ConfigError, InvalidParameter, UnsupportedModel
 from speculon.models import prove
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
@@ -197,7 +197,7 @@ def logits_of(target: Target) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
     model = copy.deepcopy(tiny_model(name))
-    target = wrap_model(copy.deepcopy(model), name=name)
+    target = wrap_model(copy.deepcopy(model), name=name, fused=False)
     before, small_one = logits_of(target), target.num_parameters
     widen_target(target, 1)
     assert small_one < 100_000 and abs(target.num_parameters - 1_000_000) < 10_000
@@ -216,7 +216,7 @@ def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
 def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted error: output weights that are not zero."""
     monkeypatch.setattr("speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim))
-    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
     with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):
         widen_target(target, 1)
 
@@ -224,13 +224,18 @@ def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.Monke
 def test_what_cannot_be_widened_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"):
         widen(tiny_model("phi3"), 1, "phi3")
-    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama")
+    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
     widen_target(target, 2)
     for millions in (1, 2):
         with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
             widen_target(target, millions)
     with pytest.raises(InvalidParameter, match=r"widen = 1000000000: needs \d+ bytes more, \d+ are free"):
         widen_target(target, 10**9)
+
+
+def test_a_fused_target_is_not_widened() -> None:
+    with pytest.raises(ConfigError, match="llama: a fused target cannot be widened"):
+        widen_target(wrap_model(tiny_model("llama"), name="llama"), 1)
 
 
 def test_biases_are_widened_too() -> None:
@@ -264,7 +269,7 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
 
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False)
     assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
     widen_target(llm.engine.target, 1)
     stock = Stock(llm, 1).model

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import Draft
 from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, ModelError, NeverFits, TooLong, UnknownMethod
-from speculon.models.fuse import fuse
+from speculon.models.fuse import replace_norms
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 from tests.tiny.scripted import Letters, spell
@@ -45,10 +45,12 @@ def test_neither_model_is_modified() -> None:
     assert by_steps(decoder, GREEDY) == decoder.generate(PROMPT, GREEDY).token_ids
     assert (state(target), state(draft)) == before
     shared = {w.data_ptr() for w in target.parameters()}
-    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} == shared, "no copy of the weights"
+    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} <= shared, "no copy of the weights"
 
 
-@pytest.mark.parametrize("change", [fuse, lambda m: m.set_attn_implementation("sdpa"), lambda m: m.lm_head.weight.data.mul_(1.1)])
+@pytest.mark.parametrize(
+    "change", [replace_norms, lambda m: m.set_attn_implementation("sdpa"), lambda m: m.lm_head.weight.data.mul_(1.1)]
+)
 def test_a_modified_model_is_seen(change: Callable[[PreTrainedModel], Any]) -> None:
     model = build("llama", 0)
     before = state(model)

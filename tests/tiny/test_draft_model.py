@@ -403,7 +403,7 @@ def test_the_forecast_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path
     """From the config and the file's header alone; windows are found later and change no size."""
     tiny_model(name).save_pretrained(tmp_path)
     target = tiny_target(name)
-    needs = forecast(tmp_path, torch.float32, rows=7, scored=5)
+    needs = forecast(tmp_path, torch.float32, torch.device("cpu"), rows=7, scored=5)
     if name != "gpt_neox":  # whose config here names key-value heads that the model does not have
         assert [layer.bytes_per_token for layer in needs.layers] == [layer.bytes_per_token for layer in target.layers]
     assert needs.bytes_fixed == pytest.approx(target.num_bytes, rel=1e-3), "files hold buffers, too"

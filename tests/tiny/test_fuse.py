@@ -1,20 +1,28 @@
-"""A fused module computes what the stock one does, and one that does not is left where it was."""
+"""A fused layer computes what the stock one does, and one that does not is given back."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from speculon.models import block as blocks
 from speculon.models import fuse as fusing
-from speculon.models.fuse import NativeRMSNorm, fuse, native_norm, same
-from tests.tiny.conftest import TINY, build
+from speculon.models.block import Attention, Block, Norm, NotThisKind, norm_of, same_norm
+from speculon.models.linear import Beside, Linear, Packed, joined, packable, plain
+from speculon.models.load import wrap_model
+from speculon.models.target import Target
+from tests.tiny.conftest import TINY, build, tiny_model
 
-STOCK_NORMS = {"gpt_neox", "gpt2"}  # LayerNorm: native already
-ONE_PLUS_WEIGHT = {"gemma2", "gemma3"}
+WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "smollm3"}  # one loop, none of their own code
+LAYERS = {"gemma2", "gemma3"}  # fused layers in the stock model's loop
 
 
-class Norm(nn.Module):
+class Stock(nn.Module):
     """An RMS norm as most checkpoints have it, in separate operations."""
 
     def __init__(self, width: int = 8, plus: float = 0.0, eps: float = 1e-5):
@@ -25,49 +33,148 @@ class Norm(nn.Module):
         return x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * (self.plus + self.weight)
 
 
-class TinyRMSNorm(Norm):
+class TinyRMSNorm(Stock):
     pass
 
 
-def native(stock: Norm) -> NativeRMSNorm:
-    new = native_norm(stock)
-    assert new is not None
-    return new
-
-
-def test_an_equal_norm_is_found_equal() -> None:
-    stock = TinyRMSNorm()
-    assert same(stock, native(stock))
+@pytest.mark.parametrize("plus", [0.0, 1.0])
+def test_a_norm_is_found_with_its_weight_as_it_is_and_with_one_added(plus: float) -> None:
+    stock = TinyRMSNorm(plus=plus)
+    torch.testing.assert_close(norm_of(stock).weight, stock.weight + plus)
 
 
 @pytest.mark.parametrize(
-    "planted",
-    [TinyRMSNorm(plus=1.0), TinyRMSNorm(plus=1e-3), TinyRMSNorm(eps=1e-3)],
-    ids=["1 + w", "a small shift", "another epsilon"],
+    "planted", [{"plus": 1.0}, {"plus": 1e-3}, {"eps": 1e-3}], ids=["1 + w", "a small shift", "another epsilon"]
 )
-def test_a_planted_difference_is_seen(planted: Norm) -> None:
-    wrong = NativeRMSNorm(planted.weight, 1e-5)
-    assert not same(planted, wrong)
+def test_a_planted_difference_of_a_norm_is_seen(planted: dict[str, float]) -> None:
+    stock = TinyRMSNorm(**planted)
+    assert not same_norm(stock, Norm(stock.weight.detach(), 1e-5))
 
 
-def test_other_modules_are_left_alone() -> None:
-    assert native_norm(nn.LayerNorm(8)) is None and native_norm(nn.Linear(8, 8)) is None and native_norm(Norm()) is None
+@pytest.mark.parametrize("other", [nn.LayerNorm(8), nn.Linear(8, 8), Stock(), TinyRMSNorm(plus=1e-3)])
+def test_what_is_no_such_norm_is_refused(other: nn.Module) -> None:
+    with pytest.raises(NotThisKind):
+        norm_of(other)
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_architecture_keeps_its_weights_and_its_logits(name: str) -> None:
-    model = build(TINY[name][0], **TINY[name][1])
-    names, ids = set(model.state_dict()), torch.arange(3, 20)[None]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_joined_layers_give_what_each_gives(rows: int, dtype: torch.dtype) -> None:
+    stock = [nn.Linear(32, n, bias=n != 8, dtype=dtype) for n in (48, 8, 24)]
+    x = torch.randn(rows, 32, dtype=dtype)
     with torch.inference_mode():
-        before = model(ids, use_cache=False).logits
-        replaced = fuse(model)
-        after = model(ids, use_cache=False).logits
-    assert bool(replaced) == (name not in STOCK_NORMS | ONE_PLUS_WEIGHT)
-    assert set(model.state_dict()) == names
-    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+        expected = torch.cat([layer(x) for layer in stock], -1)
+        beside, one = joined(stock, share=True), joined(stock, share=False)
+        assert isinstance(beside, Beside) and isinstance(one, Packed if packable(dtype, x.device) else Linear)
+        assert beside.parts[0].weight.data_ptr() == stock[0].weight.data_ptr()
+        for found in (beside(x), one(x)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 2**-7)
 
 
-def test_a_norm_that_differs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_plain_linear_layers_are_joined() -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda module, args, out: out * 2)
+    assert plain(nn.Linear(4, 4))
+    assert not any(map(plain, (Adapted(4, 4), hooked, nn.Identity(), None)))
+
+
+def fused(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Target:
+    return wrap_model(copy.deepcopy(tiny_model(name)).to(dtype), name=name, **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "packed"])
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_is_fused_as_far_as_its_structure_allows(name: str, share: bool, dtype: torch.dtype) -> None:
+    fusion = fused(name, dtype, share=share).fusion
+    assert fusion is not None
+    assert fusion.one_loop == (name in WHOLE), str(fusion)
+    assert fusion.blocks == (fusion.layers if name in WHOLE | LAYERS else 0), str(fusion)
+    assert bool(fusion.refused) == (name not in WHOLE)
+
+
+def test_a_model_in_memory_keeps_its_modules_and_its_weights() -> None:
     model = build("llama")
-    monkeypatch.setattr(fusing, "native_norm", lambda stock: NativeRMSNorm(stock.weight, 0.5) if native_norm(stock) else None)
-    assert fuse(model) == 0
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    target = wrap_model(model, share=False)
+    assert target.model is not model and target.num_parameters == sum(p.numel() for p in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert (tensor.data_ptr(), True) == (before[name][0], bool((tensor == before[name][1]).all()))
+
+
+def swapped(attention: Attention) -> Attention:
+    """k and v exchanged in the product of the three."""
+    assert isinstance(attention.qkv, Beside)
+    q, k, v = attention.qkv.parts
+    attention.qkv = Beside([q, v, k])
+    return attention
+
+
+def without_bias(attention: Attention) -> Attention:
+    assert isinstance(attention.qkv, Beside) and attention.qkv.parts[1].bias is not None
+    attention.qkv.parts[1].bias = None
+    return attention
+
+
+def interleaved(attention: Attention) -> Attention:
+    attention.rotates = False
+    return attention
+
+
+def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Block]:
+    def build_wrong(*args: Any) -> Block:
+        block = blocks.block_of(*args)
+        block.attention = change(block.attention)
+        return block
+
+    return build_wrong
+
+
+def one_plus(*args: Any) -> Block:
+    block = blocks.block_of(*args)
+    block.norms = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)  # type: ignore[assignment]
+    return block
+
+
+def up_for_gate(*args: Any) -> Block:
+    block = blocks.block_of(*args)
+    assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, Beside)
+    block.mlp.gate_up = Beside(list(reversed(block.mlp.gate_up.parts)))
+    return block
+
+
+PLANTED = {
+    "k and v exchanged": broken_block(swapped),
+    "a bias missed": broken_block(without_bias),
+    "positions forgotten": broken_block(interleaved),
+    "a norm with 1 + w": one_plus,
+    "gate and up exchanged": up_for_gate,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_wrong_block_is_given_back(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
+    target = fused("qwen2", dtype)  # the one with biases
+    assert target.fusion is not None and target.fusion.blocks == 0 and not target.fusion.one_loop
+    assert target.fusion.refused["Qwen2DecoderLayer computes something else"] == 2
+
+
+def test_a_layer_that_does_more_than_its_parts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("granite", residual_multiplier=0.7)
+    fusion = wrap_model(model).fusion
+    assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
+
+
+def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
+    fusion = wrap_model(build("granite", embedding_multiplier=3.0)).fusion
+    assert fusion is not None and fusion.blocks == 2 and not fusion.one_loop and "does more than its layers" in str(fusion)
+
+
+def test_without_fusing_nothing_is_touched() -> None:
+    target = fused("llama", fused=False)
+    assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {"LlamaDecoderLayer", "LlamaRMSNorm"}

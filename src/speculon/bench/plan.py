@@ -37,6 +37,7 @@ class Plan:
     repeats: int = 3
     with_transformers: bool = False
     widen: int | None = None  # the target, to about this many million parameters
+    fuse: bool = True  # the widened target; any other is loaded fused, or not
 
     def __post_init__(self) -> None:
         for name in ("workloads", "modes", "concurrency"):

@@ -28,8 +28,11 @@ def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -
     cases = {name: workloads.build(name, llm.tokenizer, size) for name in plan.workloads}
     if plan.widen:
         from speculon.bench.widen import widen_target
+        from speculon.models.fuse import fuse
 
         widen_target(llm.engine.target, plan.widen)
+        if plan.fuse:
+            fuse(llm.engine.target, share=False)
     write = writer(llm, plan)
     cells: list[Cell] = []
     for name in plan.workloads:

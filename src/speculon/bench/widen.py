@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculon.errors import InvalidParameter, UnsupportedModel
+from speculon.errors import ConfigError, InvalidParameter, UnsupportedModel
 from speculon.kv.budget import free_memory
 from speculon.models.prove import LOOSE, TOLERANCE, paged_logits
 from speculon.models.target import Target
@@ -25,6 +25,8 @@ MILLION = 1_000_000
 
 def widen_target(target: Target, millions: int) -> None:
     """Widens the model in place; one whose logits change by it is refused (an MLP that ranks its own columns, for one)."""
+    if target.fusion is not None:
+        raise ConfigError(f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then")
     before = paged_logits(target)
     widen(target.model, millions, target.name)
     error = float((paged_logits(target) - before).abs().max() / before.abs().max())
@@ -33,6 +35,7 @@ def widen_target(target: Target, millions: int) -> None:
         raise UnsupportedModel(
             f"{target.name}: widening changed the logits by {error:.2g} of the largest one, allowed is {limit:.2g}"
         )
+    target.count()
 
 
 def widen(model: nn.Module, millions: int, name: str) -> None:

@@ -22,8 +22,10 @@ QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1}
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
     settings = {"prefix_cache": False, **engine_settings(given)}  # else a later mode would find the prompt's pages
-    EngineConfig(**settings)  # what is wrong is told before torch is imported
-    plan = Plan(**{**(QUICK if quick else {}), **{name: value for name, value in asked.items() if value is not None}})
+    fuse = EngineConfig(**settings).fuse  # what is wrong is told before torch is imported
+    plan = Plan(**{**(QUICK if quick else {}), **{k: v for k, v in asked.items() if v is not None}, "fuse": fuse})
+    if plan.widen:
+        settings["fuse"] = False  # until it is wide
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM

@@ -37,13 +37,14 @@ WORDS = {
     "quantization": "quantization",
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
+    "fused": "fused",
     "notes": "notes",
     "carried": "carried",
     "memory": "memory with the draft",
 }
 
 
-def run(model: str, load: bool, speculation: Facts, as_json: bool) -> None:
+def run(model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool) -> None:
     facts = headers(recognise(folder_of(model)))
     refusal: SpeculonError | None = None
     if load:
@@ -52,7 +53,10 @@ def run(model: str, load: bool, speculation: Facts, as_json: bool) -> None:
                 tell("importing torch")
                 from speculon.models.load import load_target
 
-                facts |= with_drafter(model, speculation, tell) if speculation else loaded(load_target(model, progress=tell))
+                if speculation:
+                    facts |= with_drafter(model, speculation, fuse, tell)
+                else:
+                    facts |= loaded(load_target(model, fused=fuse, progress=tell))
         except MemoryExceeded as error:
             refusal = error
             facts |= {"memory": error.promise.to_dict(), **as_json_error(error)}
@@ -85,16 +89,17 @@ def loaded(target: Target) -> Facts:
         "max_context": target.max_context,
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
         "layers": [layer_facts(layer) for layer in target.layers],
+        "fused": str(target.fusion or "no"),
         "notes": list(target.notes),
         "carried": True,
     }
 
 
-def with_drafter(model: str, speculation: Facts, tell: Callable[[str], None]) -> Facts:
+def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]) -> Facts:
     """As an engine would hold them together, with what it promises of memory."""
     from speculon.llm import LLM
 
-    engine = LLM(model, speculation=speculation, progress=tell).engine
+    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell).engine
     return loaded(engine.target) | {"memory": engine.promise.to_dict()}
 
 

@@ -24,6 +24,9 @@ class PageStore:
         # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read before it is written.
         self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
         self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
+        self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
+        kinds = [(x.window, x.bytes_per_token) for x in layers]
+        self.kinds = [kinds.index(kind) for kind in kinds]  # layers of one kind are attended to alike
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +92,10 @@ class View:
     def spec(self, layer: int) -> LayerSpec:
         return self.store.layers[self.first_layer + layer]
 
+    def kind(self, layer: int) -> int:
+        """A number that layers of the same window and size have in common."""
+        return self.store.kinds[self.first_layer + layer]
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:  # k [T, Hkv, Dk], v [T, Hkv, Dv]
         """Puts the keys and values of all T rows into their slots."""
         layer, slots = self.first_layer + layer, self.slots
@@ -99,12 +106,19 @@ class View:
             self.store.k[layer].index_copy_(0, slots, k)
             self.store.v[layer].index_copy_(0, slots, v)
 
-    def take(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
-        """Keys and values at some slots; views where they are consecutive."""
-        k, v = self.store.k[self.first_layer + layer], self.store.v[self.first_layer + layer]
+    def take(self, layer: int, where: Where, spans: int) -> tuple[Tensor, Tensor]:  # k [B, Hkv, S, Dk], v [B, Hkv, S, Dv]
+        """Keys and values at the slots of B spans [B * S]; views where they are consecutive."""
+        layer = self.first_layer + layer
         if isinstance(where, slice):
-            return k[where], v[where]
-        return k.index_select(0, where), v.index_select(0, where)
+            k, v = self.store.by_head[layer]
+            return k[:, :, where], v[:, :, where]
+        k, v = (pool[layer].index_select(0, where) for pool in (self.store.k, self.store.v))
+        return by_span(k, spans), by_span(v, spans)
+
+
+def by_span(slots: Tensor, spans: int) -> Tensor:
+    """[B * S, Hkv, D] -> [B, Hkv, S, D]."""
+    return slots.view(spans, -1, *slots.shape[1:]).transpose(1, 2)
 
 
 def as_index(where: Where, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import SpanView, View, Where
 
@@ -50,38 +49,46 @@ def attend(
     s_aux: Tensor | None = None,  # [H] attention sinks
     **_: object,  # looked at once, by models/probe
 ) -> tuple[Tensor, None]:
-    """Writes K and V of all T rows into the pages, then lets each span attend to its own sequence."""
+    """What transformers' own layers call in place of theirs."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    view.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    spec = view.spec(layer)
-    plain = softcap is None and s_aux is None
-    group = query.shape[1] // spec.heads
-    todo = calls_of(view, spec, group if plain else 1, query)
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return attend_rows(view, layer, query, key, value, scaling, softcap, s_aux)[None], None
+
+
+def attend_rows(
+    view: View,
+    layer: int,
+    query: Tensor,  # [T, H, Dk]
+    key: Tensor,  # [T, Hkv, Dk]
+    value: Tensor,  # [T, Hkv, Dv]
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [H]
+) -> Tensor:  # [T, H, Dv]
+    """Writes K and V of all T rows into the pages, then lets each span attend to its own sequence."""
+    view.write(layer, key, value)
+    plain = softcap is None and sinks is None
+    group = query.shape[1] // key.shape[1]
+    todo = calls_of(view, layer, group if plain else 1, query)
     outs = []
     for call in todo.calls:
-        k, v = view.take(layer, call.where)  # [B * S, Hkv, D]
-        k, v = k.view(call.spans, -1, *k.shape[1:]), v.view(call.spans, -1, *v.shape[1:])
-        q = query[0, :, call.rows] if isinstance(call.rows, slice) else query[0].index_select(1, call.rows)
+        k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
+        q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)  # [B * n, H, Dk]
         if not plain:
-            out = by_hand(fold(q, call.spans, group), k, v, call.mask, group, scaling, softcap, s_aux)
+            out = by_hand(fold(q, call.spans, group), k, v, call.mask, group, scaling, softcap, sinks)
         elif call.n > FOLD_ROWS:
-            outs.append(sdpa(q[None], k, v, call.mask, scaling)[0].transpose(0, 1))
+            out = F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], k, v, attn_mask=call.mask, scale=scaling, enable_gqa=group > 1
+            )
+            outs.append(out[0].transpose(0, 1))
             continue
         else:
-            out = sdpa(fold(q, call.spans, group), k, v, call.mask, scaling)
+            out = F.scaled_dot_product_attention(fold(q, call.spans, group), k, v, attn_mask=call.mask, scale=scaling)
         outs.append(unfold(out, group))
-    rows = outs[0] if len(outs) == 1 else torch.cat(outs)  # [T, H, Dv]
-    return (rows if todo.order is None else rows.index_select(0, todo.order))[None], None
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """The library's kernel: q [B, H or Hkv, n or n * g, D] on k, v [B, S, Hkv, D]."""
-    grouped = q.shape[1] != k.shape[2]
-    return F.scaled_dot_product_attention(
-        q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scaling, enable_gqa=grouped
-    )
+    rows = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return rows if todo.order is None else rows.index_select(0, todo.order)
 
 
 def by_hand(
@@ -96,7 +103,7 @@ def by_hand(
 ) -> Tensor:
     """Softmax in fp32 with what no kernel takes: a soft cap on the scores, a sink that drains probability."""
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = ((q * scale) @ k.permute(0, 2, 3, 1)).float()  # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
+    scores = ((q * scale) @ k.transpose(-1, -2)).float()  # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(2, (-1, group))  # [B, Hkv, n, g, S]
@@ -108,16 +115,15 @@ def by_hand(
     p = scores.softmax(-1)
     if sinks is not None:
         p = p[..., :-1]
-    return p.flatten(2, 3).to(v.dtype) @ v.transpose(1, 2)  # [B, Hkv, n * g, Dv]
+    return p.flatten(2, 3).to(v.dtype) @ v  # [B, Hkv, n * g, Dv]
 
 
 def fold(q: Tensor, spans: int, group: int) -> Tensor:
-    """[H, B * n, D] -> [B, Hkv, n * g, D]: row i of head (h, j) becomes row i * g + j of key-value head h."""
-    heads, rows, width = q.shape
-    n = rows // spans
-    if rows == 1:
-        return q.view(1, heads // group, group, width)
-    return q.view(heads // group, group, spans, n, width).permute(2, 0, 3, 1, 4).reshape(spans, heads // group, n * group, width)
+    """[B * n, H, D] -> [B, Hkv, n * g, D]: row i of head (h, j) becomes row i * g + j of key-value head h."""
+    rows, heads, width = q.shape
+    if rows == spans:  # n = 1
+        return q.reshape(spans, heads // group, group, width)
+    return q.reshape(spans, -1, heads // group, group, width).transpose(1, 2).flatten(2, 3)
 
 
 def unfold(out: Tensor, group: int) -> Tensor:
@@ -128,13 +134,13 @@ def unfold(out: Tensor, group: int) -> Tensor:
     return out.view(spans, kv_heads, -1, group, width).transpose(1, 2).reshape(-1, kv_heads * group, width)
 
 
-def calls_of(view: View, spec: LayerSpec, group: int, query: Tensor) -> Calls:
+def calls_of(view: View, layer: int, group: int, query: Tensor) -> Calls:
     """The calls for one kind of layer; made once per forward and shared by all its layers."""
-    token_bytes = spec.bytes_per_token
-    memo_key = (spec.window, group, token_bytes)
-    todo: Calls | None = view.memo.get(memo_key)
+    key = (view.kind(layer), group)
+    todo: Calls | None = view.memo.get(key)
     if todo is None:
-        todo = view.memo[memo_key] = make_calls(view, spec.window, group, token_bytes, query)
+        spec = view.spec(layer)
+        todo = view.memo[key] = make_calls(view, spec.window, group, spec.bytes_per_token, query)
     return todo
 
 

@@ -8,12 +8,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from speculon.core import LayerSpec, Needs
+from speculon.models.linear import head_is_copied
 from speculon.models.load import load_config, locate, quiet
 from speculon.models.recognise import recognise, refuse_unsafe
 from speculon.models.target import scratch_bytes
 
 
-def forecast(path: str | Path, dtype: torch.dtype, rows: int, scored: int) -> Needs:
+def forecast(path: str | Path, dtype: torch.dtype, device: torch.device, rows: int, scored: int, fused: bool = True) -> Needs:
     """The needs of a model that is not loaded; `rows` and `scored` are T and R of its largest forward.
 
     Raises `ModelError` for a checkpoint that loading would refuse.
@@ -24,6 +25,9 @@ def forecast(path: str | Path, dtype: torch.dtype, rows: int, scored: int) -> Ne
         config = load_config(checkpoint, trust_remote_code=False).get_text_config()
     stored = checkpoint.num_parameters is None or checkpoint.quantization is not None
     weights = checkpoint.num_bytes if stored else (checkpoint.num_parameters or 0) * dtype.itemsize
+    head = config.vocab_size * config.hidden_size * dtype.itemsize
+    if fused and config.tie_word_embeddings and head_is_copied(head, weights, dtype, device):
+        weights += head
     return Needs(
         layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),

@@ -1,58 +1,262 @@
-"""Stock modules replaced by faster ones that compute the same, each compared with the original before it takes its place."""
+"""Stock layers replaced by fused ones that compute the same: each is compared with the original before it takes its place.
+
+What is built lies in models/block and models/linear; here is the door it must pass.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}  # of the row's largest: about a rounding
+from speculon.batch import Batch
+from speculon.kv.store import PageStore, SpanView, View
+from speculon.models.block import Block, NotThisKind, Tables, block_of, norm_of, tables_of
+from speculon.models.linear import Product, head_is_copied, joined, plain
+from speculon.models.target import Target, stock_forward
+
+EXACT = 1e-5  # of a row's largest value, in fp32
+NEAR = 1.25  # in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+LENGTHS, PAGE = (5, 3), 8  # two texts, a page each
 
 
-class NativeRMSNorm(nn.Module):
-    """x / rms(x) * weight in one call of the library instead of six (Zhang & Sennrich 2019)."""
+@dataclass(slots=True)
+class Fusion:
+    """What was fused, and why the rest was not."""
 
-    def __init__(self, weight: nn.Parameter, eps: float):
+    layers: int  # that a model has
+    blocks: int = 0  # of them fused
+    one_loop: bool = False  # no code of the stock model is left in a step
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
+
+    def __str__(self) -> str:
+        loop = ", one loop" if self.one_loop else ""
+        why = "".join(f"; {reason} ({count})" for reason, count in self.refused.items())
+        return f"{self.blocks} of {self.layers} layers{loop}{why}"
+
+
+class FusedLayer(nn.Module):
+    """A block in the place of a stock layer, called as that was."""
+
+    def __init__(self, block: Block):
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.block = block
+
+    def forward(self, hidden_states: Tensor, *_: Any, view: View, position_embeddings: Any = None, **__: Any) -> Tensor:
+        return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
+
+    def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
+        """The rotary tables of this step, put in order once for all layers that share them."""
+        if made is None:
+            return None
+        if id(made[0]) not in view.memo:
+            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)  # `made` is kept: its id stays taken
+        return view.memo[id(made[0])][1]
+
+
+class Fused(nn.Module):
+    """A norm or a product in the place of a stock module."""
+
+    def __init__(self, inner: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.inner(x)
 
 
-def fuse(model: PreTrainedModel) -> int:
-    """Replaces, in place, what has a faster equal; returns how many modules. Weights are neither copied nor renamed."""
-    replaced = 0
+@dataclass(slots=True)
+class Loop:
+    """A whole model without the stock one's code: embedding, blocks, norm, head."""
+
+    embed: nn.Module
+    rotary: nn.Module
+    blocks: list[Block]
+    norm: Callable[[Tensor], Tensor]
+    head: Product
+
+    def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
+        x = self.embed(batch.input_ids)
+        cos, sin = self.rotary(x, batch.position_ids)
+        tables = tables_of(cos, sin, self.blocks[0].attention.head_dim)
+        x = x[0]
+        for block in self.blocks:
+            x = block(x, tables, view)
+        return self.head(self.norm(x.index_select(0, batch.score_rows))) if batch.score_rows.numel() else None
+
+
+@dataclass(slots=True)
+class Trial:
+    """A small batch to try layers on, and what the stock model handed to each layer in it."""
+
+    target: Target
+    store: PageStore
+    batch: Batch
+    view: View
+    given: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: Target) -> Trial:
+        device = target.device
+        store = PageStore(target.layers, len(LENGTHS), PAGE, device)
+        spans, row = [], 0
+        for page, length in enumerate(LENGTHS):
+            spans.append(SpanView(row, row + length, slice(page * PAGE, page * PAGE + length), length))
+            row += length
+        ids = torch.arange(row, device=device)[None] % target.vocab_size
+        positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
+        return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
+
+    def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
+        """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it in another dtype."""
+        given, store = self.given[number], self.store
+        width = self.target.model.get_input_embeddings().weight.shape[1]
+        rows = torch.randn(self.batch.input_ids.shape[1], width, generator=torch.Generator().manual_seed(number))
+        x = rows.to(self.target.device, self.target.dtype)[None]
+        if like is not None:
+            store = PageStore(tuple(in_dtype(spec, like) for spec in store.layers), store.num_blocks, PAGE, store.device)
+            given, x = cast({**given, "view": View(store, self.view.slots, self.view.spans)}, like), x.to(like)
+        pages = [pool[number] for pool in (store.k, store.v)]
+        for pool in pages:
+            pool.fill_(torch.nan)  # what a layer forgets to write must show
+        out = layer(x, **given)
+        states = (out[0] if isinstance(out, tuple) else out)[0]
+        return [t.float() for t in (states, *(pool[self.view.slots].flatten(1) for pool in pages))]
+
+
+def fuse(target: Target, *, share: bool) -> None:
+    """Rewrites the target's layers, as far as that changes nothing, and notes in `target.fusion` what was done.
+
+    With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
+    """
+    trial, fusion = Trial.of(target), Fusion(len(target.layers))
+    layers = dict(decoder_layers(target.model))
+    with torch.inference_mode():
+        with recorded(layers, trial):
+            stock_forward(target.model, trial.batch, trial.view)
+        for number, (parent, name) in layers.items():
+            stock, spec = getattr(parent, name), target.layers[number]
+            try:
+                fused = FusedLayer(block_of(stock, number, spec.heads, spec.k_dim, share))
+                check(stock, fused, trial, number)
+            except NotThisKind as reason:
+                fusion.refused[str(reason)] += 1
+                continue
+            setattr(parent, name, fused)
+            fusion.blocks += 1
+        replace_norms(target.model)
+        try:
+            target.run = loop_of(target, trial, share)
+            fusion.one_loop = True
+        except NotThisKind as reason:
+            fusion.refused[str(reason)] += 1
+    target.fusion = fusion
+
+
+def decoder_layers(model: nn.Module) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+    """Each layer's number, and where it hangs."""
     for parent in list(model.modules()):
-        for name, stock in list(parent.named_children()):
-            new = native_norm(stock)
-            if new is not None and same(stock, new):
-                setattr(parent, name, new)
-                replaced += 1
-    return replaced
+        for name, child in list(parent.named_children()):
+            number = getattr(getattr(child, "self_attn", None), "layer_idx", None)
+            if number is not None:
+                yield number, (parent, name)
 
 
-def native_norm(stock: nn.Module) -> NativeRMSNorm | None:
-    """The native form of an RMS norm with one weight vector; None for any other module."""
-    eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
-    weight = dict(stock.named_parameters())
-    if "RMSNorm" not in type(stock).__name__ or eps is None or list(weight) != ["weight"] or weight["weight"].dim() != 1:
-        return None
-    return NativeRMSNorm(weight["weight"], float(eps))
+@contextmanager
+def recorded(layers: dict[int, tuple[nn.Module, str]], trial: Trial) -> Iterator[None]:
+    """Notes what each layer is called with, besides the hidden states."""
 
+    def note(number: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            trial.given[number] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
-@torch.inference_mode()
-def same(stock: nn.Module, new: NativeRMSNorm) -> bool:
-    """Whether two norms agree, up to a rounding, on random rows [3, D] of small, usual and large size."""
-    width, weight = new.weight.numel(), new.weight
-    sizes = torch.tensor([1e-2, 1.0, 1e2])[:, None]
-    x = (torch.randn(len(sizes), width, generator=torch.Generator().manual_seed(0)) * sizes).to(weight)
+        return keep
+
+    hooks = [getattr(parent, name).register_forward_pre_hook(note(i), with_kwargs=True) for i, (parent, name) in layers.items()]
     try:
-        expected, found = stock(x), new(x)
-    except (RuntimeError, TypeError, ValueError):
-        return False  # a norm that takes more than one tensor is no norm of this kind
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    limit = TOLERANCE.get(weight.dtype, 0.0) * expected.abs().amax(-1, keepdim=True)
-    return bool(((found - expected).abs() <= limit).all())
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None:
+    """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one."""
+    try:
+        expected, found = trial.outcome(stock, number), trial.outcome(fused, number)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise NotThisKind(f"{type(stock).__name__} is called in another way ({type(error).__name__})") from error
+    if trial.target.dtype is torch.float32:
+        differ = any(not close(a, b) for a, b in zip(found, expected, strict=True))
+    else:
+        truth = trial.outcome(copy.deepcopy(stock).float(), number, like=torch.float32)
+        differ = any(not nearly(a, b, t) for a, b, t in zip(found, expected, truth, strict=True))
+    if differ:
+        raise NotThisKind(f"{type(stock).__name__} computes something else")
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether rows agree up to fp32 rounding."""
+    limit = EXACT * expected.abs().amax(-1, keepdim=True)
+    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+
+
+def nearly(found: Tensor, expected: Tensor, truth: Tensor) -> bool:
+    """Whether `found` strays no further from the truth than the expected does."""
+    return found.shape == expected.shape and bool(
+        (found - truth).norm() <= NEAR * (expected - truth).norm() + EXACT * truth.norm()
+    )
+
+
+def in_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    return type(spec)(spec.kind, spec.heads, spec.k_dim, spec.v_dim, dtype, spec.window)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same arguments with every floating tensor in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(cast(item, dtype) for item in value)
+    return {key: cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def replace_norms(model: nn.Module) -> None:
+    """The norms outside of blocks: the last one, and those of layers that stay as they are."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            try:
+                setattr(parent, name, Fused(norm_of(child)))
+            except NotThisKind:
+                continue
+
+
+def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
+    """The whole forward as one loop. Raises `NotThisKind` where the stock model does anything besides."""
+    model, base = target.model, target.model.base_model
+    layers = list(getattr(base, "layers", ()))
+    norm, head = getattr(base, "norm", None), model.get_output_embeddings()
+    if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
+        raise NotThisKind("no loop: layers of the stock model are left")
+    if not isinstance(norm, Fused) or not plain(head) or not hasattr(base, "rotary_emb"):
+        raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
+    loop = Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
+    try:
+        expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise NotThisKind(f"no loop: {type(base).__name__} is called in another way ({type(error).__name__})") from error
+    assert expected is not None and found is not None  # all rows are scored
+    if not close(found.float(), expected.float()):  # the same operations: in any dtype
+        raise NotThisKind(f"no loop: {type(model).__name__} does more than its layers")
+    if not share and head_is_copied(head.weight.nbytes, target.num_bytes, target.dtype, target.device):
+        if head.weight is base.embed_tokens.weight:
+            target.num_bytes += head.weight.nbytes
+        loop.head = joined([head], share)
+        model.set_output_embeddings(Fused(loop.head))
+    return loop

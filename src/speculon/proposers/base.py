@@ -53,6 +53,7 @@ class TargetFacts:
     tokenizer: Tokenizer | None = None
     rows: int = 0  # T and R of the engine's largest forward
     scored: int = 0
+    fuse: bool = True  # whether models are fused
 
 
 class Factory(Protocol):

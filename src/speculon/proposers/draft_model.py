@@ -51,7 +51,9 @@ class DraftModel:
         if source is None:
             raise ConfigError(f"{NAME} needs draft = a checkpoint")
         if isinstance(source, str):
-            needs = forecast(source, getattr(torch, target.dtype), target.rows, target.scored)
+            needs = forecast(
+                source, getattr(torch, target.dtype), torch.device(target.device), target.rows, target.scored, target.fuse
+            )
             return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
         model = wrap_draft(source, target)
         needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)  # in memory already: nothing to load or promise
@@ -142,15 +144,15 @@ def load_draft(path: str, target: TargetFacts) -> Target:
     """The checkpoint as a checked Target on the target's device, in its dtype."""
     if target.tokenizer is not None:
         check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-        return load_target(path, dtype=target.dtype, device=target.device)
-    return check_size(load_target(path, dtype=target.dtype, device=target.device), target)
+    draft = load_target(path, dtype=target.dtype, device=target.device, fused=target.fuse)
+    return draft if target.tokenizer is not None else check_size(draft, target)
 
 
 def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
     """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
     if str(model.device) != target.device:
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
-    return check_size(wrap_model(model), target)
+    return check_size(wrap_model(model, fused=target.fuse), target)
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:

@@ -1,0 +1,225 @@
+"""One layer of a decoder as few calls of the library: what most architectures share, under the names that they give it.
+
+x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing. A layer that does
+anything else is found out by the comparison in models/fuse, which is why nothing is checked twice here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculon.kv.store import View
+from speculon.models.attention import attend_rows
+from speculon.models.linear import Product, joined, plain
+
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}  # of the row's largest: about one
+
+BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
+AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
+
+
+class NotThisKind(Exception):
+    """A stock module lacks what a fused one is made of; the text says what."""
+
+
+class Norm:
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019). `weight` [D], or [H, D] for H heads of x [T, H, D]."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self.weight, self.eps = weight, eps
+        width = weight.shape[-1]
+        # In fp32 on a CPU the library's norm is six operations; with the sum of squares as its own one, five short ones do.
+        self.few_calls = weight.device.type == "cpu" and weight.dtype is torch.float32
+        self.scaled, self.floor = weight * width**0.5, torch.tensor(width * eps, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.few_calls:
+            weight = self.weight if self.weight.dim() == 1 else None
+            normed = F.rms_norm(x, x.shape[-1:], weight, self.eps)
+            return normed if weight is not None else normed * self.weight
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self.floor, size, size).rsqrt_()).mul_(self.scaled)
+
+
+@dataclass(slots=True)
+class Attention:
+    """Grouped-query attention over pages; q, k and v come from one product and are turned together."""
+
+    layer: int
+    qkv: Product
+    out: Product
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    norm: Norm | None  # of query and key heads
+    rotates: bool
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+
+    def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:  # [T, D] -> [T, D]
+        both = self.heads + self.kv_heads
+        states = self.qkv(x).view(len(x), -1, self.head_dim)
+        turned, value = states[:, :both], states[:, both:]
+        if self.norm is not None:
+            turned = self.norm(turned)
+        if self.rotates and tables is not None:
+            turned = rotate(turned, tables)
+        query, key = turned[:, : self.heads], turned[:, self.heads :]
+        seen = attend_rows(view, self.layer, query, key, value, self.scaling, self.softcap, self.sinks)
+        return self.out(seen.reshape(len(x), -1))
+
+
+@dataclass(slots=True)
+class Gated:
+    """down(act(gate(x)) * up(x)), gate and up in one product."""
+
+    gate_up: Product
+    down: Product
+    act: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(gate).mul_(up))
+
+
+@dataclass(slots=True)
+class Stock:
+    """An MLP that is left as it is: experts and other kinds."""
+
+    module: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.module(x[None])
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+@dataclass(slots=True)
+class Block:
+    """One layer: [T, D] -> [T, D]."""
+
+    attention: Attention
+    mlp: Gated | Stock
+    norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # before and after each of the two
+
+    def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:
+        before, after, before_mlp, after_mlp = self.norms
+        seen = self.attention(before(x) if before else x, tables, view)
+        x = x + (after(seen) if after else seen)
+        thought = self.mlp(before_mlp(x) if before_mlp else x)
+        return x + (after_mlp(thought) if after_mlp else thought)
+
+
+def rotate(heads: Tensor, tables: Tables) -> Tensor:
+    """Rotary positions (Su 2021) in the half-split form: x cos + (x with its halves exchanged) (-sin, sin). [T, H, Dh]."""
+    cos, sin = tables
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
+def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:  # [1, T, Dh] or [1, T, Dh / 2], as transformers makes them
+    """What `rotate` wants of the tables of one step, for heads of `width`."""
+    if 2 * cos.shape[-1] == width:
+        cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
+    half = width // 2
+    return cos[0, :, None], torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
+
+
+def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
+    """A fused form of a decoder layer. Raises `NotThisKind` where a part of it is missing."""
+    children = dict(stock.named_children())
+    inner = children.pop("self_attn", None)
+    mlp = children.pop("mlp", None)
+    if inner is None or mlp is None:
+        raise NotThisKind("no self_attn and mlp")
+    return Block(attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children))
+
+
+def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+    """Gemma and OLMo call the norm after attention what Llama calls the one before the MLP."""
+    around = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} & children.keys()
+    found = (norm_of(children[name]) if name in children else None for name in (AROUND if around else BEFORE))
+    before, after, before_mlp, after_mlp = found
+    return before, after, before_mlp, after_mlp
+
+
+def attention_of(stock: Any, layer: int, kv_heads: int, head_dim: int, share: bool) -> Attention:
+    inputs = linears(stock, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
+    if stock.training and getattr(stock, "attention_dropout", 0.0):
+        raise NotThisKind("dropout in training")
+    heads = sum(layer.out_features for layer in inputs) // head_dim - 2 * kv_heads
+    return Attention(
+        layer=layer,
+        qkv=joined(inputs, share),
+        out=joined(linears(stock, ("o_proj",)), share),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scaling=float(stock.scaling),
+        norm=head_norm(stock, heads, kv_heads, head_dim),
+        rotates=bool(getattr(stock, "use_rope", True)),
+        softcap=getattr(stock, "attn_logit_softcapping", None),
+        sinks=getattr(stock, "sinks", None),
+    )
+
+
+def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> Norm | None:
+    """The norms of query and key heads as one, where there are such."""
+    if not hasattr(stock, "q_norm") and not hasattr(stock, "k_norm"):
+        return None
+    query, key = norm_of(stock.q_norm), norm_of(stock.k_norm)
+    if query.eps != key.eps or {query.weight.numel(), key.weight.numel()} != {head_dim}:
+        raise NotThisKind(f"{type(stock).__name__} normalises queries and keys in another way")
+    return Norm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
+
+
+def mlp_of(stock: Any, share: bool) -> Gated | Stock:
+    try:
+        gate_up = linears(stock, ("gate_up_proj",), ("gate_proj", "up_proj"))
+        down = linears(stock, ("down_proj",))
+    except NotThisKind:
+        return Stock(stock)
+    act = getattr(stock, "act_fn", None) or stock.activation_fn
+    return Gated(joined(gate_up, share), joined(down, share), act)
+
+
+def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
+    """The first of several groups of children that is there, all of it plain linear layers."""
+    for names in choices:
+        found: list[Any] = [getattr(module, name, None) for name in names]
+        if all(map(plain, found)):
+            return found
+    raise NotThisKind(f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}")
+
+
+def norm_of(stock: nn.Module) -> Norm:
+    """The native form of an RMS norm with weight w, or 1 + w: whichever gives the same. Raises `NotThisKind` if neither does."""
+    eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
+    named = dict(stock.named_parameters())
+    if "RMSNorm" not in type(stock).__name__ or eps is None or list(named) != ["weight"] or named["weight"].dim() != 1:
+        raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
+    weight = named["weight"].detach()
+    for candidate in (Norm(weight, float(eps)), Norm(1.0 + weight, float(eps))):
+        if same_norm(stock, candidate):
+            return candidate
+    raise NotThisKind(f"{type(stock).__name__} differs from the library's norm")
+
+
+@torch.inference_mode()
+def same_norm(stock: nn.Module, new: Norm) -> bool:
+    """Whether two norms agree, up to a rounding, on random rows [3, D] of small, usual and large size."""
+    sizes = torch.tensor([1e-2, 1.0, 1e2])[:, None]
+    x = (torch.randn(len(sizes), new.weight.numel(), generator=torch.Generator().manual_seed(0)) * sizes).to(new.weight)
+    try:
+        expected, found = stock(x), new(x)
+    except (RuntimeError, TypeError, ValueError):
+        return False  # a norm that takes more than one tensor is no norm of this kind
+    limit = ROUNDING.get(x.dtype, 0.0) * expected.abs().amax(-1, keepdim=True)
+    return found.dtype == expected.dtype and bool(((found - expected).abs() <= limit).all())
