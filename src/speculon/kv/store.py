@@ -11,6 +11,9 @@ from torch import Tensor
 
 from speculon.core import LayerSpec, Span, ceil_div
 
+GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
+GATHER_BYTES_ELSEWHERE = 64 << 20
+
 Where = slice | Tensor  # consecutive slots, or a LongTensor of them
 
 
@@ -25,6 +28,7 @@ class PageStore:
         self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
         self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
+        self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         kinds = [(x.window, x.bytes_per_token) for x in layers]
         self.kinds = [kinds.index(kind) for kind in kinds]  # layers of one kind are attended to alike
 
@@ -39,6 +43,20 @@ class PageStore:
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
         """The same for a model whose layers begin at `first_layer` of the store."""
         return View(self, self._writes(spans), spans, first_layer)
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
+        """Copies of K and V at some slots, valid until the next call: fresh memory for each layer would cost more."""
+        spec, pools = self.layers[layer], {"k": self.k[layer], "v": self.v[layer]}
+        if len(slots) * spec.bytes_per_token > gather_bytes(self.device):
+            k, v = (pool.index_select(0, slots) for pool in pools.values())
+            return k, v
+        for name, pool in pools.items():
+            key = (name, pool.shape[1:], pool.dtype)
+            room = self._rooms.get(key)
+            if room is None or len(room) < len(slots):
+                room = self._rooms[key] = pool.new_empty(power_of_two(len(slots)), *pool.shape[1:])
+            pools[name] = torch.index_select(pool, 0, slots, out=room[: len(slots)])
+        return pools["k"], pools["v"]
 
     def where(self, table: list[int], length: int) -> Where:
         """The slots of a sequence's first `length` positions."""
@@ -112,13 +130,22 @@ class View:
         if isinstance(where, slice):
             k, v = self.store.by_head[layer]
             return k[:, :, where], v[:, :, where]
-        k, v = (pool[layer].index_select(0, where) for pool in (self.store.k, self.store.v))
+        k, v = self.store.gather(layer, where)
         return by_span(k, spans), by_span(v, spans)
 
 
 def by_span(slots: Tensor, spans: int) -> Tensor:
     """[B * S, Hkv, D] -> [B, Hkv, S, D]."""
     return slots.view(spans, -1, *slots.shape[1:]).transpose(1, 2)
+
+
+def gather_bytes(device: torch.device) -> int:
+    """K and V that may be copied together into a buffer that stays."""
+    return GATHER_BYTES.get(device.type, GATHER_BYTES_ELSEWHERE)
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def as_index(where: Where, device: torch.device) -> Tensor:

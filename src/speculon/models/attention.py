@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import SpanView, View, Where
+from speculon.kv.store import SpanView, View, Where, gather_bytes, power_of_two
 
 NAME = "speculon"
 FOLD_ROWS = 32  # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
-GATHER_BYTES = 1 << 18  # K and V of one span; below it one padded call for many spans beats a call each
-WASTE = 2  # guess: a padded call may do at most this many times the work of its spans
+# In bytes of K and V read, measured out of cache on 2 cores: what a call costs besides its keys, what each further query row adds
+# to a key, and what it costs to copy the keys of several spans together for a joint call.
+CALL = {"cpu": 200 << 10}
+CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
+ROW, COPY = 0.08, 0.1
 
 
 @dataclass(slots=True)
@@ -148,15 +152,10 @@ def make_calls(view: View, window: int | None, group: int, token_bytes: int, que
     dtype, device = query.dtype, query.device
     if len(view.spans) == 1:
         return Calls([span_call(view.spans[0], window, group, dtype, device)])
-    alone: list[SpanView] = []
-    together: list[SpanView] = []
-    for span in view.spans:
-        cheap = device.type != "cpu" or isinstance(span.where, Tensor) or reach(span, window) * token_bytes <= GATHER_BYTES
-        (together if cheap and span.rows <= FOLD_ROWS else alone).append(span)
     calls, placed, at = [], [], 0
-    for bucket in buckets(together, window):
+    for bucket in buckets(view.spans, window, token_bytes, device):
         call = (
-            joint_call(bucket, view, window, group, dtype, device)
+            joint_call(bucket, window, group, dtype, device)
             if len(bucket) > 1
             else span_call(bucket[0], window, group, dtype, device)
         )
@@ -164,30 +163,29 @@ def make_calls(view: View, window: int | None, group: int, token_bytes: int, que
         for i, span in enumerate(bucket):
             placed.append((span.first, range(at + i * call.n, at + i * call.n + span.rows)))
         at += len(bucket) * call.n
-    for span in alone:
-        calls.append(span_call(span, window, group, dtype, device))
-        placed.append((span.first, range(at, at + span.rows)))
-        at += span.rows
     order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
     return Calls(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
 
 
-def buckets(spans: list[SpanView], window: int | None) -> list[list[SpanView]]:
-    """Spans that share one padded call: all of them in flat order if that wastes little, else groups of like size."""
-    if not spans or fits(spans, window):
-        return [spans] if spans else []
+def buckets(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device) -> list[list[SpanView]]:
+    """Spans that share one padded call: of like reach, joined while that costs less than calls of their own."""
     found: list[list[SpanView]] = []
-    for span in sorted(spans, key=lambda s: (s.rows, s.context)):
-        if found and fits([*found[-1], span], window):
-            found[-1].append(span)
+    for span in sorted(spans, key=lambda s: (s.rows > FOLD_ROWS, reach(s, window))):
+        joined = [*found[-1], span] if found else []
+        fits = len(joined) * reach(span, window) * token_bytes <= gather_bytes(device) and span.rows <= FOLD_ROWS
+        price = partial(cost, window=window, token_bytes=token_bytes, device=device)
+        if joined and fits and price(joined) <= price(found[-1]) + price([span]):
+            found[-1] = joined
         else:
             found.append([span])
-    return found
+    return [sorted(bucket, key=lambda s: s.first) for bucket in found]
 
 
-def fits(spans: list[SpanView], window: int | None) -> bool:
-    needed = sum(s.rows * reach(s, window) for s in spans)
-    return len(spans) * max(s.rows for s in spans) * max(reach(s, window) for s in spans) <= WASTE * needed
+def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device) -> float:
+    """What one call for all of them costs, in bytes read."""
+    rows, keys = max(s.rows for s in spans), max(reach(s, window) for s in spans)
+    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + COPY * (len(spans) > 1))
+    return CALL.get(device.type, CALL_ELSEWHERE) + read
 
 
 def reach(span: SpanView, window: int | None) -> int:
@@ -202,9 +200,7 @@ def span_call(span: SpanView, window: int | None, group: int, dtype: torch.dtype
     return Call(slice(span.first, span.last), 1, n, where, mask)
 
 
-def joint_call(
-    spans: list[SpanView], view: View, window: int | None, group: int, dtype: torch.dtype, device: torch.device
-) -> Call:
+def joint_call(spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Call:
     """One call for many spans, rows and keys padded at the end. A padding row sees the first key: it stays finite."""
     n, length = max(s.rows for s in spans), max(reach(s, window) for s in spans)
     where = torch.cat([padded(s.tail(reach(s, window)), reach(s, window), length, device) for s in spans])  # [B * S]
@@ -258,10 +254,6 @@ def banded(rows: int, before: int, window: int | None, group: int, dtype: torch.
     if window is not None:
         hidden |= column <= last - window
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 MASKS = MaskCache()

@@ -32,7 +32,7 @@ def forecast(path: str | Path, dtype: torch.dtype, device: torch.device, rows: i
         layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
-        bytes_scratch=scratch_bytes(config, dtype, rows, scored),
+        bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),
     )
 
 

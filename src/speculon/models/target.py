@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
-from speculon.kv.store import View
+from speculon.kv.store import View, gather_bytes
 
 if TYPE_CHECKING:
     from speculon.models.fuse import Fusion
@@ -64,7 +64,7 @@ class Target:
     def needs(self, rows: int, scored: int) -> Needs:
         """Its claims, when T = `rows` and R = `scored` in its largest forward."""
         config = self.model.config.get_text_config()
-        scratch = scratch_bytes(config, self.dtype, rows, scored)
+        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
         return Needs(layers=self.layers, max_context=self.max_context, bytes_fixed=self.num_bytes, bytes_scratch=scratch)
 
     @torch.inference_mode()
@@ -87,8 +87,9 @@ def stock_forward(model: PreTrainedModel, batch: Batch, view: View) -> Tensor | 
     return None
 
 
-def scratch_bytes(config: PreTrainedConfig, dtype: torch.dtype, rows: int, scored: int) -> int:
+def scratch_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, scored: int) -> int:
     """Intermediate results of one forward over `rows` rows with `scored` of them scored and sampled."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    return rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize + scored * config.vocab_size * 4 * COPIES_OF_LOGITS
+    states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
+    return states + scored * config.vocab_size * 4 * COPIES_OF_LOGITS + 2 * gather_bytes(device)  # that buffer may double

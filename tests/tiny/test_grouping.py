@@ -1,0 +1,82 @@
+"""Which sequences share a call of the attention kernel: as few calls as pay for their padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speculon.core import LayerSpec
+from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
+from speculon.models.attention import buckets
+
+CPU = torch.device("cpu")
+TOKEN = 1024  # bytes of K and V
+
+
+def spans(*sizes: tuple[int, int]) -> list[SpanView]:
+    """Spans of (rows, context), one after the other in the batch and in the pool."""
+    found, row = [], 0
+    for i, (rows, context) in enumerate(sizes):
+        found.append(SpanView(row, row + rows, slice(i * 4096, i * 4096 + context), context))
+        row += rows
+    return found
+
+
+def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN) -> list[list[int]]:
+    """The first row of each span, by bucket."""
+    return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU)]
+
+
+def test_sequences_of_like_length_share_a_call() -> None:
+    assert grouped((1, 300), (1, 310), (1, 280)) == [[0, 1, 2]]
+
+
+def test_a_short_sequence_is_not_padded_to_a_long_one() -> None:
+    assert grouped((1, 2000), (1, 100), (1, 110)) == [[1, 2], [0]]
+
+
+def test_a_window_makes_long_and_short_alike() -> None:
+    assert grouped((1, 2000), (1, 100), (1, 110), window=64) == [[0, 1, 2]]
+
+
+def test_more_bytes_a_token_leave_less_room_for_padding() -> None:
+    sizes = ((1, 100), (1, 200))
+    assert grouped(*sizes) == [[0, 1]] and grouped(*sizes, token_bytes=8 * TOKEN) == [[0], [1]]
+
+
+def test_drafts_of_different_length_share_a_call() -> None:
+    assert grouped((5, 300), (1, 300), (4, 304)) == [[0, 5, 6]]
+
+
+def test_prompt_chunks_go_alone() -> None:
+    assert grouped((64, 64), (1, 60), (64, 64), (1, 64)) == [[64, 129], [0], [65]]
+
+
+def test_what_would_overflow_the_buffer_is_divided() -> None:
+    sixteenth = GATHER_BYTES["cpu"] // TOKEN // 16
+    assert grouped(*[(1, sixteenth)] * 20) == [list(range(16)), list(range(16, 20))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_is_used_again_and_holds_what_lies_in_the_pages(dtype: torch.dtype) -> None:
+    layer = LayerSpec("attention", 2, 4, 4, dtype)
+    store = PageStore((layer, layer), 8, 16, CPU)
+    for i, pool in enumerate((*store.k, *store.v)):
+        pool.copy_(torch.arange(pool.numel()).view(pool.shape) + 1000 * i)
+    seen = set()
+    for slots in (torch.tensor([3, 1, 60]), torch.tensor([7, 7])):
+        for number in (0, 1):
+            k, v = store.gather(number, slots)
+            assert torch.equal(k, store.k[number][slots]) and torch.equal(v, store.v[number][slots])
+            seen |= {k.data_ptr(), v.data_ptr()}
+    assert len(seen) == 2
+
+
+def test_what_is_larger_than_the_buffer_is_gathered_all_the_same() -> None:
+    layer = LayerSpec("attention", 2, 64, 64, torch.float32)
+    store = PageStore((layer,), 1, 16, CPU)
+    for pool in (*store.k, *store.v):
+        pool.normal_()
+    slots = torch.arange(GATHER_BYTES["cpu"] // layer.bytes_per_token + 1) % 16
+    k, v = store.gather(0, slots)
+    assert torch.equal(k, store.k[0][slots]) and torch.equal(v, store.v[0][slots])
