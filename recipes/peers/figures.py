@@ -50,10 +50,10 @@ class Row:
     to_own: float | None = None  # the same with this engine, plain
     drafted: int | None = None
     accepted: int | None = None
-    tokens_per_call: float | None = None  # of the target
+    tokens_per_call: float | None = None  # of the target, with all texts in it
     texts: int = 0
     different: int | None = None  # from speculon's plain texts; None: sampled, or nothing to compare with
-    silent: bool = False  # asked to speculate, and by its own counters did not
+    silent: bool = False  # asked to speculate; drafted nothing, or, where only calls are told, never brought two tokens in one
 
 
 Cell = tuple[str, int]  # workload, concurrency
@@ -74,6 +74,7 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
     tokens, seconds = sum(one.count for one in found), sum(one.seconds for one in found)
     plain = {(one.repeat, one.group): one for one in records if (one.engine, one.mode) == ours}
     compared = greedy and plain
+    longest = sum(max(map(len, one.tokens)) for one in found)
     speculates = mode != OFF
     return Row(
         *cell,
@@ -88,7 +89,7 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
         tokens_per_call=tokens / calls if calls else None,
         texts=sum(len(one.tokens) for one in found),
         different=sum(differences(one, plain[one.repeat, one.group]) for one in found) if compared else None,
-        silent=speculates and (drafted == 0 or drafted is None and calls is not None and calls >= tokens),
+        silent=speculates and (drafted == 0 or drafted is None and calls is not None and calls >= longest),
     )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The other engines, each in an environment of its own, and the demo checkpoint in their formats:
 #   recipes/peers/setup.sh ENV_FOLDER [NAME...]      names: transformers openvino vllm llama.cpp; all of them if none is given
-# What is there already is left alone. Needs Python 3.11 or newer, a C++ compiler, unzipped some 5 GB, and half an hour on two cores.
+# What is there already is left alone. Needs Python 3.11 or newer, a C++ compiler, 7 GB, and half an hour on two cores.
 # TORCH chooses PyTorch's build, as in the Makefile; the CPU build is enough, and the only one that vLLM's CPU build takes.
 set -euo pipefail
 envs=${1:?usage: recipes/peers/setup.sh ENV_FOLDER [NAME...]}

@@ -15,5 +15,6 @@ import convert_hf_to_gguf  # noqa: E402
 from conversion.base import TextModel  # noqa: E402
 
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel._set_vocab_sentencepiece = TextModel._set_vocab_gpt2  # else it is tried first, and wants one package more
 sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", "f32"]
 convert_hf_to_gguf.main()

@@ -19,7 +19,7 @@ class Transformers:
         self.eos = list(settings.eos)
         self.target = load(settings.target)
         self.calls = 0
-        self.target.register_forward_pre_hook(self.count, with_kwargs=True)
+        self.target.register_forward_pre_hook(self.count)
         self.speculation: dict[str, Any] = {}
         if settings.method == "ngram":
             self.speculation = {"prompt_lookup_num_tokens": settings.k, "max_matching_ngram_size": NGRAM}
@@ -30,9 +30,8 @@ class Transformers:
                     num_assistant_tokens=settings.k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
                 )
 
-    def count(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = args[0] if args else kwargs["input_ids"]
-        self.calls += len(ids)
+    def count(self, module: Any, args: tuple[Any, ...]) -> None:
+        self.calls += 1
 
     @torch.inference_mode()
     def write(self, ask: Ask) -> Answer:

@@ -24,12 +24,13 @@ class Speculon:
 
     def write(self, ask: Ask) -> Answer:
         params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens)
+        before = self.llm.engine.counters.steps
         outputs = self.llm.generate(ask.prompts, params)
         stats = RequestStats()
         for output in outputs:
             stats.add(output.outputs[0].stats)
         tokens = [output.token_ids for output in outputs]
-        return Answer(tokens, stats.drafted_at.total(), stats.accepted, stats.target_calls)
+        return Answer(tokens, stats.drafted_at.total(), stats.accepted, self.llm.engine.counters.steps - before)
 
     def close(self) -> None: ...
 

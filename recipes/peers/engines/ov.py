@@ -52,7 +52,11 @@ class OpenVino:
     def write(self, ask: Ask) -> Answer:
         ids = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in ask.prompts]
         results = self.pipeline.generate(ids, [self.config(ask) for _ in ids])
-        return Answer([list(result.m_generation_ids[0]) for result in results])
+        tokens = [list(result.m_generation_ids[0]) for result in results]
+        # both accounts are of all texts together, and every result has the same
+        if told := results[0].extended_perf_metrics:
+            return Answer(tokens, told.get_num_draft_tokens(), told.get_num_accepted_tokens())
+        return Answer(tokens, calls=len(results[0].perf_metrics.raw_metrics.m_batch_sizes))
 
     def close(self) -> None: ...
 

@@ -46,7 +46,7 @@ class Answer:
     tokens: list[list[int]]
     drafted: int | None = None
     accepted: int | None = None
-    calls: int | None = None  # of the target, each counted once per text in it
+    calls: int | None = None  # of the target, each for all texts in it
 
 
 class Engine(Protocol):
