@@ -24,6 +24,7 @@ class Record:
     drafted: int | None = None  # None: the engine does not tell
     accepted: int | None = None
     calls: int | None = None
+    nats: float | None = None  # of sampled texts, in the target's eyes
 
     @property
     def count(self) -> int:
@@ -53,6 +54,7 @@ class Row:
     tokens_per_call: float | None = None  # of the target, with all texts in it
     texts: int = 0
     different: int | None = None  # from speculon's plain texts; None: sampled, or nothing to compare with
+    nats_per_token: float | None = None  # of sampled texts
     silent: bool = False  # asked to speculate; drafted nothing, or, where only calls are told, never brought two tokens in one
 
 
@@ -71,6 +73,7 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
     found = [one for one in records if (one.engine, one.mode) == label]
     engine, mode = label
     drafted, accepted, calls = (total(getattr(one, name) for one in found) for name in ("drafted", "accepted", "calls"))
+    nats = [one.nats for one in found if one.nats is not None]
     tokens, seconds = sum(one.count for one in found), sum(one.seconds for one in found)
     plain = {(one.repeat, one.group): one for one in records if (one.engine, one.mode) == ours}
     compared = greedy and plain
@@ -89,6 +92,7 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
         tokens_per_call=tokens / calls if calls else None,
         texts=sum(len(one.tokens) for one in found),
         different=sum(differences(one, plain[one.repeat, one.group]) for one in found) if compared else None,
+        nats_per_token=sum(nats) / tokens if nats and tokens else None,
         silent=speculates and (drafted == 0 or drafted is None and calls is not None and calls >= longest),
     )
 

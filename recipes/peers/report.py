@@ -24,12 +24,15 @@ HEAD = (
     "drafts accepted",
     "tokens per target call",
     "texts unlike speculon's",
+    "nats per token",
 )
 MEASURED = (
     "tokens/s: tokens written / wall time from submission to the last token, prompt included, taken in the worker itself; all "
     "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, repeat) with the "
-    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. texts unlike "
-    "speculon's: greedy texts that are not, token for token, those of `speculon off`; sampled ones are not compared"
+    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. tokens per target "
+    "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for token, those of "
+    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines that sample from the same "
+    "distribution have the same, up to chance"
 )
 
 
@@ -79,6 +82,7 @@ def line(row: Row) -> tuple[str, ...]:
         drafts(row),
         number(row.tokens_per_call),
         "" if row.different is None else f"{row.different} of {row.texts}",
+        number(row.nats_per_token),
     )
 
 
@@ -90,7 +94,7 @@ def drafts(row: Row) -> str:
     if row.mode == "off":
         return ""
     if row.silent:
-        return "**did not speculate**"
+        return "**none, or none stood**"
     return f"{row.accepted / row.drafted:.0%}" if row.drafted and row.accepted is not None else "?"
 
 

@@ -10,13 +10,14 @@ import os
 import shlex
 import sys
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from engines.worker import Settings
 from figures import Cell, Record, Row, cut, row
+from judge import Judge
 from plan import MODES, OFF, OURS, STOCK, Mode, modes_of, place
 from process import Worker
 from report import write
@@ -46,7 +47,7 @@ def main() -> int:
     console.print("wrote", *map(str, files))
     silent = [f"{one.workload} at {one.concurrency}: {one.engine} {one.mode}" for one in rows if one.silent]
     if silent:
-        console.print("[red]asked to speculate, and did not:", "; ".join(silent))
+        console.print("[red]asked to speculate, and did not, or no draft stood:", "; ".join(silent))
     return int(bool(silent))
 
 
@@ -101,6 +102,7 @@ def measure(
 ) -> tuple[list[Row], list[Record]]:
     rows: list[Row] = []
     records: list[Record] = []
+    judge = Judge()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         turns = sum(1 + asked.repeats * (asked.prompts // count) for count in asked.concurrency)
@@ -109,11 +111,19 @@ def measure(
             for count in asked.concurrency:
                 progress.update(task, description=f"{name} at {count}")
                 new, refusals = measure_cell((name, count), workers, some, asked.repeats, lambda: progress.advance(task))
+                if some[0].params.temperature == 1:
+                    new = [replace(one, nats=judge.nats(zip(prompts(some, one), one.tokens, strict=True))) for one in new]
                 rows.extend(summary((name, count), list(workers), new, refusals, greedy=not some[0].params.temperature))
                 records.extend(new)
                 for mode, reason in refusals.items():
                     progress.console.print(f"{name} at {count}: {mode} refused: {reason}")
     return rows, records
+
+
+def prompts(cases: list[Case], record: Record) -> list[list[int]]:
+    """Those of the record's group."""
+    first = record.group * record.concurrency
+    return [case.prompt for case in cases[first : first + record.concurrency]]
 
 
 def measure_cell(
