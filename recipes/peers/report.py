@@ -31,8 +31,8 @@ MEASURED = (
     "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, repeat) with the "
     "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. tokens per target "
     "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for token, those of "
-    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines that sample from the same "
-    "distribution have the same, up to chance"
+    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines that sample from the "
+    "same distribution have the same, up to chance"
 )
 
 
