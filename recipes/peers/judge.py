@@ -7,12 +7,13 @@ from collections.abc import Iterable
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.models.load import SHIPPED
+from speculon.models.load import SHIPPED, quiet
 
 
 class Judge:
     def __init__(self) -> None:
-        self.target = AutoModelForCausalLM.from_pretrained(SHIPPED["demo"], dtype=torch.float32, local_files_only=True).eval()
+        with quiet():
+            self.target = AutoModelForCausalLM.from_pretrained(SHIPPED["demo"], dtype=torch.float32, local_files_only=True).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:
         """Surprise of all tokens after their prompts; per token it is near the model's entropy if they were sampled from it."""
