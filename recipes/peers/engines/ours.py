@@ -1,0 +1,39 @@
+"""speculon, through its front door."""
+
+from __future__ import annotations
+
+from worker import Answer, Ask, Settings, serve
+
+from speculon import LLM, SamplingParams
+from speculon.telemetry import RequestStats
+
+
+class Speculon:
+    packages = ("torch", "transformers")
+
+    def __init__(self, settings: Settings):
+        k = {} if settings.k is None else {"num_speculative_tokens": settings.k}
+        draft = {"draft": settings.draft} if settings.method in ("draft_model", "auto") else {}
+        self.llm = LLM(
+            settings.target,
+            speculation={"method": settings.method, **k, **draft},
+            dtype="float32",
+            threads=settings.threads,
+            prefix_cache=False,
+        )
+
+    def write(self, ask: Ask) -> Answer:
+        params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens)
+        before = self.llm.engine.counters.steps
+        outputs = self.llm.generate(ask.prompts, params)
+        stats = RequestStats()
+        for output in outputs:
+            stats.add(output.outputs[0].stats)
+        tokens = [output.token_ids for output in outputs]
+        return Answer(tokens, stats.drafted_at.total(), stats.accepted, self.llm.engine.counters.steps - before)
+
+    def close(self) -> None: ...
+
+
+if __name__ == "__main__":
+    serve(Speculon)

@@ -1,0 +1,70 @@
+"""Which engines in which modes, and where setup.sh put them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from speculon.models.load import SHIPPED
+
+HERE = Path(__file__).resolve().parent
+OFF, OURS, STOCK = "off", "speculon", "transformers"
+MODES = {
+    STOCK: (OFF, "ngram:8", "draft_model:4", "draft_model"),
+    "openvino": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
+    "llama.cpp": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
+    "vllm": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
+    OURS: (OFF, "ngram:8", "draft_model:4", "draft_model:6", "auto:6"),
+}
+SCRIPTS = {STOCK: "hf.py", "openvino": "ov.py", "llama.cpp": "llama.py", "vllm": "vllm_cpu.py", OURS: "ours.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One engine with one way of drafting: one worker."""
+
+    engine: str
+    name: str  # off, METHOD or METHOD:K
+
+    @property
+    def method(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def k(self) -> int | None:
+        return int(self.name.partition(":")[2] or 0) or None
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.name}"
+
+
+def modes_of(engines: list[str]) -> list[Mode]:
+    return [Mode(engine, name) for engine in engines for name in MODES[engine]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine lives."""
+
+    python: Path
+    script: Path
+    target: Path
+    draft: Path
+    server: Path | None = None
+
+
+def place(engine: str, envs: Path) -> Place:
+    target, draft = SHIPPED["demo"], SHIPPED["demo-draft"]
+    python = Path(sys.executable) if engine == OURS else envs / engine / "bin/python"
+    server = None
+    if engine == "openvino":
+        target, draft = envs / "checkpoints/openvino/target", envs / "checkpoints/openvino/draft"
+    elif engine == "llama.cpp":
+        target, draft = envs / "checkpoints/gguf/target.gguf", envs / "checkpoints/gguf/draft.gguf"
+        server = envs / "llama.cpp/build/bin/llama-server"
+    found = Place(python, HERE / "engines" / SCRIPTS[engine], target, draft, server)
+    for path in (found.python, found.target, found.draft, found.server):
+        if path and not path.exists():
+            raise SystemExit(f"{engine}: {path} is missing; recipes/peers/setup.sh {envs} makes it")
+    return found

@@ -1,0 +1,133 @@
+"""What a run leaves: every measurement in JSON, a table, a chart."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from figures import Record, Row
+from matplotlib.figure import Figure
+
+from speculon.bench.chart import COLOURS
+
+HEAD = (
+    "engine",
+    "mode",
+    "tokens/s",
+    "x transformers",
+    "x own plain",
+    "x speculon off",
+    "drafts accepted",
+    "tokens per target call",
+    "texts unlike speculon's",
+    "nats per token",
+)
+MEASURED = (
+    "tokens/s: tokens written / wall time from submission to the last token, prompt included, taken in the worker itself; all "
+    "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, repeat) with the "
+    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. tokens per target "
+    "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for token, those of "
+    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines that sample from the "
+    "same distribution have the same, up to chance"
+)
+
+
+def write(folder: Path, facts: dict[str, Any], rows: list[Row], records: list[Record]) -> list[Path]:
+    """`peers.json`, `peers.md`, `peers.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"peers.{kind}" for kind in ("json", "md", "png")]
+    everything = {**facts, "measured": MEASURED, "rows": list(map(asdict, rows)), "records": list(map(asdict, records))}
+    files[0].write_text(json.dumps(everything) + "\n", encoding="utf-8")
+    files[1].write_text(markdown(facts, rows), encoding="utf-8")
+    draw(rows, title(facts)).savefig(files[2], dpi=150)
+    return files
+
+
+def title(facts: dict[str, Any]) -> str:
+    plan, machine = facts["plan"], facts["machine"]
+    return (
+        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads; medians of {plan['repeats']} alternated "
+        f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
+    )
+
+
+def markdown(facts: dict[str, Any], rows: list[Row]) -> str:
+    parts = [f"`{facts['command']}` at {facts['commit']}, {facts['date'][:10]}: {title(facts)}."]
+    for (workload, count), cell in by_cell(rows):
+        parts.append(f"## {workload}, {'one at a time' if count == 1 else f'{count} at once'}")
+        parts.append(grid([HEAD, ("---",) * len(HEAD), *map(line, cell)]))
+        parts.extend(f"- {row.engine} {row.mode} refused: {row.refused}" for row in cell if row.refused)
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(facts["versions"].items()))
+    return "\n\n".join([*parts, f"{MEASURED}.", f"Versions: {versions}.\n"])
+
+
+def by_cell(rows: list[Row]) -> list[tuple[tuple[str, int], list[Row]]]:
+    return [(cell, list(some)) for cell, some in groupby(rows, key=lambda row: (row.workload, row.concurrency))]
+
+
+def line(row: Row) -> tuple[str, ...]:
+    if row.refused:
+        return (row.engine, row.mode, "refused", *("",) * (len(HEAD) - 3))
+    return (
+        row.engine,
+        row.mode,
+        f"{row.tokens_per_second:.0f}",
+        number(row.to_stock),
+        number(row.to_own),
+        number(row.to_ours),
+        drafts(row),
+        number(row.tokens_per_call),
+        "" if row.different is None else f"{row.different} of {row.texts}",
+        number(row.nats_per_token),
+    )
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def drafts(row: Row) -> str:
+    if row.mode == "off":
+        return ""
+    if row.silent:
+        return "**none, or none stood**"
+    return f"{row.accepted / row.drafted:.0%}" if row.drafted and row.accepted is not None else "?"
+
+
+def grid(lines: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw(rows: list[Row], heading: str) -> Figure:
+    """A panel per cell; a bar per mode, coloured by engine, plain decoding pale."""
+    cells, engines = by_cell(rows), list(dict.fromkeys(row.engine for row in rows))
+    tallest = max(len(cell) for _, cell in cells)
+    columns = min(2, len(cells))
+    lines = -(-len(cells) // columns)
+    figure = Figure(figsize=(6.2 * columns, (0.9 + 0.21 * tallest) * lines + 0.6), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for panel, ((workload, count), cell) in zip(panels, cells, strict=False):
+        speeds = [row.tokens_per_second or 0 for row in cell]
+        bars = panel.barh(
+            range(len(cell)),
+            speeds,
+            color=[COLOURS[engines.index(row.engine) % len(COLOURS)] for row in cell],
+        )
+        for bar, row in zip(bars, cell, strict=True):
+            bar.set_alpha(0.5 if row.mode == "off" else 1)
+        labels = ["refused" if row.refused else f"{row.tokens_per_second:.0f}" for row in cell]
+        panel.bar_label(bars, labels, padding=3, fontsize=7)
+        panel.set_yticks(range(len(cell)), [f"{row.engine} {row.mode}" for row in cell], fontsize=7)
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        panel.set_title(f"{workload}, {'one at a time' if count == 1 else f'{count} at once'}", fontsize=10)
+        panel.set_xlabel("tokens per second", fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(cells) :]:
+        panel.set_visible(False)
+    figure.suptitle("\n".join(textwrap.wrap(heading, 80 * columns)), fontsize=9)
+    return figure

@@ -1,0 +1,201 @@
+"""Other engines beside ours, on the same checkpoint and prompts, alternated in one run.
+
+python recipes/peers/run.py ENV_FOLDER --out FOLDER, after recipes/peers/setup.sh ENV_FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engines.worker import Settings
+from figures import Cell, Record, Row, cut, row
+from judge import Judge
+from plan import MODES, OFF, OURS, STOCK, Mode, modes_of, place
+from process import Worker
+from report import write
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from speculon import __version__
+from speculon.bench.report import commit, machine
+from speculon.bench.workloads import Case, Size, build, fingerprint
+from speculon.models.load import SHIPPED, load_tokenizer
+from speculon.text import Tokenizer
+
+CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
+
+
+def main() -> int:
+    asked = arguments()
+    console = Console(stderr=True)
+    size = Size(asked.prompts, asked.max_tokens, CONTEXT)
+    tokenizer = Tokenizer(load_tokenizer(str(SHIPPED["demo"])))
+    cases = {name: build(name, tokenizer, size) for name in asked.workloads}
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        workers = started(modes_of(asked.engines), asked, stack, console)
+        rows, records = measure(workers, cases, asked, console)
+    files = write(asked.out, facts(asked, cases, workers), rows, records)
+    console.print("wrote", *map(str, files))
+    silent = [f"{one.workload} at {one.concurrency}: {one.engine} {one.mode}" for one in rows if one.silent]
+    if silent:
+        console.print("[red]asked to speculate, and did not, or no draft stood:", "; ".join(silent))
+    return int(bool(silent))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("envs", type=Path, help="where setup.sh put the engines")
+    parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of the results")
+    parser.add_argument("--engines", type=listed, default=list(MODES))
+    parser.add_argument("--workloads", type=listed, default=["code", "edit"], help="NAME or NAME@TEMPERATURE")
+    parser.add_argument("--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8])
+    parser.add_argument("--prompts", type=int, default=8, help="of each workload")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    return parser.parse_args()
+
+
+def listed(text: str) -> list[str]:
+    return text.split(",")
+
+
+def started(modes: list[Mode], asked: argparse.Namespace, stack: ExitStack, console: Console) -> dict[Mode, Worker]:
+    """One after the other; each stands still until its turn."""
+    found: dict[Mode, Worker] = {}
+    places = {engine: place(engine, asked.envs.resolve()) for engine in asked.engines}
+    with console.status("starting") as status:
+        for mode in modes:
+            status.update(f"starting {mode}")
+            at = places[mode.engine]
+            settings = Settings(
+                method=mode.method,
+                k=mode.k,
+                target=str(at.target),
+                draft=str(at.draft),
+                threads=asked.threads,
+                context=CONTEXT,
+                texts=max(asked.concurrency),
+                eos=EOS,
+                server=str(at.server) if at.server else None,
+            )
+            log = asked.out / f"{mode.engine}-{mode.name.replace(':', '-')}.log"
+            found[mode] = stack.enter_context(closing(Worker(mode, at, settings, log)))
+            if found[mode].refusal and mode.name == OFF:
+                raise SystemExit(f"{mode} does not start, so there is nothing to compare: {found[mode].refusal}; see {log}")
+            if found[mode].refusal:
+                console.print(f"{mode} refused: {found[mode].refusal}")
+    return found
+
+
+def measure(
+    workers: dict[Mode, Worker], cases: dict[str, list[Case]], asked: argparse.Namespace, console: Console
+) -> tuple[list[Row], list[Record]]:
+    rows: list[Row] = []
+    records: list[Record] = []
+    judge = Judge()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        turns = sum(1 + asked.repeats * (asked.prompts // count) for count in asked.concurrency)
+        task = progress.add_task("", total=turns * len(cases) * len(workers))
+        for name, some in cases.items():
+            for count in asked.concurrency:
+                progress.update(task, description=f"{name} at {count}")
+                new, refusals = measure_cell((name, count), workers, some, asked.repeats, lambda: progress.advance(task))
+                if some[0].params.temperature == 1:
+                    new = [replace(one, nats=judge.nats(zip(prompts(some, one), one.tokens, strict=True))) for one in new]
+                rows.extend(summary((name, count), list(workers), new, refusals, greedy=not some[0].params.temperature))
+                records.extend(new)
+                for mode, reason in refusals.items():
+                    progress.console.print(f"{name} at {count}: {mode} refused: {reason}")
+    return rows, records
+
+
+def prompts(cases: list[Case], record: Record) -> list[list[int]]:
+    """Those of the record's group."""
+    first = record.group * record.concurrency
+    return [case.prompt for case in cases[first : first + record.concurrency]]
+
+
+def measure_cell(
+    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, advance: Any
+) -> tuple[list[Record], dict[Mode, str]]:
+    """Every mode beside every other in time; who goes first changes. A mode that refuses once is out of the cell."""
+    name, count = cell
+    groups = [cases[i : i + count] for i in range(0, len(cases) - count + 1, count)]  # full ones only
+    records: list[Record] = []
+    refusals: dict[Mode, str] = {}
+
+    def turn(mode: Mode, repeat: int, group: int) -> None:
+        advance()
+        if mode in refusals:
+            return
+        params = groups[group][0].params
+        prompts = [case.prompt for case in groups[group]]
+        answer = workers[mode].ask(prompts=prompts, max_tokens=params.max_tokens, temperature=params.temperature)
+        if "refused" in answer:
+            refusals[mode] = answer["refused"]
+        elif repeat >= 0:
+            answer["tokens"] = [cut(tokens, EOS) for tokens in answer["tokens"]]
+            records.append(Record(name, count, repeat, group, mode.engine, mode.name, **answer))
+
+    modes = list(workers)
+    for mode in modes:
+        turn(mode, -1, 0)  # warm-up, discarded
+    for repeat in range(repeats):
+        for group in range(len(groups)):
+            first = (repeat * len(groups) + group) % len(modes)
+            for mode in (*modes[first:], *modes[:first]):
+                turn(mode, repeat, group)
+    return records, refusals
+
+
+def summary(cell: Cell, modes: list[Mode], records: list[Record], refusals: dict[Mode, str], greedy: bool) -> list[Row]:
+    return [
+        Row(*cell, mode.engine, mode.name, refused=refusals[mode])
+        if mode in refusals
+        else row(cell, (mode.engine, mode.name), records, greedy, stock=(STOCK, OFF), ours=(OURS, OFF))
+        for mode in modes
+    ]
+
+
+def facts(asked: argparse.Namespace, cases: dict[str, list[Case]], workers: dict[Mode, Worker]) -> dict[str, Any]:
+    """What a stranger needs to repeat the run."""
+    versions = {OURS: __version__}
+    for mode, worker in workers.items():
+        for name, number in worker.first.get("versions", {}).items():
+            versions[name if name in (OURS, mode.engine) else f"{name} of {mode.engine}"] = number
+    plan = {name: value for name, value in vars(asked).items() if name not in ("envs", "out")}
+    return {
+        "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(asked)]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "model": "the demo checkpoint, 10.9 M parameters, 20 layers",
+        "plan": plan,
+        "machine": machine(),
+        "versions": versions,
+        "workloads": {name: {"cases": len(some), "fingerprint": fingerprint(some)} for name, some in cases.items()},
+        "modes": [asdict(mode) for mode in workers],
+    }
+
+
+def options(asked: argparse.Namespace) -> list[str]:
+    """What was asked, without the folders of this machine."""
+    found = []
+    for name in ("engines", "workloads", "concurrency", "prompts", "max_tokens", "repeats", "threads"):
+        value = getattr(asked, name)
+        found += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
