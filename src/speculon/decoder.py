@@ -23,7 +23,7 @@ from speculon.errors import ConfigError, InvalidParameter, TooLong
 from speculon.llm import Completion, RequestOutput, absorb
 from speculon.models.load import wrap_model
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
-from speculon.telemetry import RequestStats, SpeculationStats
+from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 
 OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settings that a model object has settled
@@ -148,7 +148,7 @@ class SpeculativeDecoder:
             with self.engine.leases.reserve(alone(span), [decision]) as lease:
                 assert lease.decisions == [decision], "nobody else holds pages"
                 span.draft = draft
-                _, (verdict,) = self.engine.ask_target([span], lease)
+                _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict
 
     def step(self, ids: Ids, params: SamplingParams | None = None, *, prompt_len: int | None = None) -> StepResult:
@@ -160,7 +160,7 @@ class SpeculativeDecoder:
             seq = span.seq
             self._last = list(seq.tokens), seq.params
             began = perf_counter()
-            (verdict,) = self.engine.round(alone(span))
+            (verdict,) = self.engine.round(alone(span), self.engine.stopwatch())
             ms = (perf_counter() - began) * 1e3
         self._stats.add(seq.stats)
         self._clock(ms, len(verdict.tokens))
@@ -281,7 +281,7 @@ class SpeculativeDecoder:
         try:
             most = self.config.max_batch_tokens
             while seq.pending > min(most, engine.pool.block_size):
-                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]))
+                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]), engine.stopwatch())
             yield Span(seq, seq.committed, seq.pending)
         finally:
             engine.proposers.release(seq)

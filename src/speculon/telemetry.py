@@ -5,11 +5,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import Any
 
 from speculon.core import Decision, Draft, Verdict
 
 EMA = 0.1  # guess: weight of a new plain step in the plain cost
+PARTS = ("prepare", "decide", "propose", "forward", "verify", "commit", "settle")  # of a step's wall time
+
+
+class Stopwatch:
+    """Books all time since the last lap on one part of the step, so that the parts add up to the whole."""
+
+    __slots__ = ("_began", "_last", "_ms")
+
+    def __init__(self, ms: dict[str, float] | None = None):
+        self._ms = dict.fromkeys(PARTS, 0.0) if ms is None else ms
+        self._began = self._last = perf_counter()
+
+    @property
+    def ms(self) -> float:
+        """From the start to the last lap."""
+        return (self._last - self._began) * 1e3
+
+    def lap(self, part: str) -> float:
+        before, self._last = self._last, perf_counter()
+        ms = (self._last - before) * 1e3
+        self._ms[part] += ms
+        return ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +152,14 @@ class EngineCounters:
     requests: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # finish reason -> sequences
     steps: int = 0
-    step_ms: float = 0.0
-    draft_ms: float = 0.0  # of all proposals, fruitless ones included
-    forward_ms: float = 0.0
+    profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # part of a step -> ms
     rows: int = 0
     prompt_tokens: int = 0
     totals: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.profile.values())
 
     def snapshot(self) -> Mapping[str, Any]:
         stats = self.totals.speculation()
@@ -143,8 +168,7 @@ class EngineCounters:
             "finished": dict(self.finished),
             "steps": self.steps,
             "step_ms": self.step_ms,
-            "draft_ms": self.draft_ms,
-            "forward_ms": self.forward_ms,
+            "profile": dict(self.profile),
             "rows": self.rows,
             "prompt_tokens": self.prompt_tokens,
             "emitted": self.totals.emitted,

@@ -5,18 +5,28 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from speculon.bench.cell import Cell, ms_by_rows, overhead, quartiles, without_loops
+from speculon.bench.cell import Cell, ms_by_rows, overhead, profile, quartiles, without_loops
 from speculon.bench.chart import lay_out
 from speculon.bench.measure import Measurement, Step, loops
 from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
 from speculon.bench.rounds import Need, Rounds, equal_acceptance, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.run import alternate
-from speculon.bench.tables import accepted, by_cell, figures, markdown, notes, rounds_markdown, table
+from speculon.bench.tables import (
+    accepted,
+    by_cell,
+    figures,
+    markdown,
+    notes,
+    profile_markdown,
+    profile_table,
+    rounds_markdown,
+    table,
+)
 from speculon.bench.workloads import Case, parse
 from speculon.config import SamplingParams
 from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
-from speculon.telemetry import RequestStats
+from speculon.telemetry import PARTS, RequestStats
 
 ROUNDS = Rounds(90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5)
 NO_ROUNDS: dict[str, object] = {"per_position": [], "sources": {}, "rounds": None, "reached": None, "needed": []}
@@ -45,6 +55,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "reached": 0.75,
         "needed": [Need(1.0, 1.25, 0.2071), Need(1.5, 1.875, 0.5), Need(2.0, 3.5, None)],
         "ms_by_rows": {1: (5.0, 10), 3: (6.0, 30), 5: (7.0, 90)},
+        "profile": dict(zip(PARTS, (0.1, 0.0, 1.2, 8.3, 0.3, 0.0, 0.1), strict=True)),
         "overhead": 0.05,
         "looping": 0.25,
         "exact": None,
@@ -173,27 +184,34 @@ def test_quartiles() -> None:
     assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 4.0)
 
 
+def timed(draft: float, forward: float, step: float) -> dict[str, float]:
+    """The profile of a step; what is left is the settling."""
+    return dict.fromkeys(PARTS, 0.0) | {"propose": draft, "forward": forward, "settle": step - draft - forward}
+
+
 def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     steps = [
-        Step(100, 1, 1, False, 0, 90, 100),
-        Step(1, 1, 1, True, 0.5, 4, 5),
-        Step(5, 1, 3, True, 1, 7, 10),
-        Step(5, 1, 2, True, 1, 6, 10),
+        Step(100, 1, 1, False, timed(0, 90, 100)),
+        Step(1, 1, 1, True, timed(0.5, 4, 5)),
+        Step(5, 1, 3, True, timed(1, 7, 10)),
+        Step(5, 1, 2, True, timed(1, 6, 10)),
     ]
     one = Measurement(0.5, [list(range(7))], [""], steps=steps)
     assert one.tokens_per_second == 14
     assert one.decode_tokens_per_second == pytest.approx(6 / 0.025)
     assert ms_by_rows([one]) == {1: (4, 1), 5: (6.5, 2)}
     assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
+    assert profile([one]) == pytest.approx(timed(2.5 / 3, 17 / 3, 25 / 3))
+    assert profile([]) == {} and overhead([]) is None
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 
 def test_the_split_of_a_round_is_that_of_the_calls_that_verified_drafts() -> None:
     steps = [
-        Step(100, 2, 2, False, 5, 90, 100),
-        Step(2, 2, 2, True, 9, 4, 15),  # nothing guessed: none of its time counts
-        Step(7, 2, 3, True, 3, 12, 16),  # one text with 4 guesses, one with 1
-        Step(5, 2, 5, True, 1, 20, 24),
+        Step(100, 2, 2, False, timed(5, 90, 100)),
+        Step(2, 2, 2, True, timed(9, 4, 15)),  # nothing guessed: none of its time counts
+        Step(7, 2, 3, True, timed(3, 12, 16)),  # one text with 4 guesses, one with 1
+        Step(5, 2, 5, True, timed(1, 20, 24)),
     ]
     one = Measurement(0.5, [[1], [2]], ["", ""], steps=steps)
     found = rounds_of([one])
@@ -265,6 +283,15 @@ def test_tables_say_what_differs() -> None:
         "ngram:4: 1 of 16 texts differ from those of off; where greedy ones part, the candidates are at most 2e-06 nat apart",
     ]
     assert accepted(make_cell(per_position=[])) == "-"
+
+
+def test_where_a_steps_time_goes_is_shown_in_shares_that_add_up() -> None:
+    cells = [make_cell("off"), make_cell(), make_cell(STOCK, profile={})]
+    head, _, *rows = profile_markdown(cells).splitlines()
+    assert len(rows) == 2 and all(part in head for part in PARTS)
+    assert "| code | 1 | ngram:4 | 10.00 | 1.0% | 0.0% | 12.0% | 83.0% | 3.0% | 0.0% | 1.0% |" in rows
+    assert profile_table(cells).row_count == 2
+    assert Console(width=100).measure(profile_table(cells)).minimum <= 100
 
 
 def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:

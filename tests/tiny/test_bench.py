@@ -360,11 +360,11 @@ def test_a_recording_sees_every_step_and_leaves_the_engine_as_it_was(llm: LLM) -
 
 def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -> None:
     case = Case("x", drafting.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-    before = drafting.engine.counters.draft_ms
+    before = drafting.engine.counters.profile["propose"]
     one = measure(drafting, [case, case], {"method": "draft_model", "num_speculative_tokens": 3})
     assert [(step.drafted, step.spans, step.tokens) for step in one.steps] == [(0, 2, 2), (6, 2, 8), (6, 2, 8)]
     assert all(0 < step.draft_ms < step.step_ms - step.forward_ms for step in one.steps[1:])
-    assert sum(step.draft_ms for step in one.steps) == pytest.approx(drafting.engine.counters.draft_ms - before)
+    assert sum(step.draft_ms for step in one.steps) == pytest.approx(drafting.engine.counters.profile["propose"] - before)
     plain = measure(drafting, [case], {"method": "off"})
     assert max(step.draft_ms for step in plain.steps) < min(step.draft_ms for step in one.steps[1:])
 

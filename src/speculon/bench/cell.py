@@ -15,7 +15,7 @@ from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
 from speculon.errors import BenchError
 from speculon.proposers.registry import OFF
-from speculon.telemetry import RequestStats
+from speculon.telemetry import PARTS, RequestStats
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -48,6 +48,7 @@ class Cell:
     reached: float | None  # mean acceptance per position: of drafts whose forerunners all stood
     needed: list[Need]  # at concurrency 1
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
+    profile: dict[str, float]  # part of a decoding step -> mean ms
     overhead: float | None  # share of a decoding step spent neither in the target nor on drafting
     looping: float  # share of texts whose end repeats itself and is not the right answer
     exact: float | None  # share of texts equal to the reference
@@ -106,6 +107,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         reached=reached(done) if done else None,
         needed=needs(split, plain_ms, len(done.per_position)) if done and split and plain_ms and concurrency == 1 else [],
         ms_by_rows=ms_by_rows(everything),
+        profile=profile(everything),
         overhead=overhead(everything),
         looping=sum(looping) / len(texts),
         exact=sum(right) / len(right) if cases[0].reference is not None else None,
@@ -172,10 +174,15 @@ def ms_by_rows(measurements: list[Measurement]) -> dict[int, tuple[float, int]]:
     return {rows: (median(ms), len(ms)) for rows, ms in sorted(found.items())}
 
 
-def overhead(measurements: list[Measurement]) -> float | None:
+def profile(measurements: list[Measurement]) -> dict[str, float]:
+    """Where the mean decoding step's time goes; empty when there was none."""
     steps = decoding(measurements)
-    spent = sum(step.step_ms for step in steps)
-    return (spent - sum(step.draft_ms + step.forward_ms for step in steps)) / spent if spent else None
+    return {part: sum(step.profile[part] for step in steps) / len(steps) for part in PARTS} if steps else {}
+
+
+def overhead(measurements: list[Measurement]) -> float | None:
+    ms = profile(measurements)
+    return 1 - (ms["propose"] + ms["forward"]) / sum(ms.values()) if ms else None
 
 
 def median_or_none(values: list[Any]) -> float | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.bench.workloads import Case
 from speculon.core import Event
-from speculon.telemetry import EngineCounters, RequestStats
+from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
@@ -27,9 +27,19 @@ class Step:
     spans: int  # texts that it went on with
     tokens: int  # that it brought
     decoding: bool  # no prompt tokens in it
-    draft_ms: float
-    forward_ms: float  # of the target
-    step_ms: float
+    profile: Mapping[str, float]  # part of the step -> ms
+
+    @property
+    def draft_ms(self) -> float:
+        return self.profile["propose"]
+
+    @property
+    def forward_ms(self) -> float:
+        return self.profile["forward"]
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.profile.values())
 
     @property
     def drafted(self) -> int:
@@ -82,12 +92,12 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
 
     def step() -> list[Event]:
         decoding = not scheduler.waiting and all(seq.pending == 1 for seq in scheduler.running)
-        calls, rows, before = counters.steps, counters.rows, spent(counters)
+        calls, rows, before = counters.steps, counters.rows, dict(counters.profile)
         events = stepped()
         if counters.steps > calls:
             tokens = sum(len(event.tokens) for event in events)
-            ms = (after - earlier for after, earlier in zip(spent(counters), before, strict=True))
-            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, *ms))
+            profile = {part: ms - before[part] for part, ms in counters.profile.items()}
+            steps.append(Step(counters.rows - rows, len(events), tokens, decoding, profile))
         return events
 
     vars(engine)["step"] = step
@@ -95,11 +105,6 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         yield steps
     finally:
         del vars(engine)["step"]
-
-
-def spent(counters: EngineCounters) -> tuple[float, float, float]:
-    """Times so far, in the order of `Step`."""
-    return counters.draft_ms, counters.forward_ms, counters.step_ms
 
 
 def loops(token_ids: list[int]) -> bool:

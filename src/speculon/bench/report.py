@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.bench.cell import Cell
 from speculon.bench.plan import Plan
-from speculon.bench.tables import LEGEND, ROUNDS_LEGEND, markdown, rounds_markdown
+from speculon.bench.tables import LEGEND, PROFILE_LEGEND, ROUNDS_LEGEND, markdown, profile_markdown, rounds_markdown
 from speculon.bench.workloads import Case, fingerprint
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ MEASURED = (
     "mode's speed / the speed of `off` on the same group in the same repeat; `off again` repeats `off` and shows the noise; "
     "ratio_without_loops: over the pairs of single texts of which neither ends repeating itself. rounds: decoding calls that "
     "verified drafts. needed: tokens per target call for a speed s: s * (ms of such a one) / (ms of a plain one); acceptance "
-    "a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible."
+    "a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible. profile: mean ms of a decoding "
+    "step, part by part."
 )
 
 
@@ -139,7 +140,8 @@ def write(report: Report, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    parts = (heading(report), markdown(report.cells), f"{LEGEND}.", rounds_markdown(report.cells), f"{ROUNDS_LEGEND}.")
+    made = ((markdown, LEGEND), (rounds_markdown, ROUNDS_LEGEND), (profile_markdown, PROFILE_LEGEND))
+    parts = [heading(report), *(part for table, legend in made for part in (table(report.cells), f"{legend}."))]
     files[1].write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw

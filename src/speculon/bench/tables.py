@@ -10,6 +10,7 @@ from speculon.bench.cell import Cell
 from speculon.bench.plan import AGAIN
 from speculon.bench.rounds import SPEEDS, Need, Rounds
 from speculon.proposers.registry import OFF
+from speculon.telemetry import PARTS
 
 SPEED = ("tok/s", "x off", "x off, no loops (n)", "tok/call", "ms (rows)", "engine", "same", "exact", "loops")
 LEGEND = (
@@ -23,6 +24,11 @@ ROUNDS_LEGEND = (
     "a: acceptance of drafts whose forerunners all stood; "
     "for Sx: tokens per call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
     "(one text at a time); from: share of the accepted tokens by source"
+)
+PROFILE = ("ms", *PARTS)
+PROFILE_LEGEND = (
+    "ms: a mean decoding step, and its shares; prepare: who runs, pages, the batch; decide: the policy; propose: drafting; "
+    "forward: the target; verify: sampling and judging; commit: tokens and pages; settle: what drafters and callers are told"
 )
 
 
@@ -135,6 +141,26 @@ def rounds_markdown(cells: list[Cell]) -> str:
             needed = [wanted(need) for need in cell.needed] or ["-"] * len(SPEEDS)
             rows.append((*place(cell), *round_figures(cell, cell.rounds), *needed, from_whom(cell)))
     return grid(head, rows)
+
+
+def profile_table(cells: list[Cell]) -> Table:
+    """For the terminal: where a step's time goes, all workloads together."""
+    made = Table(title="where a step's time goes", title_justify="left", title_style="bold", header_style="dim", box=None)
+    for name in ("", "at once", "mode", *PROFILE):
+        made.add_column(name, justify="right" if name in PROFILE else "left", no_wrap=name in PROFILE)
+    for row in profile_rows(cells):
+        made.add_row(*row)
+    return made
+
+
+def profile_markdown(cells: list[Cell]) -> str:
+    return grid(("workload", "at once", "mode", *PROFILE), profile_rows(cells))
+
+
+def profile_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
+    """A row for each cell that decoded with this engine."""
+    whole = [(cell, sum(cell.profile.values())) for cell in cells if cell.profile]
+    return [(*place(cell), f"{ms:.2f}", *(f"{cell.profile[part] / ms:.1%}" for part in PARTS)) for cell, ms in whole]
 
 
 def place(cell: Cell) -> tuple[str, str, str]:

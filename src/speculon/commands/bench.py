@@ -45,6 +45,8 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
             console.print(f"  {note}", style="dim", markup=False)
         console.print()
     console.print(f"{tables.LEGEND}.\n", style="dim", markup=False)
+    console.print(tables.profile_table(cells))
+    console.print(f"{tables.PROFILE_LEGEND}.\n", style="dim", markup=False)
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)

@@ -29,7 +29,7 @@ from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import OFF
 from speculon.sampling import Rules
-from speculon.telemetry import EngineCounters, PlainCost, RequestStats, log_line
+from speculon.telemetry import EngineCounters, PlainCost, RequestStats, Stopwatch, log_line
 from speculon.text import StopStrings, Tokenizer
 from speculon.verify import Ending, cut, verify
 
@@ -169,42 +169,54 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
-        began = perf_counter()
+        watch = self.stopwatch()
         plan = self.scheduler.plan()
         if not plan.spans:
             return []
-        verdicts = self.round(plan)
+        verdicts = self.round(plan, watch)
         events, ended = self.scheduler.settle(plan.spans, verdicts)
         self._forget(ended)
-        self.counters.step_ms += (perf_counter() - began) * 1e3
+        watch.lap("settle")
         return events
 
     @torch.inference_mode()
-    def round(self, plan: Plan) -> list[Verdict]:
+    def round(self, plan: Plan, watch: Stopwatch) -> list[Verdict]:
         """Drafts, judges and commits one plan; one verdict per span. An error leaves every sequence as it was before."""
-        began, load = perf_counter(), self.scheduler.load
+        load = self.scheduler.load
+        watch.lap("prepare")
         decisions = self.policy.decide([span.seq for span in plan.decoding], load)
+        watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
-            before = perf_counter()
+            watch.lap("prepare")
             drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease)
-            drafts = self.policy.trim(drafts, load)
-            draft_ms = (perf_counter() - before) * 1e3
-            for span, draft in zip(plan.decoding, drafts, strict=True):
+            draft_ms = watch.lap("propose")
+            for span, draft in zip(plan.decoding, self.policy.trim(drafts, load), strict=True):
                 span.draft = draft
-            out, verdicts = self.ask_target(plan.spans, lease)
+            watch.lap("decide")
+            out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
+        watch.lap("commit")
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
-        step_ms = (perf_counter() - began) * 1e3
-        self.policy.observe(plan.decoding, decisions, verdicts, step_ms)
-        self._account(plan, decisions, verdicts, draft_ms, out.ms, step_ms)
+        watch.lap("settle")
+        self.policy.observe(plan.decoding, decisions, verdicts, watch.ms)
+        self._account(plan, decisions, verdicts, draft_ms, watch.ms)
         return verdicts
 
-    def ask_target(self, spans: list[Span], lease: Lease) -> tuple[Output, list[Verdict]]:
+    def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
         """One target call for all spans and their drafts: pack, forward, verify, cut. Commits nothing."""
         batch = Batch.pack(spans, self.target.device)
-        out = self.target.forward(batch, view=lease.view(batch))
-        return out, cut(verify(batch, out.logits), spans)
+        view = lease.view(batch)
+        watch.lap("prepare")
+        out = self.target.forward(batch, view)
+        watch.lap("forward")
+        verdicts = cut(verify(batch, out.logits), spans)
+        watch.lap("verify")
+        return out, verdicts
+
+    def stopwatch(self) -> Stopwatch:
+        """Started now; its laps are booked in the counters."""
+        return Stopwatch(self.counters.profile)
 
     def abort(self, request_id: str) -> list[Event]:
         """Ends a request now; its pages are free at once."""
@@ -227,14 +239,10 @@ class Engine:
         by_request = asked.method is not None if name == OFF else asked_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
 
-    def _account(
-        self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, forward_ms: float, step_ms: float
-    ) -> None:
+    def _account(self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, step_ms: float) -> None:
         rows = sum(span.rows for span in plan.spans)
         self.counters.steps += 1
         self.counters.rows += rows
-        self.counters.draft_ms += draft_ms
-        self.counters.forward_ms += forward_ms
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         if rows == len(decided):
             self._plain_cost.observe(rows, step_ms)
