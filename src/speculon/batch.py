@@ -38,7 +38,7 @@ class Batch:
             row, scored = row + span.rows, scored + len(span.score)
         return cls(
             spans,
-            torch.tensor([ids], device=device),
-            torch.tensor([positions], device=device),
+            torch.tensor(ids, device=device)[None],
+            torch.tensor(positions, device=device)[None],
             torch.tensor(score_rows, device=device),
         )

@@ -175,6 +175,7 @@ class Sequence:
     drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
+    noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
 
     @property
     def pending(self) -> int:
@@ -219,7 +220,7 @@ class Span:
     def scores_prompt(self) -> bool:
         """Whether every row is wanted, for prompt log-probabilities."""
         seq = self.seq
-        return seq.params.prompt_logprobs is not None and seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1)
+        return seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1) and seq.params.prompt_logprobs is not None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from speculon.core import Sequence, TokenLogprobs
 
 NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
+SMALLEST = torch.finfo(torch.float32).tiny  # a temperature that rounds to 0 would make 0 / 0 of the best token
+AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
+STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
+CROWD = 64  # guess: rows; more of them are drawn in one call as they are
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -29,6 +34,7 @@ class Rules:
 
     params: SamplingParams
     greedy: bool
+    plain: bool  # greedy on the logits as they are
     adjusts: bool  # whether any logit is changed before the temperature
     penalises: bool
     filters: bool
@@ -41,7 +47,7 @@ class Rules:
         penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids))
         filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-        return cls(p, p.greedy, adjusts, penalises, filters, bad_words, stop_ids)
+        return cls(p, p.greedy, p.greedy and not adjusts, adjusts, penalises, filters, bad_words, stop_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,15 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
         return draw(weights, rows).tolist()
-    tokens = weights.argmax(-1)  # [R]
+    tokens = best(weights)  # [R]
     if drawn:
         tokens[drawn] = draw(weights[drawn], [rows[i] for i in drawn])
     return tokens.tolist()
+
+
+def best(weights: Tensor) -> Tensor:
+    """Where each row is largest, [R]. On CPU by numpy, whose argmax is vectorised; both take the first of equals."""
+    return torch.from_numpy(weights.numpy().argmax(-1)) if weights.device.type == "cpu" else weights.argmax(-1)
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
@@ -128,10 +139,11 @@ def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
 
 def shape(logits: Tensor, rows: list[Row]) -> Tensor:
     """Log-weights [N, V] of drawn rows after temperature, top-k, top-p and min-p; removed tokens are -inf."""
-    smallest = torch.finfo(logits.dtype).tiny  # what rounds to 0 would make 0 / 0 of the best token
-    temperature = torch.tensor([[max(row.rules.params.temperature, smallest)] for row in rows], device=logits.device)
     # Relative to the best token first: a tiny temperature would overflow the quotient.
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    logits = logits - logits.amax(-1, keepdim=True)
+    temperatures = tuple([max(row.rules.params.temperature, SMALLEST) for row in rows])
+    if any(t != 1 for t in temperatures):
+        logits /= column(temperatures, logits.device)
     filtered = [i for i, row in enumerate(rows) if row.rules.filters]
     if filtered:
         logits[filtered] = keep_likely(logits[filtered], [rows[i].rules.params for i in filtered])
@@ -150,24 +162,26 @@ def keep_likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     return kept
 
 
+@lru_cache(maxsize=64)
+def column(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """One number for each row, [N, 1]; the same rows come step after step."""
+    return torch.tensor(values, device=device)[:, None]
+
+
 def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple[Tensor, Tensor]:
     """Filtered logits [N, V] as seen from the `head` likeliest tokens, and for which rows [N] that was enough."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]  # [N, 1]
-
-    vocab = logits.shape[-1]
+    vocab, device = logits.shape[-1], logits.device
     head = min(head, vocab)
     ids = logits.topk(head).indices.sort(-1).values  # [N, head]
     ordered, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # ties stay in the order of ids
     ids = ids.gather(-1, order)
-    top_k = column([min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params])
+    top_k = column(tuple(min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params), device)
     keep = torch.arange(head, device=logits.device) < top_k
     total = torch.where(top_k < vocab, ordered.masked_fill(~keep, NEVER).logsumexp(-1, True), logits.logsumexp(-1, True))
     probs = (ordered - total).exp()
     # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
-    keep &= probs.cumsum(-1) - probs < column([p.top_p if p.top_p < 1 else 2.0 for p in params])
-    keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
+    keep &= probs.cumsum(-1) - probs < column(tuple(p.top_p if p.top_p < 1 else 2.0 for p in params), device)
+    keep &= probs >= column(tuple(p.min_p for p in params), device) * probs[:, :1]
     keep[:, 0] = True
     # A survivor as likely as the last of the head may have equals beyond it.
     beyond = (keep & (ordered == ordered[:, -1:])).any(-1, keepdim=True) | ((head < top_k) & (top_k < vocab))  # [N, 1]
@@ -177,34 +191,64 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
 
 def race(logits: Tensor, rows: list[Row]) -> Tensor:
     """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
-    low, high = keys_of(rows, logits.device)
-    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    noise = exponential(uniform(low, high, ids))  # [N, V]
-    return logits.exp().div_(noise).argmax(-1)
+    return best(logits.exp().div_(noise_of(rows, logits.shape[-1], logits.device)))
+
+
+def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
+    """Exponential noise of each row, [N, V], or [V] of a single one; few and short rows take it from their text's stock."""
+    ahead = min(AHEAD, STOCK // vocab)
+    if ahead < 2 or len(rows) > CROWD or any(row.stream for row in rows):
+        return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
+    found: list[Tensor] = []
+    for row in rows:
+        seq, at = row.seq, row.position
+        if at not in seq.noise:
+            drawn = draw_noise([(seq, position, 0) for position in range(at, at + ahead)], vocab, device)
+            seq.noise = dict(enumerate(drawn, at))
+        found.append(seq.noise[at])
+    return torch.stack(found) if len(found) > 1 else found[0]
+
+
+def draw_noise(places: list[tuple[Sequence, int, int]], vocab: int, device: torch.device) -> Tensor:
+    """Exponential noise [N, V] at (text, position, stream): a function of these and the token id alone."""
+    return exponential(uniform(*keys_of(places, device), token_ids(vocab, device)))
+
+
+@lru_cache(maxsize=8)
+def token_ids(vocab: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab, dtype=torch.int32, device=device)
 
 
 def toss(rows: list[Row], device: torch.device) -> Tensor:
     """One keyed uniform number per row [N]."""
-    low, high = keys_of(rows, device)
-    return uniform(low, high, torch.zeros(1, dtype=torch.int32, device=device))[:, 0]
+    places = [(row.seq, row.position, row.stream) for row in rows]
+    return uniform(*keys_of(places, device), token_ids(1, device))[:, 0]
 
 
-def keys_of(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two key halves of each row's noise, int32 [N, 1]."""
-    keys = [row_key(row.seq.seed, row.seq.sample, row.position, row.stream) for row in rows]
-    low, high = torch.tensor(keys, dtype=torch.int32, device=device)[..., None].unbind(1)
+def keys_of(places: list[tuple[Sequence, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two key halves of each place's noise, int32 [N, 1]."""
+    keys = [row_key(seq.seed, seq.sample, position, stream) for seq, position, stream in places]
+    low, high = torch.tensor(keys, dtype=torch.int32, device=device).chunk(2, 1)
     return low, high
 
 
 def row_key(seed: int, sample: int, position: int, stream: int = 0) -> tuple[int, int]:
     """64 key bits of one output position as two signed 32-bit integers (splitmix64, Steele et al. 2014)."""
-    x = 0
-    for part in (seed, sample | stream << 32, position):
-        x = (x + (part & U64) + 0x9E3779B97F4A7C15) & U64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
-        x ^= x >> 31
+    x = mix64(stream_key(seed, sample | stream << 32), position)
     return signed32(x), signed32(x >> 32)
+
+
+@lru_cache(maxsize=4096)
+def stream_key(seed: int, stream: int) -> int:
+    """What all positions of a text have in common."""
+    return mix64(mix64(0, seed), stream)
+
+
+def mix64(x: int, part: int) -> int:
+    x = (x + (part & U64) + 0x9E3779B97F4A7C15) & U64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & U64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & U64
+    return x ^ (x >> 31)
 
 
 def uniform(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.core import Finish, Sequence, Span, SpanKind, Verdict
-from speculon.sampling import Draw, Row, pick, sample, token_logprobs, toss, weigh
+from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
 
 COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
 
@@ -36,16 +36,18 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     by_rejection = [span for span in sampled if span.seq.rejection and span.draft.probs is not None]
     by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
     outcomes = match(by_matching, logits, draw) | (reject(by_rejection, logits, draw, coin) if by_rejection else {})
-    return [
-        with_prompt_logprobs(span, judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()), logits)
-        for span in batch.spans
-    ]
+    verdicts = [judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans]
+    if logits.shape[0] == sum(len(span.draft.tokens) + 1 for span in sampled):
+        return verdicts
+    return [with_prompt_logprobs(span, verdict, logits) for span, verdict in zip(batch.spans, verdicts, strict=True)]
 
 
 def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
     """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
-    picked, rows = rows_of(spans, logits)
-    tokens = iter(sample(picked, rows, draw)) if rows else iter(())
+    if all(span.seq.rules.plain for span in spans):
+        tokens = iter(best(logits_of(spans, logits)).tolist() if spans else ())
+    else:
+        tokens = iter(sample(*rows_of(spans, logits), draw))
     outcomes: Outcomes = {}
     for span in spans:
         draft = span.draft.tokens
@@ -92,9 +94,14 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands before them."""
-    wanted = [i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]
     rows = [Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)]
-    return logits if len(wanted) == len(logits) else logits[wanted], rows
+    return logits_of(spans, logits), rows
+
+
+def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
+    if sum(len(span.draft.tokens) + 1 for span in spans) == logits.shape[0]:
+        return logits
+    return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
 
 
 def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:

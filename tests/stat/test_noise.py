@@ -205,6 +205,35 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     assert torch.equal(logits, before)
 
 
+def ahead(text: int, steps: int = 40) -> tuple[list[Tensor], list[Tensor]]:
+    """The noise of a text that goes on by 1, 2, .. 5 positions as it is handed out, and as it is drawn for each row alone."""
+    seq = make_sequence([1, 2], seed=text, sample=1, rules=Rules.of(SamplingParams()))
+    cpu, handed, alone = torch.device("cpu"), [], []
+    for step in range(steps):
+        rows = [Row(seq, seq.rules, (7,) * i) for i in range(step % 4 + 1)]
+        handed.append(sampling.noise_of(rows, 11, cpu).view(-1, 11))
+        alone.append(sampling.draw_noise([(seq, row.position, 0) for row in rows], 11, cpu))
+        seq.tokens.extend([3] * (step % 5 + 1))
+    return handed, alone
+
+
+def test_noise_drawn_ahead_is_that_of_the_row_alone() -> None:
+    handed, alone = ahead(5)
+    assert all(torch.equal(a, b) for a, b in zip(handed, alone, strict=True))
+
+
+def test_a_stock_at_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = sampling.draw_noise
+    monkeypatch.setattr(sampling, "draw_noise", lambda places, *rest: draw(places, *rest).roll(int(len(places) > 8), 0))
+    handed, alone = ahead(5)
+    assert not all(torch.equal(a, b) for a, b in zip(handed, alone, strict=True))
+
+
+def test_equal_weights_go_to_the_lowest_id() -> None:
+    weights = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [2.0, -torch.inf, 2.0]])
+    assert sampling.best(weights).tolist() == weights.argmax(-1).tolist() == [1, 0, 0]
+
+
 # planted errors
 
 

@@ -243,11 +243,11 @@ class Engine:
         rows = sum(span.rows for span in plan.spans)
         self.counters.steps += 1
         self.counters.rows += rows
-        decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
-        if rows == len(decided):
+        if rows == len(decisions):
             self._plain_cost.observe(rows, step_ms)
-        plain_ms = self._plain_cost.per_row(len(decided))
-        drafting = sum(1 for decision in decisions if decision.method)
+        decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
+        drafting = sum(decision.method is not None for decision in decisions)
+        plain_ms = self._plain_cost.per_row(len(decisions)) if drafting else None
         for span, verdict in zip(plan.spans, verdicts, strict=True):
             if not span.samples:
                 continue

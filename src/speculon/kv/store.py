@@ -72,8 +72,10 @@ class PageStore:
     def _writes(self, spans: list[SpanView]) -> Where:
         tails = [span.tail(span.rows) for span in spans]
         slices = [tail for tail in tails if isinstance(tail, slice)]
-        if len(slices) == len(tails) and all(a.stop == b.start for a, b in pairwise(slices)):
-            return slice(slices[0].start, slices[-1].stop)
+        if len(slices) == len(tails):
+            if all(a.stop == b.start for a, b in pairwise(slices)):
+                return slice(slices[0].start, slices[-1].stop)
+            return torch.tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], device=self.device)  # [T]
         return torch.cat([as_index(tail, self.device) for tail in tails])  # [T]
 
 
