@@ -24,6 +24,7 @@ HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 SMALLEST = torch.finfo(torch.float32).tiny  # a temperature that rounds to 0 would make 0 / 0 of the best token
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
+SHORT = 1 << 13  # guess: numbers
 CROWD = 64  # guess: rows; more of them are drawn in one call as they are
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
@@ -98,8 +99,10 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
 
 
 def best(weights: Tensor) -> Tensor:
-    """Where each row is largest, [R]. On CPU by numpy, whose argmax is vectorised; both take the first of equals."""
-    return torch.from_numpy(weights.numpy().argmax(-1)) if weights.device.type == "cpu" else weights.argmax(-1)
+    """Where each row is largest, [R]: the first of equals. On CPU numpy's argmax is vectorised, which pays beyond a short row."""
+    if weights.device.type == "cpu" and weights.numel() > SHORT:
+        return torch.from_numpy(weights.numpy().argmax(-1))
+    return weights.argmax(-1)
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:

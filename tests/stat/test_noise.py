@@ -231,7 +231,8 @@ def test_a_stock_at_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_equal_weights_go_to_the_lowest_id() -> None:
     weights = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [2.0, -torch.inf, 2.0]])
-    assert sampling.best(weights).tolist() == weights.argmax(-1).tolist() == [1, 0, 0]
+    wide = torch.cat([weights, torch.full((3, sampling.SHORT), -torch.inf)], -1)
+    assert sampling.best(weights).tolist() == sampling.best(wide).tolist() == [1, 0, 0]
 
 
 # planted errors
