@@ -10,14 +10,17 @@ from speculon.models.load import SHIPPED
 
 HERE = Path(__file__).resolve().parent
 OFF, OURS, STOCK = "off", "speculon", "transformers"
+COMPILED = "speculon --compile"
 MODES = {
     STOCK: (OFF, "ngram:8", "draft_model:4", "draft_model"),
     "openvino": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
     "llama.cpp": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
     "vllm": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
     OURS: (OFF, "ngram:8", "draft_model:4", "draft_model:6", "auto:6"),
+    COMPILED: (OFF, "ngram:8", "draft_model:5", "auto:5"),
 }
 SCRIPTS = {STOCK: "hf.py", "openvino": "ov.py", "llama.cpp": "llama.py", "vllm": "vllm_cpu.py", OURS: "ours.py"}
+SCRIPTS[COMPILED] = "ours_compiled.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Place:
 
 def place(engine: str, envs: Path) -> Place:
     target, draft = SHIPPED["demo"], SHIPPED["demo-draft"]
-    python = Path(sys.executable) if engine == OURS else envs / engine / "bin/python"
+    python = Path(sys.executable) if engine in (OURS, COMPILED) else envs / engine / "bin/python"
     server = None
     if engine == "openvino":
         target, draft = envs / "checkpoints/openvino/target", envs / "checkpoints/openvino/draft"

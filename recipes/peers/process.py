@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.worker import Settings
-from plan import OURS, Mode, Place
+from plan import COMPILED, OURS, Mode, Place
 
 SECONDS = 600  # for an answer, or a start
 
@@ -28,7 +28,7 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "0",
         }
-        if mode.engine != OURS:
+        if mode.engine not in (OURS, COMPILED):
             environment.pop("PYTHONPATH", None)
         self.log = log.open("w")
         self.child = subprocess.Popen(

@@ -127,6 +127,7 @@ class LLM:
             allow_pickle=self.config.allow_pickle,
             max_context=self.config.max_context,
             fused=self.config.fuse,
+            compile=self.config.compile,
             progress=progress,
         )
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))

@@ -10,6 +10,7 @@ from speculon.telemetry import RequestStats
 
 class Speculon:
     packages = ("torch", "transformers")
+    compile = False
 
     def __init__(self, settings: Settings):
         k = {} if settings.k is None else {"num_speculative_tokens": settings.k}
@@ -20,6 +21,7 @@ class Speculon:
             dtype="float32",
             threads=settings.threads,
             prefix_cache=False,
+            compile=self.compile,
         )
 
     def write(self, ask: Ask) -> Answer:

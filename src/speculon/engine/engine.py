@@ -68,6 +68,7 @@ class Engine:
             rows=config.max_batch_tokens + drafts,
             scored=config.max_num_seqs + drafts,
             fuse=config.fuse,
+            compile=config.compile,
         )
         budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
         self.proposers = Proposers(config.speculation, facts, budget.promise)

@@ -10,19 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View
-from speculon.models.block import Block, NotThisKind, Tables, block_of, norm_of, tables_of
-from speculon.models.linear import Product, head_is_copied, joined, plain
+from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
+from speculon.models.compare import close, nearly
+from speculon.models.linear import head_is_copied, joined, plain
+from speculon.models.loop import Loop
 from speculon.models.target import Target, stock_forward
 
-EXACT = 1e-5  # of a row's largest value, in fp32
-NEAR = 1.25  # in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+if TYPE_CHECKING:
+    from speculon.models.compiled import Compiled
+
 LENGTHS, PAGE = (5, 3), 8  # two texts, a page each
 
 
@@ -33,10 +36,11 @@ class Fusion:
     layers: int  # that a model has
     blocks: int = 0  # of them fused
     one_loop: bool = False  # no code of the stock model is left in a step
+    compiled: bool = False
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
 
     def __str__(self) -> str:
-        loop = ", one loop" if self.one_loop else ""
+        loop = ", one loop" * self.one_loop + ", compiled" * self.compiled
         why = "".join(f"; {reason} ({count})" for reason, count in self.refused.items())
         return f"{self.blocks} of {self.layers} layers{loop}{why}"
 
@@ -72,26 +76,6 @@ class Fused(nn.Module):
 
 
 @dataclass(slots=True)
-class Loop:
-    """A whole model without the stock one's code: embedding, blocks, norm, head."""
-
-    embed: nn.Module
-    rotary: nn.Module
-    blocks: list[Block]
-    norm: Callable[[Tensor], Tensor]
-    head: Product
-
-    def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
-        x = self.embed(batch.input_ids)
-        cos, sin = self.rotary(x, batch.position_ids)
-        tables = tables_of(cos, sin, self.blocks[0].attention.head_dim)
-        x = x[0]
-        for block in self.blocks:
-            x = block(x, tables, view)
-        return self.head(self.norm(x.index_select(0, batch.score_rows))) if batch.score_rows.numel() else None
-
-
-@dataclass(slots=True)
 class Trial:
     """A small batch to try layers on, and what the stock model handed to each layer in it."""
 
@@ -113,6 +97,12 @@ class Trial:
         positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
+    def first(self, rows: int) -> tuple[Batch, View]:
+        """The beginning of the first text alone."""
+        ids, positions = self.batch.input_ids[:, :rows], self.batch.position_ids[:, :rows]
+        batch = Batch([], ids, positions, self.batch.score_rows[:rows])
+        return batch, self.store.view_of([SpanView(0, rows, slice(0, rows), rows)])
+
     def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
         """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it in another dtype."""
         given, store = self.given[number], self.store
@@ -130,7 +120,7 @@ class Trial:
         return [t.float() for t in (states, *(pool[self.view.slots].flatten(1) for pool in pages))]
 
 
-def fuse(target: Target, *, share: bool) -> None:
+def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     """Rewrites the target's layers, as far as that changes nothing, and notes in `target.fusion` what was done.
 
     With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
@@ -152,8 +142,11 @@ def fuse(target: Target, *, share: bool) -> None:
             fusion.blocks += 1
         replace_norms(target.model)
         try:
-            target.run = loop_of(target, trial, share)
+            target.run = loop = loop_of(target, trial, share)
             fusion.one_loop = True
+            if compile:
+                target.run = compiled_loop(loop, trial)
+                fusion.compiled = True
         except NotThisKind as reason:
             fusion.refused[str(reason)] += 1
     target.fusion = fusion
@@ -201,19 +194,6 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
         raise NotThisKind(f"{type(stock).__name__} computes something else")
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    """Whether rows agree up to fp32 rounding."""
-    limit = EXACT * expected.abs().amax(-1, keepdim=True)
-    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
-
-
-def nearly(found: Tensor, expected: Tensor, truth: Tensor) -> bool:
-    """Whether `found` strays no further from the truth than the expected does."""
-    return found.shape == expected.shape and bool(
-        (found - truth).norm() <= NEAR * (expected - truth).norm() + EXACT * truth.norm()
-    )
-
-
 def in_dtype(spec: Any, dtype: torch.dtype) -> Any:
     return type(spec)(spec.kind, spec.heads, spec.k_dim, spec.v_dim, dtype, spec.window)
 
@@ -244,7 +224,7 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
     norm, head = getattr(base, "norm", None), model.get_output_embeddings()
     if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
         raise NotThisKind("no loop: layers of the stock model are left")
-    if not isinstance(norm, Fused) or not plain(head) or not hasattr(base, "rotary_emb"):
+    if not isinstance(norm, Fused) or not isinstance(norm.inner, Norm) or not plain(head) or not hasattr(base, "rotary_emb"):
         raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
     loop = Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
     try:
@@ -260,3 +240,12 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
         loop.head = joined([head], share)
         model.set_output_embeddings(Fused(loop.head))
     return loop
+
+
+def compiled_loop(loop: Loop, trial: Trial) -> Compiled:
+    """The loop compiled. Raises `NotThisKind` where that is not to be had."""
+    from speculon.models.compiled import COPIES, compiled  # brings the compiler's own modules
+
+    made = compiled(loop, trial.target, [trial.first(1), trial.first(LENGTHS[0])])
+    trial.target.num_bytes *= 1 + COPIES
+    return made

@@ -58,6 +58,7 @@ def load_target(
     allow_pickle: bool = False,
     max_context: int | None = None,
     fused: bool = True,
+    compile: bool = False,
     progress: Progress | None = None,
 ) -> Target:
     """A checked Target from a folder, a hub id or `demo`. Fails with a ModelError that names path and reason."""
@@ -74,7 +75,7 @@ def load_target(
         tell("loading the weights")
         model = load_model(checkpoint, config, number, place, trust_remote_code)
         tell("checking the model against its stock forward")
-        return make_target(model, str(path), max_context, fused=fused)
+        return make_target(model, str(path), max_context, fused=fused, compile=compile)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -102,7 +103,9 @@ def own_structure(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def make_target(model: PreTrainedModel, name: str, max_context: int | None, *, fused: bool, share: bool = False) -> Target:
+def make_target(
+    model: PreTrainedModel, name: str, max_context: int | None, *, fused: bool, share: bool = False, compile: bool = False
+) -> Target:
     model.eval()
     layers, vocab_size = discover(model)
     limit, notes = context_limit(model)
@@ -114,7 +117,7 @@ def make_target(model: PreTrainedModel, name: str, max_context: int | None, *, f
     expected = stock_logits(target)
     use_attention(model, attention.NAME)
     if fused:
-        fuse(target, share=share)
+        fuse(target, share=share, compile=compile)
     prove(target, expected)
     return target
 

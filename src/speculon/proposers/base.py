@@ -53,7 +53,8 @@ class TargetFacts:
     tokenizer: Tokenizer | None = None
     rows: int = 0  # T and R of the engine's largest forward
     scored: int = 0
-    fuse: bool = True  # whether models are fused
+    fuse: bool = True  # whether models are fused, and compiled then
+    compile: bool = False
 
 
 class Factory(Protocol):

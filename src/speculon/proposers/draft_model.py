@@ -144,7 +144,7 @@ def load_draft(path: str, target: TargetFacts) -> Target:
     """The checkpoint as a checked Target on the target's device, in its dtype."""
     if target.tokenizer is not None:
         check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-    draft = load_target(path, dtype=target.dtype, device=target.device, fused=target.fuse)
+    draft = load_target(path, dtype=target.dtype, device=target.device, fused=target.fuse, compile=target.compile)
     return draft if target.tokenizer is not None else check_size(draft, target)
 
 

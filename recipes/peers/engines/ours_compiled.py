@@ -1,0 +1,14 @@
+"""speculon with its steps of few rows compiled."""
+
+from __future__ import annotations
+
+from ours import Speculon
+from worker import serve
+
+
+class Compiled(Speculon):
+    compile = True
+
+
+if __name__ == "__main__":
+    serve(Compiled)

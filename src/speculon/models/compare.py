@@ -1,0 +1,21 @@
+"""When two ways to compute the same count as equal."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+EXACT = 1e-5  # of a row's largest value, in fp32
+NEAR = 1.25  # in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether rows agree up to fp32 rounding."""
+    limit = EXACT * expected.abs().amax(-1, keepdim=True)
+    return found.shape == expected.shape and bool(((found - expected).abs() <= limit).all())
+
+
+def nearly(found: Tensor, expected: Tensor, truth: Tensor) -> bool:
+    """Whether `found` strays no further from the truth than the expected does."""
+    return found.shape == expected.shape and bool(
+        (found - truth).norm() <= NEAR * (expected - truth).norm() + EXACT * truth.norm()
+    )

@@ -1,0 +1,32 @@
+"""A whole model as one loop over its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from speculon.batch import Batch
+from speculon.kv.store import View
+from speculon.models.block import Block, Norm, tables_of
+from speculon.models.linear import Product
+
+
+@dataclass(slots=True)
+class Loop:
+    """A whole model without the stock one's code: embedding, blocks, norm, head."""
+
+    embed: nn.Module
+    rotary: nn.Module
+    blocks: list[Block]
+    norm: Norm
+    head: Product
+
+    def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
+        x = self.embed(batch.input_ids)
+        cos, sin = self.rotary(x, batch.position_ids)
+        tables = tables_of(cos, sin, self.blocks[0].attention.head_dim)
+        x = x[0]
+        for block in self.blocks:
+            x = block(x, tables, view)
+        return self.head(self.norm(x.index_select(0, batch.score_rows))) if batch.score_rows.numel() else None

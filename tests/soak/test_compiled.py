@@ -1,0 +1,30 @@
+"""The compiled loop writes what the loop writes, with few rows and with many, and is compiled twice and never again."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from speculon import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
+PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
+
+
+def test_texts_are_those_of_the_loop() -> None:
+    counters = torch._dynamo.utils.counters
+    plain, fast = (LLM("demo", compile=compile, max_num_seqs=4) for compile in (False, True))
+    assert fast.engine.target.fusion is not None and fast.engine.target.fusion.compiled, str(fast.engine.target.fusion)
+    compiled = counters["stats"]["unique_graphs"]
+    greedy = SamplingParams(temperature=0, max_tokens=64)
+    for speculation in ({"method": "off"}, {"method": "ngram", "num_speculative_tokens": 8}, {"method": "draft_model"}):
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            mine, theirs = (llm.generate(prompts, greedy, speculation=speculation) for llm in (fast, plain))
+            assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], speculation
+    assert counters["stats"]["unique_graphs"] == compiled, "compiled again in the middle of a text"

@@ -1,0 +1,88 @@
+"""What is compiled computes the same, or is given back with a reason. The compiler itself runs in tests/soak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from speculon.models import compiled as compiling
+from speculon.models.fuse import fuse
+from speculon.models.load import wrap_model
+from speculon.models.prove import paged_logits
+from speculon.models.target import Target
+from tests.tiny.conftest import build, tiny_model
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers in the compiler's terms, run as they are."""
+    monkeypatch.setattr(torch, "compile", lambda module, **how: module)
+
+
+def made(model: Any = None, *, share: bool = False) -> Target:
+    target = wrap_model(model or tiny_model("qwen3"), fused=False)
+    fuse(target, share=share, compile=True)
+    return target
+
+
+def reasons(target: Target) -> str:
+    assert target.fusion is not None and target.fusion.one_loop and not target.fusion.compiled
+    assert not isinstance(target.run, compiling.Compiled)
+    return str(target.fusion)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
+def test_the_layers_in_the_compilers_terms_are_the_same(name: str, uncompiled: None) -> None:
+    target, plain = made(tiny_model(name)), wrap_model(tiny_model(name), share=False)
+    assert isinstance(target.run, compiling.Compiled) and str(target.fusion).endswith("one loop, compiled")
+    assert target.num_bytes == plain.num_bytes * (1 + compiling.COPIES)
+    found, expected = paged_logits(target), paged_logits(plain)  # calls of 13 rows, and of 4
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_only_few_rows_go_the_compiled_way(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rows = made(), []
+    forward = compiling.Layers.forward
+    monkeypatch.setattr(
+        compiling.Layers, "forward", lambda self, ids, positions: rows.append(len(ids)) or forward(self, ids, positions)
+    )
+    paged_logits(target)
+    assert rows == [4]
+
+
+def planted(*args: Any) -> torch.Tensor:
+    return args[0]
+
+
+def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "rotate", planted)
+    assert "not compiled: it computes something else" in reasons(made())
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(module: Any, **how: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_where_no_compiler_is_found_the_loop_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", failing(RuntimeError("No working C++ compiler found\nin a long text")))
+    assert "not compiled: No working C++ compiler found" in reasons(made())
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "reason"),
+    [
+        (lambda: build("qwen3").to(torch.bfloat16), False, "torch.bfloat16 on cpu was never measured"),
+        (lambda: build("qwen3"), True, "the weights of a model object stay where they are"),
+        (lambda: tiny_model("qwen3_moe"), False, "its layers are more than products and plain attention"),
+        (lambda: tiny_model("gpt_oss"), False, "its layers are more than products and plain attention"),
+    ],
+    ids=["bf16", "shared", "experts", "sinks"],
+)
+def test_what_is_not_compiled_says_why(model: Callable[[], Any], share: bool, reason: str, uncompiled: None) -> None:
+    assert f"not compiled: {reason}" in reasons(made(model(), share=share))
