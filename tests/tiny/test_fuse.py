@@ -175,6 +175,23 @@ def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
     assert fusion is not None and fusion.blocks == 2 and not fusion.one_loop and "does more than its layers" in str(fusion)
 
 
+def test_a_layer_that_is_watched_is_left() -> None:
+    model, seen = build("llama"), []
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    target = wrap_model(model)
+    assert target.fusion is not None and target.fusion.blocks == 1
+    assert target.fusion.refused["LlamaDecoderLayer has hooks"] == 1 and seen
+
+
+def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*args: Any) -> Block:
+        raise AttributeError("scaling")
+
+    monkeypatch.setattr(fusing, "block_of", odd)
+    fusion = fused("llama").fusion
+    assert fusion is not None and fusion.refused["LlamaDecoderLayer is built in another way (AttributeError)"] == 2
+
+
 def test_without_fusing_nothing_is_touched() -> None:
     target = fused("llama", fused=False)
     assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {"LlamaDecoderLayer", "LlamaRMSNorm"}

@@ -205,7 +205,7 @@ def norm_of(stock: nn.Module) -> Norm:
     named = dict(stock.named_parameters())
     if "RMSNorm" not in type(stock).__name__ or eps is None or list(named) != ["weight"] or named["weight"].dim() != 1:
         raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
-    weight = named["weight"].detach()
+    weight = named["weight"].detach().clone()
     for candidate in (Norm(weight, float(eps)), Norm(1.0 + weight, float(eps))):
         if same_norm(stock, candidate):
             return candidate
