@@ -144,6 +144,8 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
                 setattr(parent, name, fused)
                 fusion.blocks += 1
         replace_norms(target.model)
+        if not share and fusion.blocks == fusion.layers:
+            leave_file(target.model)  # before anything is compiled, which remembers the tensors it saw
         try:
             target.run = loop = loop_of(target, trial, share)
             fusion.one_loop = True
@@ -152,8 +154,6 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
                 fusion.compiled = True
         except NotThisKind as reason:
             fusion.refused[str(reason)] += 1
-        if not share and fusion.blocks == fusion.layers:
-            leave_file(target.model)
     target.fusion = fusion
 
 
