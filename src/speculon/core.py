@@ -170,6 +170,9 @@ class Sequence:
     method: str | None = None  # the drafting method; None is plain decoding, and `off` says why
     k: int = 0
     off: Reason | None = None
+    given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
+    given_k: int = 0  # their most drafts in a round
+    prediction: tuple[int, ...] = ()  # what the client expects the text to be
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0
     drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages
@@ -254,6 +257,7 @@ class Event:
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     stats: RequestStats | None = None  # with the finish
+    sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: what guessed each
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from speculon.core import Event, Finish, Load, Plan, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Draft, Event, Finish, Load, Plan, Sequence, Span, Verdict
 from speculon.kv.blocks import BlockPool
 
 Ended = list[tuple[Sequence, Finish]]
@@ -76,7 +76,7 @@ class Scheduler:
         for span, verdict in zip(spans, verdicts, strict=True):
             seq = span.seq
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
-                events.append(news(seq, verdict))
+                events.append(news(seq, verdict, span.draft))
             if seq.committed >= seq.prompt_len:
                 self.waiting.extendleft(reversed(self._siblings.pop(seq.id, ())))
             if verdict.finish:
@@ -114,6 +114,14 @@ class Scheduler:
         self.pool.release(seq)
 
 
-def news(seq: Sequence, verdict: Verdict) -> Event:
-    stats = seq.stats if verdict.finish else None
-    return Event(seq.request_id, seq.sample, verdict.tokens, verdict.logprobs, verdict.finish, verdict.prompt_logprobs, stats)
+def news(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
+    return Event(
+        seq.request_id,
+        seq.sample,
+        verdict.tokens,
+        verdict.logprobs,
+        verdict.finish,
+        verdict.prompt_logprobs,
+        stats=seq.stats if verdict.finish else None,
+        sources=draft.sources[: verdict.accepted],
+    )

@@ -51,8 +51,9 @@ class Proposers:
             return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
         return () if name == OFF else (name,)
 
-    def _able(self, name: str) -> list[str]:
-        return [method for method in self.chain(name) if method not in self._lacking]
+    def methods_of(self, seq: Sequence) -> list[str]:
+        """Who is asked for a sequence, in order: what its request brought along, then its method."""
+        return [*seq.given, *(method for method in self.chain(seq.method or OFF) if method not in self._lacking)]
 
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
@@ -66,7 +67,7 @@ class Proposers:
         """A draft for each span, and the decisions as they turned out; one call per method."""
         drafts = [NO_DRAFT] * len(spans)
         outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
-        waiting = {i: self._able(d.method) for i, d in enumerate(decisions) if d.method and d.k}
+        waiting = {i: self.methods_of(span.seq) for i, span in enumerate(spans) if decisions[i].k}
         while waiting:
             groups: dict[str, list[int]] = defaultdict(list)
             for i, chain in waiting.items():
@@ -87,7 +88,7 @@ class Proposers:
         """Tells each method that was asked what became of its sequences; `verdicts` by sequence id."""
         asked: dict[str, list[Sequence]] = defaultdict(list)
         for span, decision in zip(spans, decisions, strict=True):
-            for method in self.chain(decision.method) if decision.method else ():
+            for method in self.methods_of(span.seq) if decision.method else ():
                 if method in self._admitted[span.seq.id]:
                     asked[method].append(span.seq)
         for method, seqs in asked.items():
@@ -136,7 +137,9 @@ class Proposers:
         """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
         proposer = self._built[method]
         reach = proposer.needs.max_context
-        rooms = {i: decisions[i].k if reach is None else min(decisions[i].k, reach - spans[i].end) for i in chosen}
+        rooms = {i: decisions[i].k if method in spans[i].seq.given else min(decisions[i].k, spans[i].seq.k) for i in chosen}
+        if reach is not None:
+            rooms = {i: min(room, reach - spans[i].end) for i, room in rooms.items()}
         able = [i for i in chosen if rooms[i] > 0]
         seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
