@@ -10,7 +10,7 @@ import typer
 from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 
 app = typer.Typer(
     name="speculon",
@@ -59,6 +59,21 @@ def generate(
     from speculon.commands.generate import Task, run
 
     run(Task(prompt or [], prompt_file or [], chat or system is not None, system), given, speculative_config, as_json)
+
+
+@app.command()
+@answered
+@settings_from(ServeConfig, SpeculationConfig, EngineConfig)
+def serve(
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="vLLM's form of the speculation options; single options win over it")
+    ] = None,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does, with speculation that every request can steer and see."""
+    from speculon.commands.serve import run
+
+    run(given, speculative_config)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import os
 from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -169,6 +169,23 @@ class RequestSpeculation(Checked):
     acceptance: Acceptance | None = None
 
 
+class ServeConfig(Checked):
+    """How the server listens, and what it allows."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
+    port: int = Field(8000, ge=0, le=65535, description="0: any free one")
+    api_key: SecretStr | None = Field(None, description="clients must send it as a bearer token; better by environment")
+    served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
+    cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
+    max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")
+    max_request_tokens: int | None = Field(None, ge=1, description="most tokens that a request may ask for, per text")
+    max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request")
+    body_timeout: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive")
+    request_timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds until a request is ended")
+    drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False, description="seconds for running requests after TERM")
+    log_format: Literal["text", "json"] = Field("text", description="of the line that each request leaves: text or json")
+
+
 class EngineConfig(BaseSettings):
     """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
 
@@ -198,6 +215,7 @@ class EngineConfig(BaseSettings):
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
 
     file: ClassVar[str] = "speculon.toml"
 
@@ -216,7 +234,8 @@ class EngineConfig(BaseSettings):
 
     @classmethod
     def _env_names(cls) -> list[str]:
-        nested = [f"SPECULON_SPECULATION__{name.upper()}" for name in SpeculationConfig.model_fields]
+        tables: dict[str, type[BaseModel]] = {"SPECULATION": SpeculationConfig, "SERVE": ServeConfig}
+        nested = [f"SPECULON_{table}__{name.upper()}" for table, kind in tables.items() for name in kind.model_fields]
         return ["SPECULON_CONFIG", *nested, *(f"SPECULON_{name.upper()}" for name in cls.model_fields)]
 
     @classmethod

@@ -6,7 +6,9 @@ SpeculonError
 │   ├── EmptyPrompt
 │   ├── TooLong                     prompt + max_tokens is beyond the context
 │   ├── NeverFits                   more KV pages over its lifetime than the pool owns
-│   └── UnknownMethod               no such drafting method
+│   ├── UnknownMethod               no such drafting method
+│   ├── UnknownModel                the server serves another one
+│   └── QueueFull                   more requests wait than the server keeps; ask again later
 ├── ConfigError(ValueError)         the engine's own settings are wrong
 ├── MemoryExceeded                  a drafter does not fit, and the memory policy says to fail
 ├── ModelError                      the checkpoint cannot be used
@@ -16,6 +18,7 @@ SpeculonError
 │   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
 │   └── UnsupportedModel            an architecture trait this engine cannot carry, by name
 └── EngineError(RuntimeError)       a fault inside; the engine stays whole
+    ├── NotReady                    the model is being loaded, or the server is about to end
     └── BenchError                  a benchmark that would have reported an untrue figure
 """
 
@@ -26,6 +29,15 @@ from typing import Any
 
 class SpeculonError(Exception):
     """Base of everything raised on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:  # some take more than their message, and they pass between processes
+        return rebuilt, (type(self), str(self), self.__dict__)
+
+
+def rebuilt(kind: type[SpeculonError], message: str, fields: dict[str, Any]) -> SpeculonError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(fields)
+    return error
 
 
 class InvalidRequest(SpeculonError, ValueError):
@@ -55,6 +67,14 @@ class NeverFits(InvalidRequest):
 
 class UnknownMethod(InvalidRequest):
     """No drafting method (or policy) of that name."""
+
+
+class UnknownModel(InvalidRequest):
+    """The server serves a model of another name."""
+
+
+class QueueFull(InvalidRequest):
+    """More requests wait than the server keeps; ask again later."""
 
 
 class ConfigError(SpeculonError, ValueError):
@@ -95,6 +115,10 @@ class UnsupportedModel(ModelError):
 
 class EngineError(SpeculonError, RuntimeError):
     """A fault inside the engine, which stays whole."""
+
+
+class NotReady(EngineError):
+    """The model is being loaded, or the server is about to end."""
 
 
 class BenchError(EngineError):

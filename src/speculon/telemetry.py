@@ -120,6 +120,14 @@ class RequestStats:
             elif theirs is not None:
                 setattr(self, name, (mine or 0) + theirs)
 
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        return self.accepted_from["prediction"]
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        return self.drafted_from["prediction"] - self.accepted_from["prediction"]
+
     def speculation(self) -> SpeculationStats | None:
         if not self.rounds:
             return None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import cache
 from typing import Any
 
 from speculon.errors import InvalidParameter, InvalidRequest
 
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
+BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
 
 
@@ -35,19 +38,43 @@ class Tokenizer:
         # without the clean-up of spaces: it would change text that has been streamed already
         return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def render_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] = (), variables: Mapping[str, Any] | None = None
+    ) -> str:
         """The conversation as the checkpoint's template writes it, up to where the answer begins."""
         check_messages(messages)
         if not self.inner.chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
+        known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
         try:
-            text: str = self.inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+            text: str = self.inner.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **known)
         except Exception as error:  # templates raise errors of their own choice
             raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}") from error
         return text
 
     def apply_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the template in use; empty where there is none."""
+        template = self.inner.chat_template
+        return str(template.get("default", "") if isinstance(template, dict) else template or "")
+
+    def token_text(self, token: int) -> str:
+        """One token alone; bytes that are no whole character show as U+FFFD."""
+        return self.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        """The bytes of one token; None where the vocabulary does not tell them."""
+        text = self.token_text(token)
+        if UNSURE not in text:
+            return list(text.encode())
+        piece = str(self.inner.convert_ids_to_tokens(token))
+        if BYTE_PIECE.fullmatch(piece):  # SentencePiece's way of writing a byte
+            return [int(piece[3:5], 16)]
+        alphabet = byte_alphabet()
+        return [alphabet[char] for char in piece] if all(char in alphabet for char in piece) else None
 
     def bad_word_ids(self, words: Iterable[str]) -> list[tuple[int, ...]]:
         """Each word as it would be written at the start of a text and after a space."""
@@ -209,7 +236,16 @@ def check_messages(messages: Seq[Mapping[str, Any]]) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages.{i}", message, "needs a role, a string")
-        check_text(f"messages.{i}.content", message.get("content"))  # type: ignore[arg-type]
+        if message.get("content") is not None or not message.get("tool_calls"):
+            check_text(f"messages.{i}.content", message.get("content"))  # type: ignore[arg-type]
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write each byte (GPT-2): printable ones as they are, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def first_line(error: BaseException) -> str:

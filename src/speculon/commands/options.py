@@ -13,15 +13,16 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 from speculon.errors import InvalidParameter, SpeculonError
 
 PANELS: dict[type[BaseModel], str] = {
     SamplingParams: "Sampling",
     SpeculationConfig: "Speculation",
+    ServeConfig: "Server",
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
-NO_FLAG = {"structured", "speculation"}  # not in this version; made of flags of its own
+NO_FLAG = {"structured", "speculation", "serve"}  # not in this version; made of flags of its own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
 VLLM_NAMES = {"model": "draft"}
 
@@ -116,8 +117,8 @@ def read_object(name: str, text: str) -> dict[str, Any]:
 def engine_settings(given: Given, speculative_config: str | None = None) -> dict[str, Any]:
     """Keywords for `LLM`: engine fields, and `speculation` as far as the command line says anything about it."""
     speculation = {**vllm_alias(speculative_config), **pick(SpeculationConfig, given)}
-    settings = pick(EngineConfig, given)
-    return {**settings, "speculation": speculation} if speculation else settings
+    tables = {"speculation": speculation, "serve": pick(ServeConfig, given)}
+    return {**pick(EngineConfig, given), **{name: table for name, table in tables.items() if table}}
 
 
 def vllm_alias(text: str | None) -> dict[str, Any]:

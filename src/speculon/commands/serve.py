@@ -1,0 +1,86 @@
+"""`speculon serve`: the server in this process, its engine in another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from time import perf_counter
+from types import FrameType
+
+from speculon import __version__
+from speculon.commands.options import Given, engine_settings
+from speculon.commands.screen import errors
+from speculon.config import EngineConfig
+from speculon.errors import ConfigError, SpeculonError
+from speculon.proposers.registry import check_method
+
+
+def run(given: Given, speculative_config: str | None) -> None:
+    """Serves until TERM or Ctrl-C: what runs is finished, what comes is refused, the exit status is 0."""
+    began = perf_counter()
+    settings = engine_settings(given, speculative_config)
+    config = EngineConfig(**settings)
+    check_method(config.speculation.method)
+    listener = listen(config.serve.host, config.serve.port)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    import uvicorn
+
+    from speculon.server.app import create_app
+    from speculon.server.house import Server
+
+    server = Server(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
+    options = uvicorn.Config(
+        create_app(server, __version__),
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=round(config.serve.drain_timeout),
+    )
+
+    class Http(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            server.draining = True
+            super().handle_exit(sig, frame)
+
+    http = Http(options)
+
+    async def attend() -> SpeculonError | None:
+        """Serves to the end; the engine's fault where that was the end."""
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        gone = asyncio.create_task(server.engine.gone.wait())
+        ready = asyncio.create_task(announce())
+        await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+        fault = None if server.draining else server.engine.error
+        http.should_exit = True
+        await serving
+        gone.cancel()
+        ready.cancel()
+        return fault
+
+    async def announce() -> None:
+        await server.loaded.wait()
+        facts, ms = server.facts, (perf_counter() - began) * 1e3
+        pool = f"{facts.pages} pages of {facts.page_tokens} tokens"
+        say(f"serving {server.name}: context {facts.max_context}, {pool}, drafts by {facts.method}; ready in {ms / 1e3:.1f} s")
+
+    host, port = listener.getsockname()[:2]
+    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them over, ends in order, and raises them once more
+        signal.signal(number, signal.SIG_IGN)
+    if fault := asyncio.run(attend()):
+        raise fault
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+
+
+def say(text: str) -> None:
+    errors().print(text, style="dim", markup=False)

@@ -1,0 +1,113 @@
+"""The process that owns the device: an inbox of requests, a step for everybody, news to the serving side."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any
+
+from speculon.engine.engine import Engine
+from speculon.engine.wire import Abort, Add, Began, FromServer, News, Pulse, Ready, Refused, Stage, Stop
+from speculon.errors import EngineError, SpeculonError
+from speculon.llm import LLM
+
+PULSE = 0.25  # seconds between two readings of the counters
+RETRIES = 1  # of a step that failed; it left everything as it was
+
+log = logging.getLogger("speculon")
+
+
+def main(inbox: Connection, settings: dict[str, Any]) -> None:
+    """Loads the model of `settings` (fields of `EngineConfig`) and serves until told to stop or left alone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the serving side ends what runs first
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        llm = LLM(progress=lambda stage: inbox.send(Stage(stage)), **settings)
+    except SpeculonError as error:
+        inbox.send(Refused("", error))
+        return
+    try:
+        Worker(llm.engine, inbox).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        log.warning("the serving side is gone")
+
+
+class Worker:
+    """Steps one engine. Whatever a client does, a step waits for nobody: the serving side reads all the time."""
+
+    def __init__(self, engine: Engine, inbox: Connection):
+        self.engine, self._inbox = engine, inbox
+        self._told = 0.0  # when the counters were sent last
+        self._failures = 0  # steps that failed in a row
+
+    def run(self) -> None:
+        engine = self.engine
+        self._inbox.send(
+            Ready(
+                vocab_size=engine.target.vocab_size,
+                max_context=engine.max_context,
+                max_num_seqs=engine.config.max_num_seqs,
+                pages=engine.pool.num_blocks,
+                page_tokens=engine.pool.block_size,
+                method=engine.proposers.default,
+            )
+        )
+        self._pulse()
+        while self._read_inbox():
+            if engine.has_work:
+                self._step()
+            if not engine.has_work:
+                engine.check_integrity()
+            if not engine.has_work or monotonic() - self._told > PULSE:
+                self._pulse()
+
+    def _read_inbox(self) -> bool:
+        """Takes in what has come, and waits for it while there is nothing to do; False when that is the end."""
+        while not self.engine.has_work or self._inbox.poll():
+            message: FromServer = self._inbox.recv()
+            match message:
+                case Add():
+                    self._add(message)
+                case Abort(request_id):
+                    self._tell(self.engine.abort(request_id))
+                case Stop():
+                    return False
+        return True
+
+    def _add(self, asked: Add) -> None:
+        try:
+            self.engine.add_request(asked.prompt, asked.params, asked.speculation, asked.request_id)
+        except SpeculonError as error:
+            self._inbox.send(Refused(asked.request_id, error))
+        except Exception as error:
+            log.exception("%s could not be admitted", asked.request_id)
+            self._inbox.send(Refused(asked.request_id, EngineError(f"{type(error).__name__}: {error}")))
+        else:
+            self._inbox.send(Began(asked.request_id))
+
+    def _step(self) -> None:
+        try:
+            self._tell(self.engine.step())
+            self._failures = 0
+        except Exception as error:
+            log.exception("a step failed")
+            self._failures += 1
+            if self._failures > RETRIES:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends those who run, with the fault as the answer; those who wait get their chance."""
+        self._failures = 0
+        for request_id in dict.fromkeys(seq.request_id for seq in self.engine.scheduler.running):
+            self.engine.abort(request_id)
+            self._inbox.send(Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}")))
+
+    def _tell(self, events: list[Any]) -> None:
+        if events:
+            self._inbox.send(News(events))
+
+    def _pulse(self) -> None:
+        self._told = monotonic()
+        self._inbox.send(Pulse(self.engine.counters, self.engine.scheduler.load))

@@ -1,0 +1,259 @@
+"""The routes. Each reads a body as a `Job`, submits it to the engine and writes what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from speculon.errors import InvalidParameter, SpeculonError
+from speculon.server import schemas
+from speculon.server.answer import Answer
+from speculon.server.completions import read_chat, read_completion, render
+from speculon.server.door import Door
+from speculon.server.errors import RESPONSES, body_of, failure, failure_of, first_of, param_of, status_of
+from speculon.server.house import Server
+from speculon.server.job import Job
+from speculon.server.record import Record
+
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Whole, or with stream = true as server-sent events", "content": {"text/event-stream": {}}}
+}
+T = TypeVar("T")
+
+CLIENT_GONE = 499  # in the log alone: nobody is left to read it
+
+
+def create_app(server: Server, version: str = "") -> FastAPI:
+    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, docs_url="/docs", redoc_url=None)
+    app.add_middleware(Door, config=server.config)
+    if server.config.cors_origins:  # outermost: an answer of the door's own must carry its headers, too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    add_errors(app, server)
+    add_operations(app, server)
+    add_models(app, server)
+    add_texts(app, server)
+    return app
+
+
+def add_texts(app: FastAPI, server: Server) -> None:
+    responses = RESPONSES | STREAMED
+
+    @app.post("/v1/completions", responses=responses, response_model=schemas.CompletionResponse)
+    async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
+        """Continue a prompt."""
+        return await answer(server, request, "cmpl", lambda: read_completion(body, server.house))
+
+    @app.post("/v1/chat/completions", responses=responses, response_model=schemas.ChatResponse)
+    async def chat(body: schemas.ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(server, request, "chatcmpl", lambda: read_chat(body, server.house))
+
+    @app.post("/tokenize", responses=RESPONSES)
+    async def tokenize(body: schemas.TokenizeRequest) -> schemas.TokenizeResponse:
+        """Token ids of a prompt or of a conversation."""
+        house = server.house
+        house.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
+        if body.messages is not None:
+            tokens = await server.read(lambda: render(body.messages or [], [], house))
+        else:
+            special = body.add_special_tokens is not False
+            tokens = await server.read(lambda: house.tokenizer.encode(body.prompt or "", add_special_tokens=special))
+        return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=house.max_context)
+
+    @app.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: schemas.DetokenizeRequest) -> schemas.DetokenizeResponse:
+        """The text that token ids stand for."""
+        house = server.house
+        house.check_model(body.model)
+        wrong = next((token for token in body.tokens if token >= server.facts.vocab_size), None)
+        if wrong is not None:
+            raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {server.facts.vocab_size - 1}")
+        return schemas.DetokenizeResponse(prompt=house.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+def add_models(app: FastAPI, server: Server) -> None:
+    def card() -> schemas.ModelCard:
+        house = server.house
+        return schemas.ModelCard(
+            id=house.name, object="model", created=server.began, owned_by="speculon", max_model_len=house.max_context
+        )
+
+    @app.get("/v1/models", responses=RESPONSES)
+    async def models() -> schemas.ModelList:
+        """What this server serves."""
+        return schemas.ModelList(object="list", data=[card()])
+
+    @app.get("/v1/models/{model:path}", responses=RESPONSES)
+    async def model(model: str) -> schemas.ModelCard:
+        server.house.check_model(model)
+        return card()
+
+
+def add_operations(app: FastAPI, server: Server) -> None:
+    @app.get("/health", responses=RESPONSES)
+    async def health() -> schemas.Health:
+        """Whether the process lives; 503 once the engine has ended."""
+        if server.engine.error is not None:
+            raise server.engine.error
+        return schemas.Health(status="ok")
+
+    @app.get("/ready", responses=RESPONSES)
+    async def ready() -> schemas.Health:
+        """Whether requests are taken: 503 while the model is loaded, and while the server ends."""
+        server.check_ready()
+        return schemas.Health(status="ready")
+
+    @app.get("/metrics", response_class=Response, responses={**RESPONSES, 200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Counters for Prometheus."""
+        return Response(*server.metrics.page())
+
+
+def add_errors(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(SpeculonError)
+    async def refused(request: Request, error: SpeculonError) -> JSONResponse:
+        return failure_of(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, name = first_of(error.errors())
+        server.finish(Record(request.state.request_id, request.url.path).close(400, reason=message))
+        return failure(400, message, param=name)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return failure(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        return failure(500, "a fault inside the server; its log says more")
+
+
+async def answer(server: Server, request: Request, prefix: str, read: Callable[[], Job]) -> Response:
+    """One HTTP answer, whole or streamed; whatever ends it, the engine is told."""
+    record = Record(request.state.request_id, request.url.path)
+    try:
+        work = begin(server, f"{prefix}-{secrets.token_hex(12)}", read)
+        session = await unless_gone(request, work)
+        if session.job.stream:
+            return EventStream(session, record, server)
+        try:
+            whole = await unless_gone(request, gather(session, record))
+        finally:
+            session.close()
+    except ClientGone:
+        server.finish(record.close(CLIENT_GONE))
+        return Response(status_code=CLIENT_GONE)
+    except SpeculonError as error:
+        server.finish(record.close(status_of(error)[0], reason=str(error)))
+        raise
+    server.finish(record.close(200, answer=session.answer))
+    return JSONResponse(whole)
+
+
+class Session:
+    """A job in the engine, and its answer so far."""
+
+    def __init__(self, answer: Answer, mailbox: Any, seconds: float | None):
+        self.answer, self.job, self._mailbox = answer, answer.job, mailbox
+        self._until = asyncio.get_running_loop().time() + seconds if seconds else None
+
+    async def pieces(self, record: Record) -> AsyncIterator[list[Any]]:
+        """What the texts gain, in batches; at the time limit the last pieces say `abort`."""
+        try:
+            async with asyncio.timeout_at(self._until):
+                while events := await self._mailbox.take():
+                    record.hear(events)
+                    yield [piece for event in events if (piece := self.answer.push(event)) is not None]
+        except TimeoutError:
+            self.close()
+            yield self.answer.abort()
+
+    def close(self) -> None:
+        self._mailbox.close()
+
+
+async def begin(server: Server, answer_id: str, read: Callable[[], Job]) -> Session:
+    server.check_ready()
+    job = await server.read(read)
+    mailbox = await server.submit(job, answer_id)
+    return Session(Answer.to(job, answer_id, server.house.name, server.house.tokenizer), mailbox, server.config.request_timeout)
+
+
+async def gather(session: Session, record: Record) -> dict[str, Any]:
+    pieces = [piece async for batch in session.pieces(record) for piece in batch]
+    return session.answer.whole(pieces)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of one session, which ends with the connection, however that ends."""
+
+    def __init__(self, session: Session, record: Record, server: Server):
+        super().__init__(self._lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._session, self._record, self._server = session, record, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        status = CLIENT_GONE
+        try:
+            await super().__call__(scope, receive, send)
+            if self._record.done:
+                status = 200
+        finally:
+            self._session.close()
+            self._server.finish(self._record.close(status, answer=self._session.answer))
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        session, answer = self._session, self._session.answer
+        try:
+            for chunk in answer.first():
+                yield line(chunk)
+            async for batch in session.pieces(self._record):
+                yield b"".join(line(answer.chunk(piece)) for piece in batch)
+            for chunk in answer.last():
+                yield line(chunk)
+        except SpeculonError as error:
+            status, code = status_of(error)
+            self._record.reason = str(error)
+            yield line(body_of(status, str(error), code, param_of(error)))
+        self._record.done = True
+        yield b"data: [DONE]\n\n"
+
+
+def line(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,90 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}} with the right status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from speculon.errors import (
+    EngineError,
+    InvalidParameter,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+    SpeculonError,
+    TooLong,
+    UnknownModel,
+)
+from speculon.server.schemas import ErrorResponse
+
+# the first that fits: error, status, code
+TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
+    (UnknownModel, 404, "model_not_found"),
+    (QueueFull, 429, "queue_full"),
+    (TooLong, 400, "context_length_exceeded"),
+    (InvalidRequest, 400, None),
+    (NotReady, 503, "not_ready"),
+    (EngineError, 500, "engine_error"),
+    (SpeculonError, 500, None),
+)
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+RETRY_SECONDS = {429: "1", 503: "5"}
+BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")  # of a union
+SHOWN = 80  # characters of a refused value
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in {
+        400: "The request cannot be served as asked",
+        401: "No valid API key",
+        404: "No such model",
+        408: "The body took too long to arrive",
+        413: "The body is too large",
+        429: "Too many requests wait",
+        500: "A fault inside",
+        503: "The model is being loaded, or the server is about to end",
+    }.items()
+}
+
+
+def failure(status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+    headers = {"retry-after": RETRY_SECONDS[status]} if status in RETRY_SECONDS else None
+    return JSONResponse(body_of(status, message, code, param), status, headers)
+
+
+def body_of(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    clean = message.encode(errors="backslashreplace").decode()  # a refused text may be no text
+    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: SpeculonError) -> tuple[int, str | None]:
+    return next((status, code) for kind, status, code in TABLE if isinstance(error, kind))
+
+
+def param_of(error: SpeculonError) -> str | None:
+    return error.name if isinstance(error, InvalidParameter) else None
+
+
+def failure_of(error: SpeculonError) -> JSONResponse:
+    status, code = status_of(error)
+    return failure(status, str(error), code, param_of(error))
+
+
+def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
+    """(message, field) of a body that does not fit its schema; of a union's branches the one that came furthest."""
+    found = max(errors, key=lambda error: (len(error["loc"]), error["type"] != "extra_forbidden"))
+    parts = [str(part) for part in found["loc"] if part != "body"]
+    name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
+    if found["type"] == "extra_forbidden":
+        return f"{name}: unknown or unsupported field", name
+    if found["type"] == "json_invalid":
+        return f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}", None
+    if found["type"] == "missing":
+        return f"{name or 'body'}: is needed", name or None
+    shown = repr(found["input"])
+    shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
+    return f"{name or 'body'} = {shown}: {found['msg']}", name or None

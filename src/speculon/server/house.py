@@ -1,0 +1,103 @@
+"""The server without its routes: the engine it owns, what it allows, what it keeps of every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from time import time
+from typing import Any, TypeVar
+
+from speculon.config import EngineConfig
+from speculon.engine.async_engine import AsyncEngine, Mailbox
+from speculon.engine.wire import Add, Ready
+from speculon.errors import NotReady, QueueFull, SpeculonError
+from speculon.server.job import House, Job
+from speculon.server.metrics import Metrics
+from speculon.server.record import Record
+from speculon.text import Tokenizer
+
+T = TypeVar("T")
+
+log = logging.getLogger("speculon.server")
+
+
+class Server:
+    """One model behind HTTP. `settings` are the fields of `EngineConfig`; the model loads while the port is open already."""
+
+    def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
+        engine_config = EngineConfig(**settings)
+        self.config, self._model = engine_config.serve, engine_config.model
+        self._trust = engine_config.trust_remote_code
+        self.name = self.config.served_model_name or self._model
+        self.engine = AsyncEngine(settings, on_stage)
+        self.metrics = Metrics(self.engine, self.name)
+        self.began = int(time())
+        self.draining = False
+        self.loaded = asyncio.Event()
+        self._house: House | None = None
+        self._reader = ThreadPoolExecutor(1, "speculon-read")  # templates and long prompts: not on the event loop
+
+    @asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        loading = asyncio.create_task(self._load())
+        try:
+            yield
+        finally:
+            self.draining = True
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await self.engine.stop()
+            self._reader.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def house(self) -> House:
+        """What requests are read against; raises `NotReady` while the model is loaded."""
+        if self._house is None:
+            raise self.engine.error or NotReady("the model is being loaded")
+        return self._house
+
+    @property
+    def facts(self) -> Ready:
+        if self.engine.facts is None:
+            raise NotReady("the model is being loaded")
+        return self.engine.facts
+
+    def check_ready(self) -> None:
+        if self.draining:
+            raise NotReady("the server is about to end")
+        if self.engine.error is not None:
+            raise self.engine.error
+        _ = self.house
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """Runs `work`, which knows no event loop, beside it."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+
+    async def submit(self, job: Job, answer_id: str) -> Mailbox:
+        """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number."""
+        room = self.facts.max_num_seqs + self.config.max_queue - self.engine.open_texts
+        if job.texts > room:
+            raise QueueFull(f"{job.texts} texts asked for, {max(0, room)} may still wait: ask again later")
+        asked = [Add(f"{answer_id}-{i}", ids, job.params, job.speculation) for i, ids in enumerate(job.prompts)]
+        return await self.engine.submit(asked)
+
+    def finish(self, record: Record) -> None:
+        """One request is over."""
+        self.metrics.observe(record)
+        level = logging.ERROR if record.status >= 500 else logging.INFO
+        log.log(level, record.as_json() if self.config.log_format == "json" else record.as_text())
+
+    async def _load(self) -> None:
+        from speculon.models.load import load_tokenizer
+
+        try:
+            facts = await self.engine.start()
+            inner = await self.read(lambda: load_tokenizer(self._model, trust_remote_code=self._trust))
+        except SpeculonError as error:
+            self.engine.lose(error)
+            return
+        self._house = House(self.name, Tokenizer(inner), facts.max_context, facts.method, self.config)
+        self.loaded.set()

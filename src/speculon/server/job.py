@@ -1,0 +1,116 @@
+"""What one HTTP request asks of the engine, and how its answer is to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from speculon.config import RequestSpeculation, SamplingParams, ServeConfig
+from speculon.errors import InvalidParameter, TooLong, UnknownModel
+from speculon.server.calls import Reply, Spoken
+from speculon.server.schemas import Content, Sampling
+from speculon.text import Tokenizer
+
+DEFAULT_TOKENS = 16  # of a completion that does not say, as OpenAI
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """What a request is read against."""
+
+    name: str  # of the model, as clients call it
+    tokenizer: Tokenizer
+    max_context: int
+    method: str
+    config: ServeConfig
+
+    def check_model(self, asked: str | None) -> None:
+        if asked is not None and asked != self.name:
+            raise UnknownModel(f"model = {asked!r}: this server serves {self.name!r}")
+
+    def check_length(self, prompts: list[list[int]], params: SamplingParams) -> None:
+        limit = self.config.max_request_tokens
+        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
+            raise InvalidParameter("max_tokens", params.max_tokens, f"this server writes at most {limit} tokens per text")
+        longest = max(map(len, prompts))
+        if longest > self.max_context:  # told before it travels; the engine judges the rest
+            raise TooLong(f"prompt {longest} > context {self.max_context} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request: every prompt is written `params.n` times."""
+
+    kind: Literal["text_completion", "chat.completion"]
+    prompts: list[list[int]]
+    params: SamplingParams
+    speculation: RequestSpeculation
+    method: str  # what drafts, for the account
+    stream: bool = False
+    usage: bool = False  # in the stream's last chunk
+    stats: bool = False
+    echo: bool = False
+    reply: Callable[[], Reply] = field(default=Spoken)
+
+    @property
+    def texts(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
+    """The fields both surfaces share; a field that is not said keeps our default. Raises `InvalidParameter`."""
+    names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
+    said = {name: value for name in names if (value := getattr(body, name)) is not None}
+    biases = {"logit_bias": read_biases(body.logit_bias)} if body.logit_bias else {}
+    return SamplingParams(**{**said, **biases, **structured_of(body), **{k: v for k, v in more.items() if v is not None}})
+
+
+def read_biases(said: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in said.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise InvalidParameter("logit_bias", token, "keys are token ids")
+        if not -100 <= bias <= 100:
+            raise InvalidParameter("logit_bias", {token: bias}, "from -100 to 100")
+        biases[int(token)] = bias
+    return biases
+
+
+def structured_of(body: Sampling) -> dict[str, Any]:
+    """`response_format` as the engine's `structured`."""
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return {}
+    if asked.type == "json_object":
+        return {"structured": {"json_object": True}}
+    if asked.json_schema is None:
+        raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
+    return {"structured": {"json_schema": asked.json_schema.schema_}}
+
+
+def speculation_of(body: Sampling) -> RequestSpeculation:
+    asked = body.speculation
+    said = asked.model_dump(exclude={"stats"}, exclude_none=True) if asked else {}
+    prediction = {"prediction": text_of(body.prediction.content)} if body.prediction else {}
+    return RequestSpeculation(**said, **prediction)
+
+
+def shared(body: Sampling, house: House) -> dict[str, Any]:
+    """What both surfaces say alike."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
+    speculation = speculation_of(body)
+    return {
+        "speculation": speculation,
+        "method": speculation.method or house.method,
+        "stream": bool(body.stream),
+        "usage": options is not None and options.include_usage,
+        "stats": body.speculation is not None and body.speculation.stats,
+    }
+
+
+def text_of(content: Content | None) -> str:
+    """One text from a string or from text parts."""
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)

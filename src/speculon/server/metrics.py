@@ -1,0 +1,136 @@
+"""`/metrics`: the engine's counters as they are, and histograms of what clients see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from speculon.core import Load, Reason
+from speculon.engine.wire import Ready
+from speculon.server.record import Record
+from speculon.telemetry import EngineCounters
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Reading(Protocol):
+    """The engine as the metrics see it."""
+
+    counters: EngineCounters
+    load: Load
+    facts: Ready | None
+
+    @property
+    def open_requests(self) -> int: ...
+
+
+class Metrics:
+    def __init__(self, engine: Reading, model: str):
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine, model))
+        own = self._registry
+        self._answers = Counter("speculon_http_requests", "answers given", ["route", "status"], registry=own)
+        self._finished = Counter("speculon_requests", "requests that were served, by how they ended", ["finish"], registry=own)
+        self._first = Histogram(
+            "speculon_time_to_first_token_seconds", "from request to first token", buckets=SECONDS, registry=own
+        )
+        self._gap = Histogram("speculon_inter_token_seconds", "between two arrivals of tokens", buckets=SECONDS, registry=own)
+        self._token = Histogram(
+            "speculon_time_per_output_token_seconds", "per token after the first arrival", buckets=SECONDS, registry=own
+        )
+        self._whole = Histogram("speculon_request_seconds", "from request to end of answer", buckets=SECONDS, registry=own)
+
+    def observe(self, record: Record) -> None:
+        self._answers.labels(record.route, record.status).inc()
+        if record.answer is None:
+            return
+        self._finished.labels(record.finish).inc()
+        self._whole.observe(record.seconds)
+        if record.first is not None:
+            self._first.observe(record.first)
+        if record.per_token is not None:
+            self._token.observe(record.per_token)
+        for gap in record.gaps:
+            self._gap.observe(gap)
+
+    def page(self) -> tuple[bytes, int, Mapping[str, str], str]:
+        """(content, status, headers, media type)."""
+        return generate_latest(self._registry), 200, {}, CONTENT_TYPE_LATEST
+
+
+class EngineCollector(Collector):
+    """Cumulative counters as the engine keeps them; a text is counted once it has ended. Readers take differences."""
+
+    def __init__(self, engine: Reading, model: str):
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        counters, load, facts = self._engine.counters, self._engine.load, self._engine.facts
+        totals = counters.totals
+        yield from self._vllm(counters)
+        for name, text, value in (
+            ("texts", "texts begun and ended", counters.finished.total()),
+            ("prompt_tokens", "tokens of prompts", counters.prompt_tokens),
+            ("prompt_tokens_cached", "of these, found in the prefix cache", totals.cached_tokens),
+            ("generated_tokens", "tokens written", totals.emitted),
+            ("target_calls", "forwards of the target that wrote for a text", totals.target_calls),
+            ("speculative_rounds", "of these, with drafts to verify", totals.rounds),
+            ("preemptions", "texts that had to wait for pages", totals.preemptions),
+            ("steps", "steps of the engine", counters.steps),
+            ("step_rows", "rows computed in them", counters.rows),
+            ("saved_seconds", "saved by speculation, by its own estimate; may fall", (totals.saved_ms or 0.0) / 1e3),
+        ):
+            yield counter(name, text, {(): value})
+        parts = by({part: ms / 1e3 for part, ms in counters.profile.items()})
+        yield counter("step_seconds", "time in steps, by part", parts, "part")
+        yield counter("draft_tokens", "drafts verified, by what guessed them", by(totals.drafted_from), "source")
+        yield counter("accepted_tokens", "drafts accepted, by what guessed them", by(totals.accepted_from), "source")
+        reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
+        yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
+        yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
+        yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)
+        yield gauge("texts_running", "texts being written", load.running)
+        yield gauge("texts_waiting", "texts waiting for a place", load.waiting)
+        if facts is not None:
+            yield gauge("kv_pages", "pages of the KV pool", facts.pages)
+            yield gauge("kv_usage_ratio", "share of them in use", 1 - load.free_pages / facts.pages)
+
+    def _vllm(self, counters: EngineCounters) -> Iterator[Metric]:
+        """The four counters that dashboards made for vLLM read, under their names."""
+        totals, labels = counters.totals, (self._model, "0")
+        for name, text, value in (
+            ("drafts", "drafts", totals.rounds),
+            ("draft_tokens", "draft tokens", totals.drafted_at.total()),
+            ("accepted_tokens", "accepted tokens", totals.accepted),
+        ):
+            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", f"Number of {text}.", labels=["model_name", "engine"])
+            family.add_metric(labels, value)
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens per draft position.",
+            labels=["model_name", "engine", "position"],
+        )
+        for position, accepted in sorted(totals.accepted_at.items()):
+            family.add_metric((*labels, str(position)), accepted)
+        yield family
+
+
+def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(name,): count for name, count in counts.items()}
+
+
+def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = CounterMetricFamily(f"speculon_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"speculon_{name}", text, value=value)

@@ -1,0 +1,329 @@
+"""Bodies of the HTTP surface: OpenAI's fields, the sampling fields that other servers added, and our `speculation`.
+
+What is unknown is refused by name. What OpenAI takes without any effect on the text is taken and ignored (`Ignored`).
+Ranges are judged once, by `SamplingParams`; here stand the types and what bounds a list.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
+
+MAX_PROMPTS = 64  # of one completions request
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128  # as OpenAI
+MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**31)]
+TokenId = Annotated[int, Field(ge=0, le=2**31)]
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Open(BaseModel):
+    """Carries more than is read of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class Prediction(Body):
+    """What the client expects the answer to be (OpenAI's Predicted Outputs)."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class Speculation(Body):
+    """What this request wants of speculation."""
+
+    method: str | None = Field(None, description="what drafts: `off`, `auto`, `ngram`, `draft_model`, ...")
+    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS, description="drafts per round; 0 is off")
+    acceptance: Acceptance | None = None
+    stats: bool = Field(False, description="answer with the account of what speculation did")
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # ignored: there is none
+
+
+class JsonSchema(Body):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Ignored(Body):
+    """Taken for the sake of clients that always send them; they have no effect on the text."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class Sampling(Ignored):
+    model: str | None = Field(None, description="as `/v1/models` lists it")
+    temperature: Finite | None = None
+    top_p: Finite | None = None
+    top_k: int | None = None
+    min_p: Finite | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    presence_penalty: Finite | None = None
+    frequency_penalty: Finite | None = None
+    repetition_penalty: Finite | None = None
+    logit_bias: dict[str, Finite] | None = Field(None, max_length=MAX_BIASES)
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
+    speculation: Speculation | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="must equal n")
+    suffix: None = Field(None, description="not supported")
+
+
+class FunctionCall(Open):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Open):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Open):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Sampling):
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the checkpoint's template")
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = Field(None, description="this or `messages`")
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+
+
+class TokenizeResponse(Body):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(Body):
+    prompt: str
+
+
+class TopLogprob(Body):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Body):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(Body):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptDetails(Body):
+    cached_tokens: int = Field(description="found in the prefix cache")
+
+
+class CompletionDetails(Body):
+    accepted_prediction_tokens: int = Field(description="of the client's prediction alone")
+    rejected_prediction_tokens: int
+
+
+class Usage(Body):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class SpeculationAccount(Open):
+    """What speculation did for this request; counts are null where no round ran, and `reasons` say why."""
+
+    method: str
+    reasons: dict[str, int]
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class CompletionChoice(Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(description="the stop string or token id that ended the text")
+
+
+class Answer(Body):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    speculation: SpeculationAccount | None = None
+
+
+class CompletionResponse(Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Body):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Body):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+class ChatResponse(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ModelCard(Body):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Body):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ErrorDetail(Body):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Body):
+    error: ErrorDetail
+
+
+class Health(Body):
+    status: str
