@@ -175,6 +175,13 @@ def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
     assert fusion is not None and fusion.blocks == 2 and not fusion.one_loop and "does more than its layers" in str(fusion)
 
 
+def test_a_layer_that_differs_far_from_the_beginning_is_left() -> None:
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 64}
+    model = build("ministral3", rope_parameters=scaled)  # whose queries grow from position 64 on
+    fusion = wrap_model(model).fusion
+    assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
+
+
 def test_a_layer_that_is_watched_is_left() -> None:
     model, seen = build("llama"), []
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape))

@@ -26,7 +26,7 @@ from speculon.models.target import Target, stock_forward
 if TYPE_CHECKING:
     from speculon.models.compiled import Compiled
 
-LENGTHS, PAGE = (5, 3), 8  # two texts, a page each
+LENGTHS, PAGE = (5, 3), 8  # two texts, a page each: one at the beginning, one at the end of the context
 ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # what a module of another build answers
 
 
@@ -95,7 +95,8 @@ class Trial:
             spans.append(SpanView(row, row + length, slice(page * PAGE, page * PAGE + length), length))
             row += length
         ids = torch.arange(row, device=device)[None] % target.vocab_size
-        positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
+        far = max(0, target.max_context - LENGTHS[1])  # where a layer may do what it does not do near the beginning
+        positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(LENGTHS, (0, far), strict=True)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
     def first(self, rows: int) -> tuple[Batch, View]:
