@@ -19,7 +19,7 @@ from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
 from speculon.models.compare import close, nearly
-from speculon.models.linear import head_is_copied, joined, plain
+from speculon.models.linear import head_is_copied, hooked, joined, plain
 from speculon.models.loop import Loop
 from speculon.models.target import Target, stock_forward
 
@@ -144,7 +144,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             else:
                 setattr(parent, name, fused)
                 fusion.blocks += 1
-        replace_norms(target.model)
+        replace_norms(target)
         if not share and fusion.blocks == fusion.layers:
             leave_file(target.model)  # before anything is compiled, which remembers the tensors it saw
         try:
@@ -187,7 +187,7 @@ def recorded(layers: dict[int, tuple[nn.Module, str]], trial: Trial) -> Iterator
 
 def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None:
     """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one, and nobody watches that."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in stock.modules()):
+    if any(map(hooked, stock.modules())):
         raise NotThisKind(f"{type(stock).__name__} has hooks")
     expected, found = trial.outcome(stock, number), trial.outcome(fused, number)
     if trial.target.dtype is torch.float32:
@@ -212,14 +212,19 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return {key: cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def replace_norms(model: nn.Module) -> None:
-    """The norms outside of blocks: the last one, and those of layers that stay as they are."""
-    for parent in list(model.modules()):
+def replace_norms(target: Target) -> None:
+    """The norms outside of blocks: the last one, and those of layers that stay as they are.
+
+    One whose weight is kept in another dtype than the model's was compared on rows that it is never given, and stays.
+    """
+    for parent in list(target.model.modules()):
         for name, child in list(parent.named_children()):
             try:
-                setattr(parent, name, Fused(norm_of(child)))
+                norm = norm_of(child)
             except NotThisKind:
                 continue
+            if norm.weight.dtype is target.dtype:
+                setattr(parent, name, Fused(norm))
 
 
 def leave_file(model: nn.Module) -> None:
@@ -241,6 +246,8 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
         raise NotThisKind("no loop: layers of the stock model are left")
     if not isinstance(norm, Fused) or not isinstance(norm.inner, Norm) or not plain(head) or not hasattr(base, "rotary_emb"):
         raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
+    if hooked(model) or hooked(base):
+        raise NotThisKind(f"no loop: {type(model).__name__} has hooks")
     loop = Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
     try:
         expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
