@@ -220,6 +220,13 @@ def test_without_packed_products_the_module_still_loads(monkeypatch: pytest.Monk
     assert not runpy.run_path(linear.__file__)["packable"](torch.float32, torch.device("cpu"))
 
 
+def test_layers_that_no_text_runs_through_are_not_tried() -> None:
+    model = build("llama")
+    model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})  # for images, say: numbered alike
+    fusion = wrap_model(model).fusion
+    assert fusion is not None and str(fusion) == "2 of 2 layers, one loop"
+
+
 def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*args: Any) -> Block:
         raise AttributeError("scaling")

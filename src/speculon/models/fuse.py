@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from speculon.models.compiled import Compiled
 
 LENGTHS, PAGE = (5, 3), 8  # two texts, a page each: one at the beginning, one at the end of the context
+Place = tuple[nn.Module, str]  # where a module hangs: its parent, and its name there
 ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # what a module of another build answers
 
 
@@ -128,9 +129,8 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
     """
     trial, fusion = Trial.of(target), Fusion(len(target.layers))
-    layers = dict(decoder_layers(target.model))
     with torch.inference_mode():
-        with recorded(layers, trial):
+        with recorded(target.model, trial) as layers:
             stock_forward(target.model, trial.batch, trial.view)
         for number, (parent, name) in layers.items():
             stock, spec = getattr(parent, name), target.layers[number]
@@ -158,7 +158,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     target.fusion = fusion
 
 
-def decoder_layers(model: nn.Module) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+def decoder_layers(model: nn.Module) -> Iterator[tuple[int, Place]]:
     """Each layer's number, and where it hangs."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -168,18 +168,23 @@ def decoder_layers(model: nn.Module) -> Iterator[tuple[int, tuple[nn.Module, str
 
 
 @contextmanager
-def recorded(layers: dict[int, tuple[nn.Module, str]], trial: Trial) -> Iterator[None]:
-    """Notes what each layer is called with, besides the hidden states."""
+def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
+    """The layers that are called meanwhile, unlike those for images or sounds; and what with, besides the hidden states."""
+    called: dict[int, Place] = {}
 
-    def note(number: int) -> Callable[..., None]:
+    def note(number: int, place: Place) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            called[number] = place
             trial.given[number] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
         return keep
 
-    hooks = [getattr(parent, name).register_forward_pre_hook(note(i), with_kwargs=True) for i, (parent, name) in layers.items()]
+    hooks = [
+        getattr(*place).register_forward_pre_hook(note(number, place), with_kwargs=True)
+        for number, place in decoder_layers(model)
+    ]
     try:
-        yield
+        yield called
     finally:
         for hook in hooks:
             hook.remove()
