@@ -132,12 +132,17 @@ class Compiled:
             _view.reset(token)
 
 
+def measured(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiling is worth it for weights of this kind, as far as anybody knows."""
+    return device.type == "cpu" and dtype is torch.float32
+
+
 def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
     """The loop compiled, which takes a minute, and equal to it on every batch given: one of one row, and one of several.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
-    if target.device.type != "cpu" or target.dtype is not torch.float32:
+    if not measured(target.dtype, target.device):
         raise NotThisKind(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
         with warnings.catch_warnings(), inductor.patch(SETTINGS):
