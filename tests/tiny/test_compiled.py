@@ -43,14 +43,32 @@ def test_the_layers_in_the_compilers_terms_are_the_same(name: str, uncompiled: N
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_only_few_rows_go_the_compiled_way(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, rows = made(), []
-    forward = compiling.Layers.forward
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each step that goes the compiled way."""
+    seen, forward = [], compiling.Layers.forward
     monkeypatch.setattr(
-        compiling.Layers, "forward", lambda self, ids, positions: rows.append(len(ids)) or forward(self, ids, positions)
+        compiling.Layers, "forward", lambda self, ids, positions: seen.append(len(ids)) or forward(self, ids, positions)
     )
+    return seen
+
+
+def test_only_few_rows_go_the_compiled_way(uncompiled: None, rows: list[int]) -> None:
+    target = made()
+    rows.clear()
     paged_logits(target)
     assert rows == [4]
+
+
+def test_with_other_threads_nothing_is_compiled_again(uncompiled: None, rows: list[int]) -> None:
+    target, threads = made(), torch.get_num_threads()
+    rows.clear()
+    torch.set_num_threads(threads + 1)
+    try:
+        paged_logits(target)
+    finally:
+        torch.set_num_threads(threads)
+    assert not rows
 
 
 def planted(*args: Any) -> torch.Tensor:

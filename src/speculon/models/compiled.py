@@ -112,15 +112,15 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop, compiled for one row and for up to `FEW_ROWS`; more rows go through the loop as it is."""
+    """A loop, compiled for one row and for up to `FEW_ROWS` on the threads there are; other steps take the loop as it is."""
 
     def __init__(self, loop: Loop):
-        self.loop, layers = loop, Layers(loop)
+        self.loop, self.threads, layers = loop, torch.get_num_threads(), Layers(loop)
         self.one, self.few = torch.compile(layers, dynamic=False), torch.compile(layers, dynamic=True)
 
     def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
         rows = batch.input_ids.shape[1]
-        if rows > FEW_ROWS or not batch.score_rows.numel():
+        if rows > FEW_ROWS or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
             return self.loop(batch, view)
         token = _view.set(view)
         try:
