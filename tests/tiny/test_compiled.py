@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
-from speculon.models.fuse import fuse
 from speculon.models.load import wrap_model
 from speculon.models.prove import paged_logits
 from speculon.models.target import Target
+from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import build, tiny_model
 
 
@@ -23,9 +24,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(model: Any = None, *, share: bool = False) -> Target:
-    target = wrap_model(model or tiny_model("qwen3"), fused=False)
-    fuse(target, share=share, compile=True)
-    return target
+    return wrap_model(model or tiny_model("qwen3"), share=share, compile=True)
 
 
 def reasons(target: Target) -> str:
@@ -104,3 +103,11 @@ def test_where_no_compiler_is_found_the_loop_stays(monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_compiled_says_why(model: Callable[[], Any], share: bool, reason: str, uncompiled: None) -> None:
     assert f"not compiled: {reason}" in reasons(made(model(), share=share))
+
+
+def test_a_model_object_that_was_to_be_compiled_says_why_not() -> None:
+    decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
+    drafter = decoder.engine.proposers._built["draft_model"]
+    assert isinstance(drafter, DraftModel)
+    for target in (decoder.engine.target, drafter.model):
+        assert "not compiled: the weights of a model object stay where they are" in reasons(target)
