@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_with_other_threads_nothing_is_compiled_again(uncompiled: None, rows: li
     finally:
         torch.set_num_threads(threads)
     assert not rows
+
+
+def test_the_compilers_limit_leaves_no_model_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        made(), made()
+    assert counted["unique_graphs"] == before + 4
 
 
 def planted(*args: Any) -> torch.Tensor:

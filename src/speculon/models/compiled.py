@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 
 from speculon.batch import Batch
@@ -23,6 +24,7 @@ FEW_ROWS = 6  # beyond it the compiled products were no faster than the packed o
 # Products folded into kernels of the compiler's own, tuned by time. Each of the two compiled forms holds a copy of the weights.
 SETTINGS = {"freezing": True, "cpp_wrapper": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
 COPIES = 3
+FORMS = 256  # of all models of a process; beyond the compiler's own limit of 8 it would run them as they are, and say nothing
 
 _view: ContextVar[View] = ContextVar("speculon_compiled_view")
 
@@ -145,7 +147,7 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
     if not measured(target.dtype, target.device):
         raise NotThisKind(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
-        with warnings.catch_warnings(), inductor.patch(SETTINGS):
+        with warnings.catch_warnings(), inductor.patch(SETTINGS), dynamo.patch(recompile_limit=FORMS):
             warnings.simplefilter("ignore")
             made = Compiled(loop)
             for batch, view in batches:
