@@ -47,7 +47,7 @@ def attend(
     value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     *,
-    view: View,
+    view: View | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H] attention sinks
@@ -56,6 +56,8 @@ def attend(
     """What transformers' own layers call in place of theirs."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
+    if view is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not hand the arguments of a forward down to its attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return attend_rows(view, layer, query, key, value, scaling, softcap, s_aux)[None], None
