@@ -23,6 +23,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.inner)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
         check_text("prompt", text)
@@ -38,7 +42,7 @@ class Tokenizer:
     def render_chat(self, messages: Seq[Mapping[str, Any]]) -> str:
         """The conversation as the checkpoint's template writes it, up to where the answer begins."""
         check_messages(messages)
-        if not self.inner.chat_template:
+        if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         try:
             text: str = self.inner.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
