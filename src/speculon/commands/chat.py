@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from speculon.llm import LLM, RequestOutput, Session
 
 QUOTES = '"""'
+QUIT = ("/quit", "/exit", "/bye")
 HELP: Mapping[str, str] = {
     "/help": "this list",
     "/reset": "begin anew",
@@ -93,17 +94,16 @@ class Chat:
         """Turn by turn until the end of the input. A refused turn changes nothing, and the next one may come."""
         if self.interactive and not self.as_json:
             self.greet()
-        going = True
-        while going:
+        while True:
             try:
                 said = listen(self._read)
-                going = self.obey(said.text) if said.is_command else self.answer(said.text)
+                if said.is_command and said.text.strip() in QUIT:
+                    return
+                self.obey(said.text) if said.is_command else self.answer(said.text)
             except SpeculonError as error:
                 self.refuse(error)
             except EOFError:
-                going = False
-                if self.interactive:
-                    self.end_line()
+                return self.end_line()
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
@@ -120,10 +120,10 @@ class Chat:
         if self.show_drafts:
             self.explain_colours()
 
-    def answer(self, content: str) -> bool:
+    def answer(self, content: str) -> None:
         """One turn: the answer as it is written, then what it took. Ctrl-C ends it; the pages are free at once."""
         if not content.strip():
-            return True
+            return
         from speculon.llm import uninterrupted
 
         text, began, turns = DraftStream(self.llm.tokenizer, self.params), perf_counter(), len(self.session.turns)
@@ -137,12 +137,10 @@ class Chat:
                 raise
         if len(self.session.turns) == turns:
             self.end_line()
-            self.tell("interrupted before the first word: the turn is taken back")
-            return True
+            return self.tell("interrupted before the first word: the turn is taken back")
         output = self.session.turns[-1].output
         self.write(*text.finish(output.outputs[0]), ("\n", None))
         self.conclude(content, output, text, perf_counter() - began)
-        return True
 
     def write(self, *runs: Run) -> None:
         if self.as_json:
@@ -163,8 +161,7 @@ class Chat:
         cause = {"abort": "interrupted; ", "length": "the context is full; " if full else "ended by max_tokens; "}
         self.tell(f"{cause.get(one.finish_reason or '', '')}{account(one.speculation, one.reasons)}; {seconds:.2f} s")
 
-    def obey(self, line: str) -> bool:
-        """A command; False ends the chat."""
+    def obey(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self.help(),
@@ -174,12 +171,9 @@ class Chat:
             "/system": self.set_system,
             "/show-drafts": lambda _: self.toggle_drafts(),
         }
-        if name in ("/quit", "/exit", "/bye"):
-            return False
         if name not in commands:
             raise InvalidParameter("command", name, f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /")
         commands[name](argument.strip())
-        return True
 
     def help(self) -> None:
         width = max(map(len, HELP))
@@ -190,7 +184,7 @@ class Chat:
         turns = self.session.turns
         gone = min(count, len(turns))
         del turns[len(turns) - gone :]
-        self.tell(f"{gone} turn{'s' * (gone != 1)} taken back, {len(turns)} left")
+        self.tell(f"{counted(gone)} taken back, {len(turns)} left")
 
     def set_system(self, text: str) -> None:
         before, self.session.system = self.session.system, text or None
@@ -227,7 +221,7 @@ class Chat:
             facts |= {"max_context": context, "prompt_tokens": sent, "cached_tokens": total.cached_tokens}
             return print_json({**facts, "reasons": dict(total.reasons), "speculation": done and done.to_dict()})
         self.tell(
-            f"{len(self.session.turns)} turns, {length} of {context} tokens; {total.emitted} written; "
+            f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
             f"{total.cached_tokens} of {sent} prompt tokens were in pages already\n{account(done, total.reasons)}"
         )
 
@@ -245,12 +239,16 @@ class Chat:
         print_json({"said": text}) if self.as_json else errors().print(text.strip(), style="dim", markup=False)
 
     def end_line(self) -> None:
-        if not self.as_json:
+        if self.interactive and not self.as_json:
             errors().print()
 
     @property
     def shows_colour(self) -> bool:
         return self.out.color_system is not None and not self.out.no_color
+
+
+def counted(turns: int) -> str:
+    return f"{turns} turn{'s' * (turns != 1)}"
 
 
 def listen(read: Callable[[str], str]) -> Said:

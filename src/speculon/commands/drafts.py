@@ -22,7 +22,13 @@ OWN = "the model itself"
 COLOURS: Mapping[str, str] = {"ngram": "green", "draft_model": "cyan", "prediction": "magenta", "suffix": "yellow"}
 OTHER = "blue"  # a plug-in's
 # what a model writes must not steer the terminal: control characters are drawn, lines and tabs are kept
-DRAWN = {**{c: 0x2400 + c for c in range(32)}, 127: 0x2421, **dict.fromkeys(range(128, 160), "\ufffd"), 9: 9, 10: 10}
+DRAWN: dict[int, int] = {
+    **{c: 0x2400 + c for c in range(32)},
+    127: 0x2421,
+    **dict.fromkeys(range(128, 160), 0xFFFD),
+    9: 9,
+    10: 10,
+}
 
 Run = tuple[str, str | None]  # text, and what guessed it; None is the target itself
 
