@@ -151,7 +151,7 @@ def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(folder: Path, llm: LL
     texts = [session.send(line).text for line in ("Write a class.", "Again.")]
     done = chat(folder, *FLAGS, "--system", "Be brief.", lines="Write a class.\n\nAgain.\n")
     assert (done.exit_code, done.stdout) == (0, "".join(text + "\n" for text in texts))
-    assert done.stderr.count("ended by max_tokens; ngram: 40 tokens in ") == 2 == done.stderr.count("\n")
+    assert done.stderr.count("ended by --max-tokens; ngram: 40 tokens in ") == 2 == done.stderr.count("\n")
 
 
 def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> None:
@@ -184,11 +184,12 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     assert machine[0]["outputs"][0]["text"] == machine[4]["outputs"][0]["text"]
 
 
-def test_an_answer_that_fills_the_context_says_so(folder: Path) -> None:
-    done = chat(folder, "--temperature", "0", "--ignore-eos", "--max-context", "64", lines="hello\nhello\n/reset\nhello\n")
-    full, refused, _, again = done.stderr.splitlines()
-    assert full.startswith("the context is full; ") and again.startswith("the context is full; ")
-    assert refused.startswith("TooLong: prompt ") and "> context 64 tokens: /reset begins anew" in refused
+def test_a_full_context_is_said_with_the_numbers(folder: Path) -> None:
+    flags = ["--temperature", "0", "--ignore-eos", "--max-context", "64"]
+    answered, refused, reset, again = chat(folder, *flags, lines="hello\nhello\n/reset\nhello\n").stderr.splitlines()
+    assert all(line.startswith("half of the context left is written, ") for line in (answered, again))
+    assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset begins anew", refused)
+    assert reset == "1 turn taken back, 0 left"
 
 
 def test_without_a_template_texts_are_continued_if_asked(folder: Path, llm: LLM, tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     text = terminal.read("\x1b[36m")  # it is on its way
     terminal.write("\x03")
     text += terminal.read(PROMPT)
-    shown = SGR.sub("", text.replace("\r\n", "\n")).partition('"""\n')[2].rpartition("\n")[0]
+    shown = SGR.sub("", text.removesuffix(PROMPT)).rpartition("\x1b[?2004l\r")[2].replace("\r\n", "\n").replace("^C", "")
     terminal.write("/stats\n")
     terminal.read(PROMPT)
     terminal.write("\x1b[200~two\nlines\x1b[201~\n")  # pasted
@@ -374,4 +375,4 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     whole = drawn(llm.session(greedy).send("Write a\nclass.").text)
     assert said.count("interrupted; ") == 2 and "\n1 turn, " in said and "Error" not in said, said
-    assert shown and whole.startswith(re.sub(r"\^C|\x1b\[\?2004[hl]\r?", "", shown).rstrip("\n")), (shown, whole)
+    assert shown and shown.endswith("\n") and whole.startswith(shown.strip("\n")), (shown, whole)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,9 @@ HELP: Mapping[str, str] = {
     "/quit": "leave; so does Ctrl-D",
 }
 KEYS = f"Ctrl-C ends an answer and keeps what was written. {QUOTES} begins and ends a text of several lines."
-FIRST_TRY = "The demo model is no assistant, it writes Python. Try: Write a Python function named `total`."
+FIRST_TRY = (
+    "The demo model is no assistant: it writes Python, best with --temperature 0. Try: Write a Python function named `__repr__`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,10 @@ class Chat:
                 said = listen(self._read)
                 if said.is_command and said.text.strip() in QUIT:
                     return
-                self.obey(said.text) if said.is_command else self.answer(said.text)
+                if said.is_command:
+                    self.obey(said.text.strip())
+                elif said.text.strip():
+                    self.answer(said.text)
             except SpeculonError as error:
                 self.refuse(error)
             except EOFError:
@@ -122,13 +128,11 @@ class Chat:
 
     def answer(self, content: str) -> None:
         """One turn: the answer as it is written, then what it took. Ctrl-C ends it; the pages are free at once."""
-        if not content.strip():
-            return
         from speculon.llm import uninterrupted
 
         text, began, turns = DraftStream(self.llm.tokenizer, self.params), perf_counter(), len(self.session.turns)
         try:
-            with closing(self.session.stream(content)) as events:
+            with closing(self.session.stream(content, self.with_room(content))) as events:
                 for event in events:
                     with uninterrupted():
                         self.write(*text.push(event.tokens, event.sources))
@@ -142,10 +146,18 @@ class Chat:
         self.write(*text.finish(output.outputs[0]), ("\n", None))
         self.conclude(content, output, text, perf_counter() - began)
 
+    def with_room(self, content: str) -> SamplingParams:
+        """Where --max-tokens is not given, half of the context that is left: the next turn needs some, too."""
+        if self.params.max_tokens is not None:
+            return self.params
+        left = self.llm.engine.max_context - len(self.session.prompt(content))
+        return self.params.model_copy(update={"max_tokens": max(1, left // 2)})
+
     def write(self, *runs: Run) -> None:
         if self.as_json:
             return
-        for text, source in runs:
+        for source, group in groupby(runs, key=lambda run: run[1]):
+            text = "".join(part for part, _ in group)
             text = drawn(text) if self.out.is_terminal else text
             sys.stdout.write(painted(text, source) if source and self.show_drafts and self.shows_colour else text)
         sys.stdout.flush()
@@ -157,8 +169,9 @@ class Chat:
             return print_json({"content": content, **output.to_dict(), **sources, "seconds": round(seconds, 3)})
         if self.show_drafts:
             errors().print(legend(text.counts))
-        full = len(self.session.turns[-1].tokens) >= self.llm.engine.max_context
-        cause = {"abort": "interrupted; ", "length": "the context is full; " if full else "ended by max_tokens; "}
+        half = "half of the context left is written, --max-tokens allows more; "
+        limit = half if self.params.max_tokens is None else "ended by --max-tokens; "
+        cause = {"abort": "interrupted; ", "length": limit}
         self.tell(f"{cause.get(one.finish_reason or '', '')}{account(one.speculation, one.reasons)}; {seconds:.2f} s")
 
     def obey(self, line: str) -> None:
@@ -199,9 +212,10 @@ class Chat:
 
     def toggle_drafts(self) -> None:
         self.show_drafts = not self.show_drafts
-        self.explain_colours() if self.show_drafts and not self.as_json else self.tell(
-            f"drafts {self.show_drafts and 'on' or 'off'}"
-        )
+        if self.show_drafts and not self.as_json:
+            self.explain_colours()
+        else:
+            self.tell(f"drafts {'on' if self.show_drafts else 'off'}")
 
     def explain_colours(self) -> None:
         if not self.shows_colour:
