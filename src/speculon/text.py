@@ -26,6 +26,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.inner)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
         check_text("prompt", text)
@@ -43,7 +47,7 @@ class Tokenizer:
     ) -> str:
         """The conversation as the checkpoint's template writes it, up to where the answer begins."""
         check_messages(messages)
-        if not self.inner.chat_template:
+        if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
         try:
