@@ -183,7 +183,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Whether nothing drafts for it; `off` says why."""
-        return not self.method and not self.given
+        return self.off is not None and not self.given
 
     @property
     def pending(self) -> int:

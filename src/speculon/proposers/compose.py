@@ -53,7 +53,8 @@ class Proposers:
 
     def methods_of(self, seq: Sequence) -> list[str]:
         """Who is asked for a sequence, in order: what its request brought along, then its method."""
-        return [*seq.given, *(method for method in self.chain(seq.method or OFF) if method not in self._lacking)]
+        own = (method for method in self.chain(seq.method or OFF) if method not in self._lacking)
+        return list(dict.fromkeys([*seq.given, *own]))
 
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
