@@ -53,6 +53,9 @@ def generate(
     prompt_file: Annotated[list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a message, answered through the chat template")] = False,
     system: Annotated[str | None, typer.Option(help="system message; implies --chat")] = None,
+    prediction_file: Annotated[
+        Path | None, typer.Option(help="a file with what the text will mostly be: it is drafted from")
+    ] = None,
     speculative_config: SpeculativeConfig = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006 (made by settings_from)
@@ -60,7 +63,12 @@ def generate(
     """Continue prompts, from --prompt, --prompt-file or stdin; a single text is shown as it is written."""
     from speculon.commands.generate import Task, run
 
-    run(Task(prompt or [], prompt_file or [], chat or system is not None, system), given, speculative_config, as_json)
+    run(
+        Task(prompt or [], prompt_file or [], chat or system is not None, system, prediction_file),
+        given,
+        speculative_config,
+        as_json,
+    )
 
 
 @app.command()

@@ -27,6 +27,8 @@ MAX_BIASES = 4096
 MAX_BAD_WORDS = 256
 MAX_SAMPLES = 64
 MAX_DRAFTS = 64
+MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
+GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 
 POLICIES = ("fixed",)
 MemoryPolicy = Literal["allow", "fallback", "fail"]
@@ -167,6 +169,15 @@ class RequestSpeculation(Checked):
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     acceptance: Acceptance | None = None
+    prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
+
+    @field_validator("prediction", mode="before")
+    @classmethod
+    def _text_or_ids(cls, value: Any) -> Any:
+        ids = isinstance(value, list | tuple) and all(isinstance(token, int) for token in value)
+        if value is None or ((ids or isinstance(value, str)) and len(value) <= MAX_PREDICTION):
+            return value
+        raise ValueError(f"a string or a list of token ids, at most {MAX_PREDICTION} long")
 
 
 class ServeConfig(Checked):

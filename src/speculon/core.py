@@ -167,7 +167,7 @@ class Sequence:
     ending: Ending
     stats: RequestStats
     sample: int = 0  # which of the request's n samples
-    method: str | None = None  # the drafting method; None is plain decoding, and `off` says why
+    method: str | None = None  # the drafting method; None where there is none, and `off` says why
     k: int = 0
     off: Reason | None = None
     given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
@@ -179,6 +179,11 @@ class Sequence:
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
     noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing drafts for it; `off` says why."""
+        return self.off is not None and not self.given
 
     @property
     def pending(self) -> int:

@@ -30,13 +30,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.inner.chat_template)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
-        check_text("prompt", text)
+    def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise.
+
+        Errors are about the parameter `name`.
+        """
+        check_text(name, text)
         try:
             return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         except Exception as error:
-            raise InvalidParameter("prompt", text, f"the tokenizer cannot encode it: {first_line(error)}") from error
+            raise InvalidParameter(name, text, f"the tokenizer cannot encode it: {first_line(error)}") from error
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
         # without the clean-up of spaces: it would change text that has been streamed already
