@@ -7,7 +7,7 @@ import torch
 
 from speculon.core import LayerSpec
 from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
-from speculon.models.attention import buckets
+from speculon.models.attention import buckets, pieces
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V
@@ -50,6 +50,17 @@ def test_drafts_of_different_length_share_a_call() -> None:
 
 def test_prompt_chunks_go_alone() -> None:
     assert grouped((64, 64), (1, 60), (64, 64), (1, 64)) == [[64, 129], [0], [65]]
+
+
+def test_a_prompt_chunk_is_cut_evenly_and_its_parts_see_no_key_of_the_next() -> None:
+    (span,) = spans((130, 200))
+    parts = pieces(span, 64)
+    assert [(part.first, part.last, part.context, part.where) for part in parts] == [
+        (0, 43, 113, slice(0, 113)),
+        (43, 86, 156, slice(0, 156)),
+        (86, 130, 200, slice(0, 200)),
+    ]
+    assert pieces(span, 130) == [span]
 
 
 def test_what_would_overflow_the_buffer_is_divided() -> None:

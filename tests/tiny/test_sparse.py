@@ -75,7 +75,7 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
         (((1, 20), (1, 20)), [2]),
         (((1, 30), (1, 17), (1, 1)), [3]),
         (((1, 30), (4, 17), (1, 40)), [2]),  # the rows of a draft between them
-        (((40, 40), (1, 17)), [1]),
+        (((150, 170), (1, 17)), [1]),  # a prompt in pieces
     ],
 )
 @torch.inference_mode()

@@ -93,6 +93,12 @@ class SpanView:
     def rows(self) -> int:
         return self.last - self.first
 
+    def part(self, begin: int, end: int) -> SpanView:
+        """Its rows from `begin` to `end` as a span of their own."""
+        context, where = self.context - self.rows + end, self.where
+        seen = slice(where.start, where.start + context) if isinstance(where, slice) else where[:context]
+        return SpanView(self.first + begin, self.first + end, seen, context)
+
     def tail(self, length: int) -> Where:
         """The slots of the last `length` positions."""
         if isinstance(self.where, slice):

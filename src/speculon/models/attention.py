@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.core import ceil_div
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import SpanView, View, Where, as_index, gather_bytes, power_of_two
 from speculon.models.sparse import ENTRY, Sight, attend_single, pays, sight
 
 NAME = "speculon"
 FOLD_ROWS = 32  # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+PIECE = {
+    "cpu": 64
+}  # rows in one call: its keys end with its last row, so that less is computed only to be hidden (48 and 128: slower)
 # In bytes of K and V read, measured out of cache on 2 cores: what a call costs besides its keys, what each further query row adds
 # to a key, and what it costs to copy the keys of several spans together for a joint call.
 CALL = {"cpu": 200 << 10}
@@ -157,7 +162,8 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     window, folded = spec.window, group if plain else 1
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
-    for bucket in buckets(view.spans, window, spec.bytes_per_token, device, entry):
+    spans = [piece for span in view.spans for piece in pieces(span, PIECE.get(device.type, span.rows))]
+    for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
         if len(bucket) == 1:
             call = span_call(bucket[0], window, folded, dtype, device)
         else:
@@ -171,6 +177,13 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
         at += len(bucket) * call.n
     order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
     return Calls(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
+
+
+def pieces(span: SpanView, most: int) -> list[SpanView]:
+    """The span in parts of at most so many rows, as even as may be."""
+    parts = ceil_div(span.rows, most)
+    ends = [span.rows * i // parts for i in range(parts + 1)]
+    return [span] if parts == 1 else [span.part(begin, end) for begin, end in pairwise(ends)]
 
 
 def buckets(
