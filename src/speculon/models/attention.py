@@ -197,12 +197,12 @@ def buckets(
     def kind(span: SpanView) -> int:
         return 2 if span.rows > FOLD_ROWS else 0 if entry and span.rows == 1 else 1
 
-    price = partial(cost, window=window, token_bytes=token_bytes, device=device)
     found: list[list[SpanView]] = []
     for span in sorted(spans, key=lambda s: (kind(s), reach(s, window))):
         joined = [*found[-1], span] if found and kind(found[-1][0]) == kind(span) < 2 else []
-        copied = token_bytes if kind(span) else entry
-        if joined and fits(joined, window, copied, device) and price(joined) <= price(found[-1]) + price([span]):
+        key_bytes, copy = (token_bytes, COPY) if kind(span) else (entry, 0.0)
+        price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
+        if joined and fits(joined, window, key_bytes, device) and price(joined) <= price(found[-1]) + price([span]):
             found[-1] = joined
         else:
             found.append([span])
@@ -214,10 +214,10 @@ def fits(spans: list[SpanView], window: int | None, key_bytes: int, device: torc
     return len(spans) * max(reach(s, window) for s in spans) * key_bytes <= gather_bytes(device)
 
 
-def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device) -> float:
-    """What one call for all of them costs, in bytes read."""
+def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float) -> float:
+    """What one call for all of them costs, in bytes read; `copy` for each byte that several spans must copy together."""
     rows, keys = max(s.rows for s in spans), max(reach(s, window) for s in spans)
-    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + COPY * (len(spans) > 1))
+    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + copy * (len(spans) > 1))
     return CALL.get(device.type, CALL_ELSEWHERE) + read
 
 
