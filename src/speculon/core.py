@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
     from speculon.config import SamplingParams
+    from speculon.grammar import Matcher
     from speculon.sampling import Rules
     from speculon.telemetry import RequestStats
     from speculon.verify import Ending
@@ -173,6 +174,7 @@ class Sequence:
     given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
     given_k: int = 0  # their most drafts in a round
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
+    grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0
     drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages

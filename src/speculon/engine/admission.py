@@ -38,9 +38,9 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
 
 def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
-    for name, strings in (("stop", params.stop), ("bad_words", params.bad_words)):
-        if strings:
-            raise InvalidParameter(name, strings, "these are strings, which need a tokenizer")
+    for name in ("stop", "bad_words", "structured"):
+        if asked := getattr(params, name):
+            raise InvalidParameter(name, asked, "this is about text, which needs a tokenizer")
 
 
 def read_prediction(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

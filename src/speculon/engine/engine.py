@@ -21,6 +21,7 @@ from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
+from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
 from speculon.kv.lease import Lease, Leases
@@ -80,6 +81,7 @@ class Engine:
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy: Policy = POLICIES[config.speculation.policy]()
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
@@ -133,7 +135,8 @@ class Engine:
             speculation = RequestSpeculation(**(speculation or {}))
         method, k, off = self._speculation_of(speculation)
         prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
-        given = self._given(off, {"prediction": prediction})
+        grammar = self.grammars.matcher(params, written)
+        given = self._given(off, {"grammar": grammar, "prediction": prediction})
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"
@@ -168,6 +171,7 @@ class Engine:
                 given=given,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
+                grammar=grammar and grammar.fork(),
                 rejection=acceptance == "rejection" and not params.greedy,
             )
             for sample in range(params.n)
@@ -201,6 +205,9 @@ class Engine:
             watch.lap("decide")
             out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
+        for span, verdict in zip(plan.spans, verdicts, strict=True):
+            if span.seq.grammar is not None:
+                span.seq.grammar.consume(verdict.tokens)
         watch.lap("commit")
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)

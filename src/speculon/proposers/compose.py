@@ -150,7 +150,7 @@ class Proposers:
                     proposer.admit(seq)
                     self._admitted[seq.id].add(method)
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
-            cut = [guess.cut(k) for guess, k in zip(guesses, budgets, strict=True)]
+            cut = [fit(guess.cut(k), seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
             if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
                 raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
             drafts = cut
@@ -165,3 +165,8 @@ class Proposers:
             log.exception("proposer %s failed; its sequences go on plainly", method)
             for seq in seqs:
                 seq.method, seq.given, seq.off = None, (), Reason.ERROR
+
+
+def fit(draft: Draft, seq: Sequence) -> Draft:
+    """What the sequence's grammar allows of a draft: the target would refuse the rest."""
+    return draft if seq.grammar is None else draft.cut(seq.grammar.allows(draft.tokens))

@@ -15,6 +15,7 @@ ENTRY_POINTS = "speculon.proposers"
 TABLE: dict[str, str] = {
     "ngram": "speculon.proposers.ngram:NGram.build",
     "prediction": "speculon.proposers.prediction:Prediction.build",
+    "grammar": "speculon.proposers.grammar:Forced.build",
     "draft_model": "speculon.proposers.draft_model:DraftModel.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",
 }
