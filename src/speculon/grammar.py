@@ -132,8 +132,8 @@ class Grammars:
         self.ends = frozenset(token for token in self.ends if token < backend.get_vocab_size())
         if not self.ends:
             backend.add_special_tokens([END])
-            self._no_token = end = int(backend.token_to_id(END))
-            self.ends = frozenset([end])
+            self._no_token = backend.get_vocab_size() - 1
+            self.ends = frozenset([self._no_token])
         size = max(self._vocab_size, backend.get_vocab_size())
         try:
             self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
