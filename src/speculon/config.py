@@ -33,7 +33,7 @@ GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: a third of a second to compile at the worst seen
 MAX_CHOICES = 1024
 
-POLICIES = ("fixed",)
+POLICIES = ("fixed", "auto")
 MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection"]
 
@@ -168,7 +168,7 @@ class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
     method: str = Field("auto", description="off | ngram | synthetic | auto, or a plug-in's name")
-    policy: str = Field("fixed", description="how far to speculate: fixed")
+    policy: str = Field("fixed", description="how far to speculate: fixed (K drafts), or auto (as far as it pays)")
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
     )
@@ -213,6 +213,7 @@ class RequestSpeculation(Checked):
 
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
+    policy: Literal["fixed", "auto"] | None = None
     acceptance: Acceptance | None = None
     prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
 

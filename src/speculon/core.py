@@ -6,6 +6,7 @@ V vocabulary, D hidden (or head) width, L layers, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -114,12 +115,30 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """A method, and the most tokens it may draft."""
+
+    method: str
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why."""
+    """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why.
+
+    `asks` are the methods in the order they are asked, until one has a draft.
+    """
 
     method: str | None
     k: int
     reason: Reason | None = None
+    asks: tuple[Ask, ...] = ()
+
+    @classmethod
+    def of(cls, asks: Iterable[Ask]) -> Decision:
+        """Drafts by the first of these that has any; there is at least one, and K is at least 1."""
+        asked = tuple(asks)
+        return cls(asked[0].method, max(ask.k for ask in asked), None, asked)
 
     def __post_init__(self) -> None:
         assert (self.k > 0) == (self.reason is None), self
@@ -173,6 +192,8 @@ class Sequence:
     off: Reason | None = None
     given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
     given_k: int = 0  # their most drafts in a round
+    methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
+    policy: str = "fixed"  # how far it is drafted for
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
     grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
@@ -181,6 +202,10 @@ class Sequence:
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
     noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
+
+    def most(self, method: str) -> int:
+        """The most drafts of a method in one round."""
+        return self.given_k if method in self.given else self.k
 
     @property
     def plain(self) -> bool:

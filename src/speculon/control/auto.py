@@ -13,6 +13,7 @@ from itertools import accumulate
 from operator import mul
 
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.timing import Timing
 from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 TURNS = 2  # of rate and choice
@@ -58,7 +59,7 @@ class Auto:
     # deciding
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        able = [seq for seq in seqs if seq.off is None and seq.room > 1 and seq.methods]
+        able = [seq for seq in seqs if not seq.plain and seq.room > 1]
         if not self.costs.known:
             return [self._plain(seq, Reason.COLD) for seq in seqs]
         self._round = Round(len(seqs), len(seqs) / self.costs.at(len(seqs), 0))
@@ -135,18 +136,17 @@ class Auto:
 
     # learning
 
-    def observe(self, spans: list[Span], verdicts: list[Verdict], step_ms: float, asked: dict[str, tuple[int, int, float]]) -> None:
-        """One round: what became of its drafts, the target's ms, and (texts, K, ms) of each method that was asked."""
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         drafts = sum(len(span.draft.tokens) for span in spans)
-        if spans:
-            self.costs.observe(len(spans), drafts, step_ms)
-        for method, (texts, k, ms) in asked.items():
+        if spans and timing.target_ms is not None:
+            self.costs.observe(len(spans), drafts, timing.target_ms)
+        for method, (texts, k, ms) in timing.proposals.items():
             self._know(method).cost.observe(texts, k, ms)
         for span, verdict in zip(spans, verdicts, strict=True):
             if span.draft.tokens:
                 self._judge(span.seq, span.draft, verdict)
-        for method in self.methods.values():
-            method.saved_ms += self._share / method.distance * step_ms
+        for known in self.methods.values():
+            known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
 
     def forget(self, seq: Sequence) -> None:
         for method in seq.methods:
@@ -198,7 +198,7 @@ class Auto:
         return self.methods.setdefault(method, Method())
 
     def _plain(self, seq: Sequence, reason: Reason) -> Decision:
-        if seq.off is not None:
+        if seq.plain and seq.off is not None:
             reason = seq.off
         elif seq.room <= 1:
             reason = Reason.MAX_TOKENS

@@ -15,7 +15,7 @@ EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds th
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
-FADE = 0.995  # per observation and position of a method
+FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
 SIZES = 10  # powers of two: up to 512 texts, up to 512 rows of drafts
 LEARN = 0.15  # weight of a new measurement
@@ -69,6 +69,11 @@ class Acceptance:
             self._share(min(position, POSITIONS - 1), grade).add(hit, FADE)
             if grade:
                 self._share(POSITIONS, grade).add(hit, FADE)
+
+    def doubt(self) -> None:
+        """Everything known weighs half: something has changed."""
+        for share in (self._overall, *self._at.values()):
+            share.hits, share.tries = share.hits / 2, share.tries / 2
 
     def _share(self, position: int, grade: int) -> Share:
         return self._at.setdefault((position, grade), Share())
@@ -163,7 +168,7 @@ class ProposalCost:
     def at(self, texts: int, k: int) -> float:
         if self.base is None or not texts or not k:
             return 0.0
-        return self.base + self.per_draft * k * texts**0.5
+        return self.base + self.per_draft * k * float(texts**0.5)
 
     def observe(self, texts: int, k: int, ms: float) -> None:
         work = k * texts**0.5

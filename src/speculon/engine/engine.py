@@ -16,7 +16,8 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
-from speculon.control.policy import POLICIES, Policy
+from speculon.control.policy import Policies
+from speculon.control.timing import Timing
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
@@ -80,7 +81,7 @@ class Engine:
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
-        self.policy: Policy = POLICIES[config.speculation.policy]()
+        self.policy = Policies()
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
@@ -169,6 +170,8 @@ class Engine:
                 k=k,
                 off=off,
                 given=given,
+                methods=self.proposers.methods_of(given, method),
+                policy=speculation.policy or self.config.speculation.policy,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
                 grammar=grammar and grammar.fork(),
@@ -198,11 +201,10 @@ class Engine:
         watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
-            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease)
-            draft_ms = watch.lap("propose")
-            for span, draft in zip(plan.decoding, self.policy.trim(drafts, load), strict=True):
+            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, self.policy.trim)
+            for span, draft in zip(plan.decoding, drafts, strict=True):
                 span.draft = draft
-            watch.lap("decide")
+            draft_ms = watch.lap("propose")
             out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
         for span, verdict in zip(plan.spans, verdicts, strict=True):
@@ -212,7 +214,10 @@ class Engine:
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
         watch.lap("settle")
-        self.policy.observe(plan.decoding, decisions, verdicts, watch.ms)
+        alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
+        timing = Timing(watch.ms - draft_ms if alone else None, self.proposers.timings)
+        self.policy.observe(plan.decoding, [verdict_of[span.seq.id] for span in plan.decoding], timing)
+        watch.lap("decide")
         self._account(plan, decisions, verdicts, draft_ms, watch.ms)
         return verdicts
 
@@ -281,6 +286,7 @@ class Engine:
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:
             self.proposers.release(seq)
+            self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
             self.counters.totals.add(seq.stats)
             request = self._requests[seq.request_id]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("speculon")
 
+Trim = Callable[[Sequence, str, Draft], Draft]
+
 
 class Proposers:
     """The proposers of one engine. Those that own layers are built here, before the page pool is sized; others when asked for."""
@@ -35,6 +38,7 @@ class Proposers:
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
         self._closed = False
+        self.timings: dict[str, tuple[int, int, float]] = {}  # of the last round: method -> texts, most drafts of one, ms
         self.default = check_method(config.method)
         for method in dict.fromkeys([*config.drafts, *self.chain(self.default)]):
             self._build(check_method(method))
@@ -51,10 +55,10 @@ class Proposers:
             return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
         return () if name == OFF else (name,)
 
-    def methods_of(self, seq: Sequence) -> list[str]:
-        """Who is asked for a sequence, in order: what its request brought along, then its method."""
-        own = (method for method in self.chain(seq.method or OFF) if method not in self._lacking)
-        return list(dict.fromkeys([*seq.given, *own]))
+    def methods_of(self, given: tuple[str, ...], name: str | None) -> tuple[str, ...]:
+        """Who can be asked for a sequence, in order: what its request brought along, then what its method stands for."""
+        own = (method for method in self.chain(name or OFF) if method not in self._lacking)
+        return tuple(dict.fromkeys([*given, *own]))
 
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
@@ -64,23 +68,32 @@ class Proposers:
         reasons = [self._lacking[method] for method in chain if method in self._lacking]
         return reasons[0] if reasons and len(reasons) == len(chain) else None
 
-    def propose(self, spans: list[Span], decisions: list[Decision], lease: Lease) -> tuple[list[Draft], list[Decision]]:
-        """A draft for each span, and the decisions as they turned out; one call per method."""
+    def propose(
+        self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Trim | None = None
+    ) -> tuple[list[Draft], list[Decision]]:
+        """A draft for each span, and the decisions as they turned out; one call per method.
+
+        `trim` keeps of each draft what pays; where that is nothing the next method is asked.
+        """
+        self.timings = {}
         drafts = [NO_DRAFT] * len(spans)
         outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
-        waiting = {i: self.methods_of(span.seq) for i, span in enumerate(spans) if decisions[i].k}
+        waiting = {i: list(decision.asks) for i, decision in enumerate(decisions) if decision.k}
         while waiting:
-            groups: dict[str, list[int]] = defaultdict(list)
+            groups: dict[str, dict[int, int]] = defaultdict(dict)
             for i, chain in waiting.items():
-                groups[chain.pop(0)].append(i)
-            for method, chosen in groups.items():
-                for i, draft in self._ask(method, chosen, spans, decisions, lease).items():
-                    drafts[i], outcome[i] = draft, replace(outcome[i], reason=Reason.NO_MATCH)
+                ask = chain.pop(0)
+                groups[ask.method][i] = min(ask.k, decisions[i].k)
+            for method, rooms in groups.items():
+                for i, draft in self._ask(method, rooms, spans, lease).items():
+                    drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
+                    reason = Reason.COST if len(drafts[i].tokens) < len(draft.tokens) else Reason.NO_MATCH
+                    outcome[i] = replace(outcome[i], reason=reason)
             for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.plain]:
                 del waiting[i]
         for i, draft in enumerate(drafts):
             if draft.tokens:
-                outcome[i] = Decision(decisions[i].method, len(draft.tokens))
+                outcome[i] = Decision(decisions[i].method, len(draft.tokens), None, decisions[i].asks)
             elif spans[i].seq.plain and not decisions[i].reason:
                 outcome[i] = Decision(None, 0, spans[i].seq.off)
         return drafts, outcome
@@ -89,7 +102,7 @@ class Proposers:
         """Tells each method that was asked what became of its sequences; `verdicts` by sequence id."""
         asked: dict[str, list[Sequence]] = defaultdict(list)
         for span, decision in zip(spans, decisions, strict=True):
-            for method in self.methods_of(span.seq) if decision.method else ():
+            for method in span.seq.methods if decision.method else ():
                 if method in self._admitted[span.seq.id]:
                     asked[method].append(span.seq)
         for method, seqs in asked.items():
@@ -132,28 +145,29 @@ class Proposers:
         log.log(logging.INFO if promise.fits else logging.WARNING, "%s: %s", method, promise)
         return promise.action == "use"
 
-    def _ask(
-        self, method: str, chosen: list[int], spans: list[Span], decisions: list[Decision], lease: Lease
-    ) -> dict[int, Draft]:
+    def _ask(self, method: str, rooms: dict[int, int], spans: list[Span], lease: Lease) -> dict[int, Draft]:
         """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
         proposer = self._built[method]
         reach = proposer.needs.max_context
-        rooms = {i: min(decisions[i].k, seq.given_k if method in seq.given else seq.k) for i in chosen if (seq := spans[i].seq)}
         if reach is not None:
             rooms = {i: min(room, reach - spans[i].end) for i, room in rooms.items()}
-        able = [i for i in chosen if rooms[i] > 0]
+        able = [i for i, room in rooms.items() if room > 0]
         seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
+        began, new = perf_counter(), False
         with self._fault_of(method, seqs):
             for seq in seqs:
                 if method not in self._admitted[seq.id]:
                     proposer.admit(seq)
                     self._admitted[seq.id].add(method)
+                    new = True
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
             cut = [fit(guess.cut(k), seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
             if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
                 raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
             drafts = cut
+        if budgets and not new:  # the first call for a text reads its prompt
+            self.timings[method] = (len(seqs), max(budgets), (perf_counter() - began) * 1e3)
         return dict(zip(able, drafts, strict=False))
 
     @contextmanager
@@ -164,7 +178,7 @@ class Proposers:
         except Exception:
             log.exception("proposer %s failed; its sequences go on plainly", method)
             for seq in seqs:
-                seq.method, seq.given, seq.off = None, (), Reason.ERROR
+                seq.method, seq.given, seq.methods, seq.off = None, (), (), Reason.ERROR
 
 
 def fit(draft: Draft, seq: Sequence) -> Draft:
