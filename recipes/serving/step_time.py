@@ -15,6 +15,7 @@ from statistics import median
 from time import perf_counter
 
 from recipes.serving.server import Server, chunks
+
 from speculon import LLM, SamplingParams
 from speculon.bench.report import commit, machine
 from speculon.bench.workloads import Size, build
