@@ -22,6 +22,9 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
     echoed = body.logprobs if body.echo else None
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
+    if echoed is not None and max_tokens == 1:
+        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an end of text, too.
+        params = params.model_copy(update={"ignore_eos": True})
     prompts = read_prompts(body.prompt, house)
     house.check_length(prompts, params)
     return Job("text_completion", prompts, params, echo=bool(body.echo), **shared(body, house))
