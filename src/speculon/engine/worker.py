@@ -26,11 +26,9 @@ def main(inbox: Connection, settings: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         llm = LLM(progress=lambda stage: inbox.send(Stage(stage)), **settings)
+        Worker(llm.engine, inbox).run()
     except SpeculonError as error:
         inbox.send(Refused("", error))
-        return
-    try:
-        Worker(llm.engine, inbox).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the serving side is gone")
 
@@ -100,18 +98,21 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            self._tell(self.engine.step())
-            self._failures = 0
+            events = self.engine.step()
         except Exception as error:
             log.exception("a step failed")
             self._failures += 1
             if self._failures > RETRIES:
                 self._give_up(error)
+            return
+        self._failures = 0
+        self._tell(events)
 
     def _give_up(self, error: Exception) -> None:
-        """Ends those who run, with the fault as the answer; those who wait get their chance."""
+        """Ends those who run, with the fault as the answer; those who wait get their chance, unless nobody runs."""
         self._failures = 0
-        for request_id in dict.fromkeys(seq.request_id for seq in self.engine.scheduler.running):
+        scheduler = self.engine.scheduler
+        for request_id in dict.fromkeys(seq.request_id for seq in scheduler.running or scheduler.waiting):
             self.engine.abort(request_id)
             self._inbox.send(Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}")))
 
