@@ -110,7 +110,7 @@ class SamplingParams(Checked):
 
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens whose probability reaches this")
-    top_k: int = Field(0, ge=-1, description="keep this many tokens; 0 or -1 keeps all")
+    top_k: int = Field(0, ge=-1, le=2**31, description="keep this many tokens; 0 or -1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest one")
     max_tokens: int | None = Field(None, ge=0, description="tokens to write at most; None: to the end of the context")
     min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
@@ -231,7 +231,9 @@ class ServeConfig(Checked):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: SecretStr | None = Field(None, description="clients must send it as a bearer token; better by environment")
+    api_key: SecretStr | None = Field(
+        None, min_length=1, description="the bearer token of clients; better by environment"
+    )
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")

@@ -165,6 +165,7 @@ class EngineCounters:
     profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # part of a step -> ms
     rows: int = 0
     prompt_tokens: int = 0
+    checks: int = 0  # times at rest that every page was found accounted for
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property

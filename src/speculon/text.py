@@ -110,6 +110,7 @@ class Stream:
         self._sure = 0  # characters of it that went on to `_held`
         self._held = ""  # whole characters not returned yet
         self._settled = 0  # characters of it from before the last token: no text ended there
+        self.length = 0  # whole characters so far, returned or held back: where the next token begins
 
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
@@ -122,8 +123,9 @@ class Stream:
         return truncate(text, stop, after) if isinstance(stop, str) else text
 
     def _push(self, token: int) -> str:
-        self._settled = len(self._held)
-        self._held += self._decode(token)
+        self._settled, new = len(self._held), self._decode(token)
+        self._held += new
+        self.length += len(new)
         certain = len(self._held) - self._may_be_stop()
         ready, self._held = self._held[:certain], self._held[certain:]
         self._settled = max(0, self._settled - certain)

@@ -145,6 +145,8 @@ def test_repeated_lines_do_not_mislead_it() -> None:
         pytest.param([(30, 60), (0, 30)], id="halves swapped"),
         pytest.param([None, (0, 60)], id="the beginning is another"),
         pytest.param([(5, 60)], id="the beginning is left out"),
+        pytest.param([None, (1, 60)], id="the first word is spelled without its space"),
+        pytest.param([(0, 30), None, None, (31, 60)], id="one token is spelled as two"),
         pytest.param([(0, 20), (0, 20), (20, 60)], id="written twice"),
     ],
 )
