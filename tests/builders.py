@@ -27,10 +27,12 @@ def make_sequence(tokens: list[int], max_tokens: int = 100, output: list[int] | 
         "method": "ngram",
         "k": 4,
     }
+    merged = defaults | fields
+    merged.setdefault("methods", tuple(name for name in (*merged.get("given", ()), merged["method"]) if name))
     return Sequence(
         tokens=[*tokens, *(output or ())],
         prompt_len=len(tokens),
         params=params,
         max_len=len(tokens) + max_tokens,
-        **(defaults | fields),
+        **merged,
     )

@@ -132,7 +132,7 @@ class Decision:
     method: str | None
     k: int
     reason: Reason | None = None
-    asks: tuple[Ask, ...] = ()
+    asks: tuple[Ask, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, asks: Iterable[Ask]) -> Decision:
@@ -142,6 +142,8 @@ class Decision:
 
     def __post_init__(self) -> None:
         assert (self.k > 0) == (self.reason is None), self
+        if self.k and self.method and not self.asks:
+            object.__setattr__(self, "asks", (Ask(self.method, self.k),))
 
 
 @dataclass(frozen=True, slots=True)
