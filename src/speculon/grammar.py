@@ -62,7 +62,7 @@ class Matcher:
         whole, complete = self.inner.is_accepting(), self.inner.is_stopped()
         if taken:
             self.inner.rollback(taken)
-        if taken and taken == body and whole and complete:
+        if taken and whole and complete:
             return taken - 1, Finish("stop")
         if taken < len(tokens):  # an end, or a token that nobody allowed: no token could go on from there
             return taken, Finish("stop", tokens[taken]) if whole else Finish("error")
@@ -107,10 +107,10 @@ class Grammars:
             raise InvalidParameter(f"structured.{kind}", value, found.get_error().strip())
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
-        opening[sorted(self.ends)] = False
+        opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
-            why = start.get_error().strip() or "no text but the empty one fits it, in this vocabulary"
-            raise InvalidParameter(f"structured.{kind}", value, why)
+            why = f"no text but the empty one fits it, in this vocabulary {start.get_error()}"
+            raise InvalidParameter(f"structured.{kind}", value, why.strip())
         self._compiled[key] = found
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -132,7 +132,7 @@ class Grammars:
         self.ends = frozenset(token for token in self.ends if token < backend.get_vocab_size())
         if not self.ends:
             backend.add_special_tokens([END])
-            self._no_token = backend.token_to_id(END)
+            self._no_token = backend.get_vocab_size() - 1
             self.ends = frozenset([self._no_token])
         size = max(self._vocab_size, backend.get_vocab_size())
         try:
@@ -178,12 +178,13 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
     """
     home = drafted[0][0].home
     allowed = home.allowed(drafted)
+    ends = torch.tensor([token for token in home.ends if token < allowed.shape[-1]], dtype=torch.long)
     row = 0
     for matcher, draft in drafted:
         rows = allowed[row : row + len(draft) + 1]
         if matcher.endless:
-            row_goes_on = rows.index_fill(1, torch.tensor(sorted(home.ends)), False)
-            rows.copy_(torch.where(row_goes_on.any(-1, keepdim=True), row_goes_on, rows))
+            onward = rows.index_fill(1, ends, False)
+            rows.copy_(torch.where(onward.any(-1, keepdim=True), onward, rows))
         row += len(draft) + 1
     return (~allowed & allowed.any(-1, keepdim=True)).to(device)
 
