@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
 from speculon import LLM
@@ -21,9 +23,9 @@ from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
 from speculon.grammar import Matcher
 from speculon.models.target import Target
-from speculon.proposers import compose
+from speculon.proposers import compose, registry
 from tests.tiny import demo_forms
-from tests.tiny.conftest import tiny_target
+from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.demo_texts import MISSING
 from tests.tiny.drafting import DRAFT, doubting
 from tests.tiny.forms import ENDLESS, FORMS, SCHEMAS, check, words
@@ -366,7 +368,7 @@ def test_log_probabilities_stay_raw() -> None:
 
 
 def test_rejection_keeps_the_form() -> None:
-    """Drafts that carry q, judged against p under the mask; the law itself: tests/stat."""
+    """Drafts that carry q, judged against p under the mask."""
     doubting()
     for seed in range(12):
         engine = engine_of(speculation=DRAFT)
@@ -376,6 +378,37 @@ def test_rejection_keeps_the_form() -> None:
         for (name, _), result in drain(engine).items():
             if name not in ENDLESS:
                 check(name, spell(result))
+
+
+def test_rejection_draws_from_the_law_under_the_mask() -> None:
+    """The 2nd and 3rd of three letters, which were drafted: chi-square against the stock model's own law."""
+    doubting()
+    letters = [words().encode(c, add_special_tokens=False)[0] for c in "abcdefgh"]
+    engine = engine_of(speculation=DRAFT, max_num_seqs=64)
+    for seed in range(32):
+        params = SamplingParams(n=64, max_tokens=4, seed=seed, structured={"regex": "[a-h]{3}"}, temperature=1.3)
+        engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, f"r{seed}")
+    results = drain(engine)
+    counts = Counter(tuple(result.tokens[1:]) for result in results.values())
+    assert sum(result.stats.accepted for result in results.values()) > 500 and len(results) == 2048
+
+    def law(tokens: list[list[int]]) -> Tensor:  # [N, 8]
+        with torch.inference_mode():
+            return (tiny_model("llama")(torch.tensor(tokens)).logits[:, -1, letters].double() / 1.3).softmax(-1)
+
+    start = [1, 30, 31]
+    one_letter = [[*start, a] for a in letters]
+    first, second = law([start])[0], law(one_letter)
+    third = law([[*text, b] for text in one_letter for b in letters]).view(8, 8, 8)
+    p = torch.einsum("a,ab,abc->bc", first, second, third)
+    expected = {(b, c): float(p[i, j]) * 2048 for i, b in enumerate(letters) for j, c in enumerate(letters)}
+    likely = {pair: e for pair, e in expected.items() if e >= 5}
+    rest = 2048 - sum(likely.values())
+    others = 2048 - sum(counts[pair] for pair in likely)
+    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in likely.items()) + (others - rest) ** 2 / max(rest, 1e-9)
+    assert len(likely) > 8 and chi2.sf(statistic, len(likely)) > 1e-3
+    shifted = dict(zip(likely, [*list(likely.values())[1:], next(iter(likely.values()))], strict=True))
+    assert chi2.sf(sum((counts[pair] - e) ** 2 / e for pair, e in shifted.items()), len(likely)) < 1e-6  # the twin
 
 
 # the door
@@ -489,8 +522,9 @@ def test_masks_are_those_of_a_walk_token_by_token() -> None:
 
 
 @pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout")
-def test_the_demo_writes_valid_json_of_any_draft() -> None:
+def test_the_demo_writes_valid_json_of_any_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty of the requests that the soak makes two hundred of."""
+    monkeypatch.delitem(registry._registered, "draft_model", raising=False)
     llm = LLM("demo")
     plainly, drafted = (demo_forms.write(llm, 20, speculation) for speculation in (OFF, {}))
     assert demo_forms.wrong(plainly) == demo_forms.wrong(drafted) == []
