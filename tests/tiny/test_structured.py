@@ -17,7 +17,8 @@ from torch import Tensor
 from speculon import LLM
 from speculon import grammar as grammar_module
 from speculon import verify as verify_module
-from speculon.config import EngineConfig, SamplingParams
+from speculon.commands.options import pick
+from speculon.config import EngineConfig, SamplingParams, Structured
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
@@ -516,6 +517,13 @@ def test_masks_are_those_of_a_walk_token_by_token() -> None:
         assert torch.equal(mask, masks[row]) and not mask[token]
         walker.consume([token])
     assert torch.equal(masks[-1], masks[0])
+
+
+def test_a_form_can_be_a_flag() -> None:
+    given = pick(SamplingParams, {"structured": '{"choice": ["a", "b"]}'})
+    assert SamplingParams(**given).structured == Structured(choice=("a", "b"))
+    with pytest.raises(InvalidParameter, match="not JSON"):
+        pick(SamplingParams, {"structured": "json"})
 
 
 # the shipped model
