@@ -6,12 +6,14 @@ import logging
 import signal
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speculon.engine.engine import Engine
 from speculon.engine.wire import Abort, Add, Began, FromServer, News, Pulse, Ready, Refused, Stage, Stop
 from speculon.errors import EngineError, SpeculonError
 from speculon.llm import LLM
+
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
 
 PULSE = 0.25  # seconds between two readings of the counters
 RETRIES = 1  # of a step that failed; it left everything as it was
@@ -72,6 +74,8 @@ class Worker:
                     self._tell(self.engine.abort(request_id))
                 case Stop():
                     return False
+            if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell
+                break
         return True
 
     def _add(self, asked: Add) -> None:
