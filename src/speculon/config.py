@@ -5,6 +5,7 @@ Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`spec
 
 from __future__ import annotations
 
+import json
 import os
 from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -27,6 +28,10 @@ MAX_BIASES = 4096
 MAX_BAD_WORDS = 256
 MAX_SAMPLES = 64
 MAX_DRAFTS = 64
+MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
+GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
+MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: a third of a second to compile at the worst seen
+MAX_CHOICES = 1024
 
 POLICIES = ("fixed",)
 MemoryPolicy = Literal["allow", "fallback", "fail"]
@@ -55,6 +60,48 @@ def invalid_parameter(error: ValidationError) -> InvalidParameter:
     return InvalidParameter(name, first["input"], limit)
 
 
+class Structured(Checked):
+    """The form a text must have. Exactly one field is given.
+
+    >>> SamplingParams(structured={"json_schema": {"type": "object", "properties": {"age": {"type": "integer"}}}})
+
+    JSON is written without whitespace between its parts, so that no model can go on with spaces for ever; a schema
+    allows it by `"x-guidance": {"whitespace_flexible": true}`.
+    """
+
+    json_schema: dict[str, Any] | bool | None = Field(None, description="a JSON schema; True: any JSON value")
+    json_object: bool = Field(False, description="any JSON object")
+    regex: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR, description="a regular expression of Rust's syntax")
+    choice: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES, description="one of these strings")
+    grammar: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR, description="llguidance's Lark dialect")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Structured:
+        fields = type(self).model_fields
+        given = [name for name in fields if getattr(self, name) not in (None, False)]
+        if self.json_schema is False:
+            raise InvalidParameter("json_schema", False, "no text matches it")
+        if len(given) != 1:
+            raise InvalidParameter("kind", given, f"give exactly one of {', '.join(fields)}")
+        return self
+
+    @field_validator("json_schema", "choice")
+    @classmethod
+    def _not_huge(cls, value: Any) -> Any:
+        try:
+            size = len(json.dumps(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if size > MAX_GRAMMAR:
+            raise ValueError(f"at most {MAX_GRAMMAR} characters as JSON, this has {size}")
+        return value
+
+    @property
+    def kind(self) -> str:
+        """The field that is given."""
+        return next(name for name in type(self).model_fields if getattr(self, name) not in (None, False))
+
+
 class SamplingParams(Checked):
     """How one request is sampled. Field names and meanings are those of the field's other servers.
 
@@ -81,7 +128,7 @@ class SamplingParams(Checked):
     )
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added")
     bad_words: tuple[str, ...] = Field((), max_length=MAX_BAD_WORDS, description="strings that are never completed")
-    structured: None = Field(None, description="structured output is not in this version")
+    structured: Structured | None = Field(None, description="the form of the text: a JSON schema, a regex, a choice, a grammar")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
 
     @field_validator("stop", "bad_words", mode="before")
@@ -167,6 +214,15 @@ class RequestSpeculation(Checked):
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     acceptance: Acceptance | None = None
+    prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
+
+    @field_validator("prediction", mode="before")
+    @classmethod
+    def _text_or_ids(cls, value: Any) -> Any:
+        ids = isinstance(value, list | tuple) and all(isinstance(token, int) for token in value)
+        if value is None or ((ids or isinstance(value, str)) and len(value) <= MAX_PREDICTION):
+            return value
+        raise ValueError(f"a string or a list of token ids, at most {MAX_PREDICTION} long")
 
 
 class ServeConfig(Checked):

@@ -247,7 +247,9 @@ class SpeculativeDecoder:
         room = min(self.engine.max_context, pool.num_blocks * pool.block_size)
         prompt = ids[: max(1, room - PLAIN_CALLS - 1)]
         endless = {"max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)), "min_tokens": 0, "ignore_eos": True, "n": 1}
-        plainly = params.model_copy(update={**endless, "stop": (), "stop_token_ids": (), "prompt_logprobs": None})
+        plainly = params.model_copy(
+            update={**endless, "stop": (), "stop_token_ids": (), "prompt_logprobs": None, "structured": None}
+        )
         return median([ms for ms, events in self._run(prompt, plainly, OFF) if events][-PLAIN_CALLS:])
 
     # behind all of them

@@ -1,6 +1,6 @@
 """From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
 
-One fixed order: penalties, bias, bad words, min_tokens, temperature, top-k, top-p, min-p. Ties go to the lowest id.
+One fixed order: penalties, bias, bad words, min_tokens, grammar, temperature, top-k, top-p, min-p. Ties go to the lowest id.
 A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a pure function of
 (seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without its outer logarithm, since
 g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the prompt and the seed alone, whatever
@@ -46,7 +46,7 @@ class Rules:
     def of(cls, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (), stop_ids: tuple[int, ...] = ()) -> Rules:
         p = params
         penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids))
+        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids) or p.structured)
         filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         return cls(p, p.greedy, p.greedy and not adjusts, adjusts, penalises, filters, bad_words, stop_ids)
 
@@ -59,6 +59,7 @@ class Row:
     rules: Rules
     prefix: tuple[int, ...] = ()
     stream: int = 0  # which of the position's independent noises
+    forbidden: Tensor | None = None  # [V] by the grammar
 
     @property
     def position(self) -> int:
@@ -106,9 +107,9 @@ def best(weights: Tensor) -> Tensor:
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Penalties, bias, bad words and min_tokens on a copy of `logits` [R, V]; each row sees its drafted prefix."""
-    logits = logits.clone()
-    for x, row in zip(logits, rows, strict=True):  # x [V]
+    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V]; each row sees its drafted prefix."""
+    raw, logits = logits, logits.clone()
+    for i, (x, row) in enumerate(zip(logits, rows, strict=True)):  # x [V]
         if row.rules.penalises:
             penalise(x, row)
         if bias := row.rules.params.logit_bias:
@@ -117,6 +118,8 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             forbid_completion(x, row, word)
         if row.position < row.rules.params.min_tokens:
             x[list(row.rules.stop_ids)] = NEVER
+        if row.forbidden is not None:
+            constrain(x, raw[i], row.forbidden)
     return logits.clamp_(max=torch.finfo(logits.dtype).max)  # an overflow is the best token; inf - inf would be none
 
 
@@ -138,6 +141,13 @@ def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
     context = (*row.seq.tokens[-len(head) :], *row.prefix) if head else ()
     if not head or context[-len(head) :] == head:
         x[word[-1]] = NEVER
+
+
+def constrain(x: Tensor, raw: Tensor, forbidden: Tensor) -> None:
+    """Removes what the grammar forbids from `x` [V]; where the other rules leave nothing else, it alone decides, over `raw`."""
+    x[forbidden] = NEVER
+    if x.amax() == NEVER:
+        x.copy_(raw).masked_fill_(forbidden, NEVER)
 
 
 def shape(logits: Tensor, rows: list[Row]) -> Tensor:
@@ -184,6 +194,7 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     probs = (ordered - total).exp()
     # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
     keep &= probs.cumsum(-1) - probs < column(tuple(p.top_p if p.top_p < 1 else 2.0 for p in params), device)
+    keep &= ordered > NEVER  # what is removed already is no reason to look further
     keep &= probs >= column(tuple(p.min_p for p in params), device) * probs[:, :1]
     keep[:, 0] = True
     # A survivor as likely as the last of the head may have equals beyond it.

@@ -28,13 +28,20 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.inner)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
-        check_text("prompt", text)
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise.
+
+        Errors are about the parameter `name`.
+        """
+        check_text(name, text)
         try:
             return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         except Exception as error:
-            raise InvalidParameter("prompt", text, f"the tokenizer cannot encode it: {first_line(error)}") from error
+            raise InvalidParameter(name, text, f"the tokenizer cannot encode it: {first_line(error)}") from error
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
         # without the clean-up of spaces: it would change text that has been streamed already
@@ -45,7 +52,7 @@ class Tokenizer:
     ) -> str:
         """The conversation as the checkpoint's template writes it, up to where the answer begins."""
         check_messages(messages)
-        if not self.inner.chat_template:
+        if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
         if taken := known.keys() & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.core import Finish, Sequence, Span, SpanKind, Verdict
+from speculon.grammar import forbid
 from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
 
 COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
@@ -95,6 +96,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands before them."""
     rows = [Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)]
+    bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
+    if bound:
+        bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
+        rows = [row if row.seq.grammar is None else replace(row, forbidden=next(bans)) for row in rows]
     return logits_of(spans, logits), rows
 
 
@@ -144,7 +149,7 @@ class Ending:
 def cut(verdicts: list[Verdict], spans: list[Span]) -> list[Verdict]:
     """Ends each text at its first stop token, stop string or at max_tokens. Pure: nothing is kept or counted yet.
 
-    A stop token is dropped; the token that completes a stop string is kept.
+    A stop token is dropped; the token that completes a stop string or a grammar is kept.
     """
     return [cut_one(verdict, span) if span.samples else verdict for verdict, span in zip(verdicts, spans, strict=True)]
 
@@ -155,7 +160,7 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
     if finish is None:
         return verdict
     kept = verdict.tokens[: end + 1]
-    if isinstance(finish.matched, int) or seq.room == 0:
+    if isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0:
         kept = verdict.tokens[:end]
     kind = verdict.kind
     if kind is not None and end < len(span.draft.tokens):
@@ -170,11 +175,14 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
     if seq.room == 0:
         return 0, Finish("length")
     stop_string = first_stop_string(seq, tokens)
+    complete = seq.grammar.end_of(tokens) if seq.grammar else None
     for i, token in enumerate(tokens):
         if token in ending.stop_ids and seq.num_output + i >= ending.min_tokens:
             return i, Finish("stop", token)
         if stop_string and stop_string[0] == i:
             return i, Finish("stop", stop_string[1])
+        if complete and complete[0] == i:
+            return complete
         if i + 1 == seq.room:
             return i, Finish("length")
     return len(tokens), None

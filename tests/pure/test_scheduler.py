@@ -89,6 +89,12 @@ def test_abort_ends_running_waiting_and_not_yet_started_samples():
         pytest.param({"max_tokens": 3}, Decision("ngram", 2), id="no further than max_tokens"),
         pytest.param({"max_tokens": 1}, Decision(None, 0, Reason.MAX_TOKENS), id="the last token needs no draft"),
         pytest.param({"off": Reason.OFF_REQUEST}, Decision(None, 0, Reason.OFF_REQUEST), id="off by request"),
+        pytest.param({"given": ("given",), "given_k": 9}, Decision("ngram", 9), id="the longer of two"),
+        pytest.param(
+            {"off": Reason.MEMORY, "method": None, "k": 0, "given": ("given",), "given_k": 9},
+            Decision("given", 9),
+            id="a lacking method is no hindrance to what came along",
+        ),
     ],
 )
 def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):

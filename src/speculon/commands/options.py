@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
 from speculon.errors import InvalidParameter, SpeculonError
 
 PANELS: dict[type[BaseModel], str] = {
@@ -22,7 +22,7 @@ PANELS: dict[type[BaseModel], str] = {
     ServeConfig: "Server",
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
-NO_FLAG = {"structured", "speculation", "serve"}  # not in this version; made of flags of its own
+NO_FLAG = {"speculation", "serve"}  # made of flags of their own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
 VLLM_NAMES = {"model": "draft"}
 
@@ -100,7 +100,11 @@ def read(name: str, value: Any, field: FieldInfo) -> Any:
             return kind(value)
         except ValueError:
             return value
-    table = get_origin(kind) is dict or (kind is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
+    table = (
+        get_origin(kind) is dict
+        or kind is Structured
+        or (kind is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
+    )
     return read_object(name, value) if table else value
 
 

@@ -72,10 +72,9 @@ def run(given: Given, speculative_config: str | None) -> None:
     say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them over, ends in order, and raises them once more
         signal.signal(number, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:
-        fault = runner.run(attend())
-    if fault is not None:
-        raise fault
+    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:  # uvloop where there is one
+        if fault := runner.run(attend()):
+            raise fault
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -33,7 +33,7 @@ class Fixed:
         """A fixed policy does not learn."""
 
     def _one(self, seq: Sequence) -> Decision:
-        if seq.off is not None:
+        if seq.plain:
             return Decision(None, 0, seq.off)
         k = min(max(seq.k, seq.given_k), seq.room - 1)  # the last token needs no draft: the target's own one is enough
         return Decision(seq.method or seq.given[0], k) if k > 0 else Decision(None, 0, Reason.MAX_TOKENS)

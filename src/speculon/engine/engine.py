@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.batch import Batch
-from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
+from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policy import POLICIES, Policy
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
-from speculon.engine.admission import check_request, refuse_text
+from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
+from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
 from speculon.kv.lease import Lease, Leases
@@ -57,7 +58,7 @@ class Engine:
     def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
         self.target, self.tokenizer, self.config = target, tokenizer, config
         self.max_context = min(target.max_context, config.max_context or target.max_context)
-        drafts = config.max_num_seqs * config.speculation.num_speculative_tokens
+        drafts = max(config.max_num_seqs * config.speculation.num_speculative_tokens, MAX_DRAFTS)  # of a step, whoever asks
         facts = TargetFacts(
             target.vocab_size,
             self.max_context,
@@ -77,9 +78,10 @@ class Engine:
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
-        self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device))
+        self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy: Policy = POLICIES[config.speculation.policy]()
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
@@ -132,6 +134,9 @@ class Engine:
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         method, k, off = self._speculation_of(speculation)
+        prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
+        grammar = self.grammars.matcher(params, written)
+        given = self._given(off, {"grammar": grammar, "prediction": prediction})
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"
@@ -163,6 +168,10 @@ class Engine:
                 method=method,
                 k=k,
                 off=off,
+                given=given,
+                given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
+                prediction=prediction,
+                grammar=grammar and grammar.fork(),
                 rejection=acceptance == "rejection" and not params.greedy,
             )
             for sample in range(params.n)
@@ -196,6 +205,9 @@ class Engine:
             watch.lap("decide")
             out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
+        for span, verdict in zip(plan.spans, verdicts, strict=True):
+            if span.seq.grammar is not None:
+                span.seq.grammar.consume(verdict.tokens)
         watch.lap("commit")
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
@@ -239,6 +251,12 @@ class Engine:
             return (None, 0, lacking) if lacking else (name, k, None)
         by_request = asked.method is not None if name == OFF else asked_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
+
+    def _given(self, off: Reason | None, brought: Mapping[str, object]) -> tuple[str, ...]:
+        """The methods that draft from what a request brings, in the order they are asked: none where it wants no drafts."""
+        if off in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
+            return ()
+        return tuple(name for name, what in brought.items() if what and not self.proposers.lacking(name))
 
     def _account(self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, step_ms: float) -> None:
         rows = sum(span.rows for span in plan.spans)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from speculon.engine.engine import Engine
 
 PULSE = 0.25  # seconds between two readings of the counters
+REST = 1.0  # seconds without work after which the pool is checked: a request that comes at once must not wait for that
 RETRIES = 1  # of a step that failed; it left everything as it was
 
 log = logging.getLogger("speculon")
@@ -41,6 +42,7 @@ class Worker:
         self.engine, self._inbox = engine, inbox
         self._told = 0.0  # when the counters were sent last
         self._failures = 0  # steps that failed in a row
+        self._checked = False  # whether the pool has been since the last message
 
     def run(self) -> None:
         engine = self.engine
@@ -58,15 +60,16 @@ class Worker:
         while self._read_inbox():
             if engine.has_work:
                 self._step()
-            if not engine.has_work:
-                engine.check_integrity()
             if not engine.has_work or monotonic() - self._told > PULSE:
                 self._pulse()
 
     def _read_inbox(self) -> bool:
         """Takes in what has come, and waits for it while there is nothing to do; False when that is the end."""
         while not self.engine.has_work or self._inbox.poll():
+            if not self.engine.has_work:
+                self._rest()
             message: FromServer = self._inbox.recv()
+            self._checked = False
             match message:
                 case Add():
                     self._add(message)
@@ -77,6 +80,14 @@ class Worker:
             if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell
                 break
         return True
+
+    def _rest(self) -> None:
+        """Waits for a message; after a while without one it checks, once, that every page is accounted for."""
+        if not self._checked and not self._inbox.poll(REST):
+            self.engine.check_integrity()
+            self.engine.counters.checks += 1
+            self._checked = True
+            self._pulse()
 
     def _add(self, asked: Add) -> None:
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from speculon.batch import Batch
+from speculon.config import MAX_DRAFTS
 from speculon.core import Decision, Plan, Reason, Sequence, Span, Verdict
 from speculon.kv.blocks import BlockPool
 from speculon.kv.store import PageStore, SpanView, View
@@ -62,24 +63,34 @@ class DraftLease:
 
 
 class Leases:
-    def __init__(self, pool: BlockPool, store: PageStore):
-        self._pool, self._store = pool, store
+    def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int):
+        self._pool, self._store, self._max_drafts = pool, store, max_drafts
 
     def reserve(self, plan: Plan, decisions: list[Decision]) -> Lease:
         """Takes the pages of the plan, all or none, then those of the drafts as far as they go.
 
+        At most `max_drafts` in all, for which memory was promised: beyond, the longest shrink first, to zero with `load`.
         A draft position never takes a page from a sequence: without free pages K shrinks, to zero with `no_pages`.
         """
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, plan.spans, list(decisions))
+        lease = Lease(pool, self._store, plan.spans, share(decisions, self._max_drafts))
         for span in plan.spans:
             pool.extend(span.seq, span.start + span.length)
-        for i, (span, decision) in enumerate(zip(plan.decoding, decisions, strict=True)):
+        for i, (span, decision) in enumerate(zip(plan.decoding, lease.decisions, strict=True)):
             end = span.start + span.length
             spare = (len(span.seq.table) + pool.available) * pool.block_size - end
             if spare < decision.k:
                 lease.decisions[i] = replace(decision, k=spare) if spare else Decision(None, 0, Reason.NO_PAGES)
             pool.extend(span.seq, end + lease.decisions[i].k)
         return lease
+
+
+def share(decisions: list[Decision], most: int) -> list[Decision]:
+    """The decisions with at most `most` drafts in all: under the highest limit for everybody that allows it."""
+    limit = MAX_DRAFTS
+    while limit and sum(min(decision.k, limit) for decision in decisions) > most:
+        limit -= 1
+    shorter = Decision(None, 0, Reason.LOAD)
+    return [d if d.k <= limit else replace(d, k=limit) if limit else shorter for d in decisions]

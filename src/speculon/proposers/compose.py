@@ -53,7 +53,8 @@ class Proposers:
 
     def methods_of(self, seq: Sequence) -> list[str]:
         """Who is asked for a sequence, in order: what its request brought along, then its method."""
-        return [*seq.given, *(method for method in self.chain(seq.method or OFF) if method not in self._lacking)]
+        own = (method for method in self.chain(seq.method or OFF) if method not in self._lacking)
+        return list(dict.fromkeys([*seq.given, *own]))
 
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
@@ -75,12 +76,12 @@ class Proposers:
             for method, chosen in groups.items():
                 for i, draft in self._ask(method, chosen, spans, decisions, lease).items():
                     drafts[i], outcome[i] = draft, replace(outcome[i], reason=Reason.NO_MATCH)
-            for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.off]:
+            for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.plain]:
                 del waiting[i]
         for i, draft in enumerate(drafts):
             if draft.tokens:
                 outcome[i] = Decision(decisions[i].method, len(draft.tokens))
-            elif spans[i].seq.off and not decisions[i].reason:
+            elif spans[i].seq.plain and not decisions[i].reason:
                 outcome[i] = Decision(None, 0, spans[i].seq.off)
         return drafts, outcome
 
@@ -137,7 +138,7 @@ class Proposers:
         """The drafts of one method, by index; none where it fails, or where a sequence is beyond its context."""
         proposer = self._built[method]
         reach = proposer.needs.max_context
-        rooms = {i: decisions[i].k if method in spans[i].seq.given else min(decisions[i].k, spans[i].seq.k) for i in chosen}
+        rooms = {i: min(decisions[i].k, seq.given_k if method in seq.given else seq.k) for i in chosen if (seq := spans[i].seq)}
         if reach is not None:
             rooms = {i: min(room, reach - spans[i].end) for i, room in rooms.items()}
         able = [i for i in chosen if rooms[i] > 0]
@@ -149,7 +150,7 @@ class Proposers:
                     proposer.admit(seq)
                     self._admitted[seq.id].add(method)
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
-            cut = [guess.cut(k) for guess, k in zip(guesses, budgets, strict=True)]
+            cut = [fit(guess.cut(k), seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
             if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
                 raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
             drafts = cut
@@ -163,4 +164,9 @@ class Proposers:
         except Exception:
             log.exception("proposer %s failed; its sequences go on plainly", method)
             for seq in seqs:
-                seq.method, seq.off = None, Reason.ERROR
+                seq.method, seq.given, seq.off = None, (), Reason.ERROR
+
+
+def fit(draft: Draft, seq: Sequence) -> Draft:
+    """What the sequence's grammar allows of a draft: the target would refuse the rest."""
+    return draft if seq.grammar is None else draft.cut(seq.grammar.allows(draft.tokens))

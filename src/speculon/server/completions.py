@@ -23,6 +23,9 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
     prompts = read_prompts(body.prompt, house)
     max_tokens = house.length_of(body.max_tokens, prompts, DEFAULT_TOKENS)
     params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
+    if echoed is not None and max_tokens == 1:
+        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an end of text, too.
+        params = params.model_copy(update={"ignore_eos": True})
     return Job("text_completion", prompts, params, echo=bool(body.echo), **shared(body, house))
 
 

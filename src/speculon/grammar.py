@@ -1,0 +1,203 @@
+"""Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by llguidance).
+
+A `Matcher` stands where its text stands: it is fed with committed tokens only, so that drafts, faults and preemption leave
+no trace in it. Masks of drafted rows are computed ahead of it and taken back within one call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speculon.config import SamplingParams, Structured
+from speculon.core import Finish, ceil_div
+from speculon.errors import InvalidParameter
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from speculon.text import Tokenizer
+
+KEPT = 64  # compiled grammars; requests of one program ask for the same few
+JSON_STYLE: Any = {"whitespace_flexible": False}
+END = "<|end of the structured text|>"  # stands for the end where neither model nor tokenizer has a token for it
+
+
+class Matcher:
+    """The state of one text in its grammar."""
+
+    __slots__ = ("endless", "home", "inner")
+
+    def __init__(self, home: Grammars, inner: LLMatcher, endless: bool):
+        self.home, self.inner = home, inner
+        self.endless = endless  # whether it ends only where nothing else is left
+
+    def fork(self) -> Matcher:
+        """One of its own, from here on."""
+        return Matcher(self.home, self.inner.deep_copy(), self.endless)
+
+    def consume(self, tokens: Seq[int]) -> bool:
+        """Moves on over written tokens; False where the grammar does not allow them."""
+        return not tokens or self.inner.consume_tokens(list(tokens))
+
+    def allows(self, tokens: Seq[int]) -> int:
+        """How many of `tokens` may follow, one after the other."""
+        return self.inner.validate_tokens(list(tokens)) if tokens else 0
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must follow, as far as there is no choice."""
+        return tuple(self.inner.compute_ff_tokens())
+
+    def end_of(self, tokens: tuple[int, ...]) -> tuple[int, Finish] | None:
+        """(index, how) of the token with which the text is complete, or cannot go on; None while it goes on. Pure."""
+        ends = self.home.ends
+        body = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        taken = self.inner.try_consume_tokens(list(tokens[:body])) if body else 0
+        whole, complete = self.inner.is_accepting(), self.inner.is_stopped()
+        if taken:
+            self.inner.rollback(taken)
+        if taken and taken == body and whole and complete:
+            return taken - 1, Finish("stop")
+        if taken < len(tokens):  # an end, or a token that nobody allowed: no token could go on from there
+            return taken, Finish("stop", tokens[taken]) if whole else Finish("error")
+        return None
+
+
+class Grammars:
+    """Compiles what requests ask for, for one tokenizer and a model with V logits; compiled grammars are kept."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int], threads: int | None = None):
+        self._tokenizer, self._vocab_size, self._threads = tokenizer, vocab_size, threads
+        self.ends = frozenset(token for token in eos_ids if token < vocab_size)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._inner: LLTokenizer | None = None
+        self._executor: LLExecutor
+        self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
+
+    def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
+        """Where a text that holds `written` stands; None for a request that asks for no form. Raises `InvalidParameter`."""
+        asked = params.structured
+        if asked is None:
+            return None
+        found = Matcher(self, self._compile(asked).deep_copy(), params.ignore_eos)
+        if not found.consume(written):
+            raise InvalidParameter("structured", written, "what is written does not follow it")
+        return found
+
+    def _compile(self, asked: Structured) -> LLMatcher:
+        kind, value = asked.kind, getattr(asked, asked.kind)
+        key = kind + json.dumps(value)
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key]
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self._read_tokenizer()
+        try:
+            found = LLMatcher(tokenizer, source(kind, value), log_level=0, limits=LLParserLimits(verbose_errors=False))
+        except ValueError as error:
+            raise InvalidParameter(f"structured.{kind}", value, str(error)) from None
+        if found.is_error():
+            raise InvalidParameter(f"structured.{kind}", value, found.get_error().strip())
+        start = found.deep_copy()
+        opening = self.allowed([(Matcher(self, start, False), ())])[0]
+        opening[sorted(self.ends)] = False
+        if not opening.any():
+            why = start.get_error().strip() or "no text but the empty one fits it, in this vocabulary"
+            raise InvalidParameter(f"structured.{kind}", value, why)
+        self._compiled[key] = found
+        if len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        return found
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        """The tokenizer as llguidance reads it, which takes a second for a large one: once."""
+        if self._inner is not None:
+            return self._inner
+        from llguidance import LLExecutor, LLTokenizer
+        from tokenizers import Tokenizer as Backend
+
+        known = getattr(self._tokenizer and self._tokenizer.inner, "backend_tokenizer", None)
+        if not isinstance(known, Backend):
+            raise InvalidParameter("structured", type(known).__name__, "needs a tokenizer of the tokenizers library (a fast one)")
+        backend = Backend.from_str(known.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        self.ends = frozenset(token for token in self.ends if token < backend.get_vocab_size())
+        if not self.ends:
+            backend.add_special_tokens([END])
+            self._no_token = backend.get_vocab_size() - 1
+            self.ends = frozenset([self._no_token])
+        size = max(self._vocab_size, backend.get_vocab_size())
+        try:
+            self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
+        except ValueError as error:
+            raise InvalidParameter("structured", None, f"llguidance cannot read this tokenizer: {error}") from None
+        self._executor = LLExecutor(self._threads)
+        return self._inner
+
+    def allowed(self, drafted: list[tuple[Matcher, tuple[int, ...]]]) -> Tensor:
+        """Which tokens may stand at each matcher's place and after each of its drafts, end to end, bool [R, V].
+
+        Nothing is allowed after a draft that is not, and after an end.
+        """
+        assert self._inner is not None
+        width = ceil_div(self._inner.vocab_size, 32)
+        rows = sum(len(draft) + 1 for _, draft in drafted)
+        masks = torch.zeros(rows, width, dtype=torch.int32)  # a bit per token
+        plain: list[tuple[LLMatcher, int]] = []
+        ahead: list[tuple[LLMatcher, int, list[int]]] = []
+        row = 0
+        for matcher, draft in drafted:
+            if draft:
+                ahead.append((matcher.inner, row, list(draft)))
+            else:
+                plain.append((matcher.inner, row))
+            row += len(draft) + 1
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, masks.data_ptr(), 4 * width, rows)
+        if ahead:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, masks.data_ptr(), 4 * width, rows)
+        bits = masks.view(torch.uint8)[:, :, None] >> torch.arange(8, dtype=torch.uint8)  # [R, bytes, 8]
+        found = (bits & 1).bool().flatten(1)[:, : self._vocab_size]
+        if self._no_token is not None:
+            found[:, self._no_token :] = False
+        return found
+
+
+def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device) -> Tensor:
+    """What each row must not be, bool [R, V]: those of [last token, d_1..d_K] of each text, end to end.
+
+    A row that no token could follow forbids nothing: its token is dropped (`Matcher.end_of`).
+    """
+    home = drafted[0][0].home
+    allowed = home.allowed(drafted)
+    row = 0
+    for matcher, draft in drafted:
+        rows = allowed[row : row + len(draft) + 1]
+        if matcher.endless:
+            row_goes_on = rows.index_fill(1, torch.tensor(sorted(home.ends)), False)
+            rows.copy_(torch.where(row_goes_on.any(-1, keepdim=True), row_goes_on, rows))
+        row += len(draft) + 1
+    return (~allowed & allowed.any(-1, keepdim=True)).to(device)
+
+
+def source(kind: str, value: Any) -> str:
+    """llguidance's own form of a grammar. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    match kind:
+        case "regex":
+            return LLMatcher.grammar_from_regex(value)
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(value)
+    schema = {"type": "object"} if kind == "json_object" else {} if value is True else value
+    return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)

@@ -1,0 +1,43 @@
+"""What a grammar leaves no choice about: keys, brackets, separators. Drafted by the token, and never wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.proposers.base import TargetFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = "grammar"
+
+
+class Forced:
+    """Drafts the tokens that must follow in `Sequence.grammar`."""
+
+    def __init__(self) -> None:
+        self.needs = Needs()
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Forced:
+        return cls()
+
+    def admit(self, seq: Sequence) -> None:
+        """Nothing to prepare: the grammar stands where the text stands."""
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        """Nothing to learn."""
+
+    def release(self, seq: Sequence) -> None:
+        """Nothing was kept."""
+
+    def _draft(self, seq: Sequence, k: int) -> Draft:
+        tokens = seq.grammar.forced()[:k] if seq.grammar else ()
+        return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT
