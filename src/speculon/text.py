@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -13,6 +14,7 @@ from speculon.errors import InvalidParameter, InvalidRequest
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
 
 
@@ -53,6 +55,8 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
+        if taken := known.keys() & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES:
+            raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:
             text: str = self.inner.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **known)
         except Exception as error:  # templates raise errors of their own choice

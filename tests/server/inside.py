@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +45,9 @@ class ThreadProcess:
         return self._thread.is_alive()
 
     def kill(self) -> None:
-        self._pipe.close()
+        """Cuts the pipe, for both ends."""
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
 
 
 class ThreadEngine(AsyncEngine):
@@ -110,7 +114,7 @@ def served(template: str = "{{ messages }}", script: dict[str, Any] | None = Non
     try:
         with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
             key = serve.get("api_key")
-            client.headers.update({"authorization": f"Bearer {key}"} if key else {})
+            client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})
             wait_until(lambda: client.get("/ready").status_code == 200)
             yield Inside(url, server, engine.inner, client)
     finally:

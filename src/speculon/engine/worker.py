@@ -6,12 +6,14 @@ import logging
 import signal
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speculon.engine.engine import Engine
 from speculon.engine.wire import Abort, Add, Began, FromServer, News, Pulse, Ready, Refused, Stage, Stop
 from speculon.errors import EngineError, SpeculonError
 from speculon.llm import LLM
+
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
 
 PULSE = 0.25  # seconds between two readings of the counters
 REST = 1.0  # seconds without work after which the pool is checked: a request that comes at once must not wait for that
@@ -75,6 +77,8 @@ class Worker:
                     self._tell(self.engine.abort(request_id))
                 case Stop():
                     return False
+            if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell
+                break
         return True
 
     def _rest(self) -> None:

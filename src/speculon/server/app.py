@@ -34,7 +34,7 @@ log = logging.getLogger("speculon.server")
 
 
 def create_app(server: Server, version: str) -> FastAPI:
-    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Door, config=server.config, finish=server.finish)
     if server.config.cors_origins:  # outermost: an answer of the door's own must carry its headers, too
         app.add_middleware(

@@ -85,10 +85,13 @@ def param_of(error: SpeculonError) -> str | None:
 
 
 def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema; of a union's branches the one that came furthest."""
-    found = max(errors, key=lambda error: (len(error["loc"]), error["type"] != "extra_forbidden"))
+    """(message, field) of a body that does not fit its schema; of a union's branches one of the right type, or that came furthest."""
+    rank = lambda error: (error["type"].startswith("too_"), len(error["loc"]), error["type"] != "extra_forbidden")  # noqa: E731
+    found = max(errors, key=rank)
     parts = [str(part) for part in found["loc"] if part != "body"]
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
+    if not parts and isinstance(found["input"], bytes):
+        return "the body must come with content-type application/json", None
     if found["type"] == "extra_forbidden":
         return f"{name}: unknown or unsupported field", name
     if found["type"] == "json_invalid":

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine, Mailbox
 from speculon.engine.wire import Add, Ready
-from speculon.errors import EngineError, InvalidParameter, NotReady, QueueFull, SpeculonError
+from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
 from speculon.server.job import House, Job
 from speculon.server.metrics import Metrics
 from speculon.server.record import Record
@@ -89,7 +89,10 @@ class Server:
 
     async def read(self, work: Callable[[], T]) -> T:
         """Runs `work`, which knows no event loop, beside it."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
 
     async def submit(self, job: Job, answer_id: str) -> Mailbox:
         """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number."""
