@@ -33,7 +33,7 @@ GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: a third of a second to compile at the worst seen
 MAX_CHOICES = 1024
 
-POLICIES = ("fixed", "auto")
+POLICIES = {"fixed": 4, "auto": 16}  # how far to speculate -> most drafts of a round where nobody says a number
 MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection"]
 
@@ -172,7 +172,9 @@ class SpeculationConfig(Checked):
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
     )
-    num_speculative_tokens: int = Field(4, ge=0, le=MAX_DRAFTS, description="drafts per round (K); 0 equals off")
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=MAX_DRAFTS, description="drafts per round (K), at most; 0 equals off; None: 4, and 16 with policy auto"
+    )
     acceptance: Acceptance = Field(
         "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
     )
@@ -188,6 +190,10 @@ class SpeculationConfig(Checked):
     )
     additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+
+    def most(self, policy: str | None = None) -> int:
+        """The most drafts of a round under a policy, or under the one that is set."""
+        return POLICIES[policy or self.policy] if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @property
     def drafts(self) -> dict[str, str | ModelObject]:

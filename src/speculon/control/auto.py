@@ -1,9 +1,9 @@
 """As far as it pays: for each round, which method drafts for which text, and how many positions of it are verified.
 
-What is maximised is the expected number of committed tokens per millisecond of all running texts together. With r tokens
-per millisecond at hand, one more row is worth its survival probability S and costs r x the milliseconds it adds: it is
-taken while S > r dt. The best r is the one it leads to itself (Dinkelbach 1967: a ratio is maximised by maximising
-numerator - r x denominator at the right r); two turns from plain decoding come close enough.
+What is maximised is the number of committed tokens per millisecond of all running texts together, in the long run. At a
+long-run rate of r tokens per millisecond, whatever takes dt must bring r dt: one more row is verified while its survival
+probability S > r dt, a proposal is asked for while what it brings exceeds r times what it takes (a ratio is maximised by
+maximising numerator - r x denominator at the r it leads to; Dinkelbach 1967). So r is what was reached of late.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, g
 from speculon.control.timing import Timing
 from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
-TURNS = 2  # of rate and choice
+GAIN_LEARN = 0.02
 CHEAP = 0.02  # of a plain step: a proposal below this is always asked for
 PROBE_K = 4  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
@@ -54,6 +54,7 @@ class Auto:
         self.methods: dict[str, Method] = {}
         self._own: dict[tuple[int, str], Own] = {}
         self._share = probe_share
+        self._gain = 1.0  # tokens per ms, as a multiple of plain decoding's, of late
         self._round = Round()
 
     # deciding
@@ -62,10 +63,9 @@ class Auto:
         able = [seq for seq in seqs if not seq.plain and seq.room > 1]
         if not self.costs.known:
             return [self._plain(seq, Reason.COLD) for seq in seqs]
-        self._round = Round(len(seqs), len(seqs) / self.costs.at(len(seqs), 0))
+        self._round = Round(len(seqs), max(1.0, self._gain) * len(seqs) / self.costs.at(len(seqs), 0))
         asks: dict[int, list[Ask]] = {}
-        for _ in range(TURNS):
-            asks = self._choose(able)
+        asks = self._choose(able)
         self._probe(able, asks)
         return [Decision.of(asks[seq.id]) if asks.get(seq.id) else self._plain(seq, Reason.COST) for seq in seqs]
 
@@ -74,7 +74,6 @@ class Auto:
         now = self._round
         plain = self.costs.at(now.texts, 0)
         asks: dict[int, list[Ask]] = {seq.id: [] for seq in seqs}
-        tokens, ms = float(now.texts), plain
         costly: dict[str, list[Sequence]] = {}
         for seq in seqs:
             for method in seq.methods:
@@ -84,19 +83,16 @@ class Auto:
                     costly.setdefault(method, []).append(seq)
         now.rest = {}
         for method, wanting in costly.items():
-            chosen, gained, spent = self._call(method, wanting)
-            for seq, k, gain in chosen:
+            for seq, k, gain in self._call(method, wanting):
                 if gain > now.rest.get(seq.id, 0.0):
                     now.rest[seq.id] = gain
                     asks[seq.id] = [ask for ask in asks[seq.id] if ask.method not in costly] + [Ask(method, k)]
-            tokens, ms = tokens + gained, ms + spent
-        now.rate = max(now.rate, tokens / ms)
         return asks
 
-    def _call(self, method: str, seqs: list[Sequence]) -> tuple[list[tuple[Sequence, int, float]], float, float]:
-        """(text, K, gain) of one call of a method for the texts it pays for; the tokens it brings, the ms it takes."""
+    def _call(self, method: str, seqs: list[Sequence]) -> list[tuple[Sequence, int, float]]:
+        """(text, K, gain in tokens) of one call of a method, for the texts it pays for; none where it does not."""
         now, cost = self._round, self._know(method).cost
-        best: tuple[float, list[tuple[Sequence, int, float]], float, float] = (0.0, [], 0.0, 0.0)
+        best: tuple[float, list[tuple[Sequence, int, float]]] = (0.0, [])
         survivals = {seq.id: self._survival(seq, method, [0] * min(seq.most(method), seq.room - 1)) for seq in seqs}
         row = self._row_ms(now.texts, len(seqs))
         for k in range(1, max(map(len, survivals.values()), default=0) + 1):
@@ -109,10 +105,8 @@ class Auto:
             call = cost.at(len(chosen), k)
             net = sum(gain for *_, gain in chosen) - now.rate * call
             if net > best[0] and net > (MARGIN - 1) * len(chosen):
-                tokens = sum(sum(survivals[seq.id][:reach]) for seq, reach, _ in chosen)
-                ms = call + row * sum(reach for _, reach, _ in chosen)
-                best = net, [(seq, reach, gain - now.rate * call / len(chosen)) for seq, reach, gain in chosen], tokens, ms
-        return best[1:]
+                best = net, [(seq, reach, gain - now.rate * call / len(chosen)) for seq, reach, gain in chosen]
+        return best[1]
 
     # after the drafts
 
@@ -140,6 +134,9 @@ class Auto:
         drafts = sum(len(span.draft.tokens) for span in spans)
         if spans and timing.target_ms is not None:
             self.costs.observe(len(spans), drafts, timing.target_ms)
+            ms = timing.target_ms + sum(ms for _, _, ms in timing.proposals.values())
+            gain = sum(len(verdict.tokens) for verdict in verdicts) / len(spans) * self.costs.at(len(spans), 0) / ms
+            self._gain += GAIN_LEARN * (gain - self._gain)
         for method, (texts, k, ms) in timing.proposals.items():
             self._know(method).cost.observe(texts, k, ms)
         for span, verdict in zip(spans, verdicts, strict=True):

@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
         self.target, self.tokenizer, self.config = target, tokenizer, config
         self.max_context = min(target.max_context, config.max_context or target.max_context)
-        drafts = max(config.max_num_seqs * config.speculation.num_speculative_tokens, MAX_DRAFTS)  # of a step, whoever asks
+        drafts = max(config.max_num_seqs * config.speculation.most(), MAX_DRAFTS)  # of a step, whoever asks
         facts = TargetFacts(
             target.vocab_size,
             self.max_context,
@@ -249,7 +249,7 @@ class Engine:
     def _speculation_of(self, asked: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
         name = asked.method or self.proposers.default
-        asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.num_speculative_tokens
+        asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.most(asked.policy)
         k = default_k if asked_k is None else asked_k
         if name != OFF and k:
             lacking = self.proposers.lacking(name)
