@@ -167,7 +167,7 @@ class ModelObject(Protocol):
 class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
-    method: str = Field("auto", description="off | ngram | synthetic | auto, or a plug-in's name")
+    method: str = Field("auto", description="off | suffix | ngram | synthetic | auto, or a plug-in's name")
     policy: str = Field("fixed", description="how far to speculate: fixed (K drafts), or auto (as far as it pays)")
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
@@ -180,6 +180,14 @@ class SpeculationConfig(Checked):
     )
     prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
+    suffix_max_factor: float = Field(
+        2.0, gt=0, le=MAX_DRAFTS, allow_inf_nan=False, description="suffix: most drafts per matched token"
+    )
+    suffix_min_probability: float = Field(0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from")
+    suffix_min_hits: int = Field(1, ge=1, le=16, description="suffix: places that must agree on a token")
+    suffix_pools: int = Field(64, ge=0, le=4096, description="suffix: users and prompts whose answers are remembered; 0: none")
+    suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 20 bytes a token")
+    suffix_pool_ttl: float = Field(3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
     draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
     memory_policy: MemoryPolicy = Field(
@@ -222,6 +230,11 @@ class RequestSpeculation(Checked):
     policy: Literal["fixed", "auto"] | None = None
     acceptance: Acceptance | None = None
     prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
+    pool: str | None = Field(
+        None,
+        max_length=256,
+        description="whose earlier answers may be drafted from; None: those to the same prompt, empty: nobody's",
+    )
 
     @field_validator("prediction", mode="before")
     @classmethod
@@ -237,9 +250,7 @@ class ServeConfig(Checked):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: SecretStr | None = Field(
-        None, min_length=1, description="the bearer token of clients; better by environment"
-    )
+    api_key: SecretStr | None = Field(None, min_length=1, description="the bearer token of clients; better by environment")
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")

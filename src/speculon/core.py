@@ -199,6 +199,7 @@ class Sequence:
     methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
     policy: str = "fixed"  # how far it is drafted for
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
+    pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
     grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0

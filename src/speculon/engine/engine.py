@@ -174,6 +174,7 @@ class Engine:
                 policy=speculation.policy or self.config.speculation.policy,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
+                pool=speculation.pool,
                 grammar=grammar and grammar.fork(),
                 rejection=acceptance == "rejection" and not params.greedy,
             )

@@ -1,0 +1,107 @@
+"""Suffix decoding: what most often followed the longest end of the text, in it or in earlier answers (Oliaro 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Draft, Needs, Verdict
+from speculon.core import Sequence as Text
+from speculon.proposers.base import TargetFacts
+from speculon.proposers.pools import LONGEST, Found, Pools, Trail, key_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = "suffix"
+LEAD = 8  # tokens of the prompt kept before an answer: they find its beginning; none: 2 to 4 % fewer tokens per call
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far places are believed."""
+
+    factor: float = 2.0  # drafts per matched token
+    min_probability: float = 0.1  # of the whole draft, by counts
+    min_hits: int = 1
+
+
+def choose(found: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
+    """The longest match after which some token came `min_hits` times: its length, and what followed it wherever it stands."""
+    for length in sorted({length for length, _ in found}, reverse=True):
+        following = [what for match, what in found if match >= length]
+        if max(count(following, 0).values()) >= min_hits:
+            return length, following
+    return 0, []
+
+
+def descend(length: int, following: list[Sequence[int]], k: int, limits: Limits) -> tuple[list[int], list[float]]:
+    """Down the tree of what followed, to the child most often taken, the newest among equals: tokens and confidences."""
+    tokens: list[int] = []
+    confidence: list[float] = []
+    fewest = max(limits.min_hits, limits.min_probability * len(following))
+    for i in range(min(k, max(1, int(limits.factor * length)))):
+        counts = count(following, i)
+        token = max(counts, key=counts.__getitem__, default=None)
+        if token is None or counts[token] < fewest:
+            break
+        tokens.append(token)
+        confidence.append(counts[token] / (sum(counts.values()) + 1 / (length + i)))  # one place is not certainty
+        following = [what for what in following if len(what) > i and what[i] == token]
+    return tokens, confidence
+
+
+def count(following: list[Sequence[int]], i: int) -> dict[int, int]:
+    """How often each token came i-th; in the order of `following`."""
+    counts: dict[int, int] = {}
+    for what in following:
+        if len(what) > i:
+            counts[what[i]] = counts.get(what[i], 0) + 1
+    return counts
+
+
+class Suffix:
+    """Drafts from a sequence's own prompt and output, and from earlier answers of the same user or to the same prompt."""
+
+    def __init__(self, limits: Limits, pools: Pools):
+        self.needs = Needs()
+        self.pools = pools
+        self._limits = limits
+        self._trails: dict[int, tuple[Trail, str | None]] = {}  # sequence id -> its text and the key of its pool
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts, clock: Callable[[], float] = monotonic) -> Suffix:
+        limits = Limits(config.suffix_max_factor, config.suffix_min_probability, config.suffix_min_hits)
+        return cls(
+            limits, Pools(config.suffix_pools, config.suffix_pool_tokens, config.suffix_pool_ttl, target.vocab_size, clock)
+        )
+
+    def admit(self, seq: Text) -> None:
+        self._trails[seq.id] = Trail(seq.max_len), key_of(seq.pool, seq.tokens[: seq.prompt_len])
+
+    def propose(self, seqs: list[Text], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[Text], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        """Nothing to learn: the next proposal reads the committed tokens."""
+
+    def release(self, seq: Text) -> None:
+        """The answer as far as it was committed enters its pool; rejected drafts were never part of it."""
+        _, key = self._trails.pop(seq.id, (None, None))
+        if key is not None and seq.num_output:
+            self.pools.add(key, seq.tokens[max(0, seq.prompt_len - LEAD) :])
+
+    def _draft(self, seq: Text, k: int) -> Draft:
+        trail, key = self._trails[seq.id]
+        trail.extend(seq.tokens[trail.end :])
+        tail = seq.tokens[-LONGEST:]
+        found = trail.after(tail, k)
+        if key is not None:
+            found += self.pools.after(key, tail, k)
+        tokens, confidence = descend(*choose(found, self._limits.min_hits), k, self._limits)
+        return Draft(tuple(tokens), (NAME,) * len(tokens), confidence=tuple(confidence)) if tokens else NO_DRAFT
