@@ -33,7 +33,7 @@ def naive(tokens: list[int], k: int, lo: int, hi: int) -> tuple[int, ...]:
 def test_lookup(tokens: list[int], expected: tuple[int, ...]):
     index = Index(2, 4)
     index.extend(tokens)
-    assert index.lookup(tokens, 3) == expected
+    assert index.lookup(tokens, 3)[0] == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,7 +44,7 @@ def test_the_index_equals_a_scan_however_the_text_grows(seed: int):
     while len(tokens) < 200:
         tokens += [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
         index.extend(tokens)
-        assert index.lookup(tokens, 5) == naive(tokens, 5, 1, 4)
+        assert index.lookup(tokens, 5)[0] == naive(tokens, 5, 1, 4)
 
 
 def test_ngram_serves_many_sequences_and_forgets_them():
@@ -57,6 +57,15 @@ def test_ngram_serves_many_sequences_and_forgets_them():
     for seq in (a, b):
         ngram.release(seq)
     assert not ngram._index
+
+
+def test_a_longer_match_is_believed_more():
+    ngram = NGram(1, 4)
+    a, b = make_sequence([1, 2, 1]), make_sequence([1, 2, 3, 4, 1, 2, 3])
+    for seq in (a, b):
+        ngram.admit(seq)
+    drafts = ngram.propose([a, b], [2, 1], lease=None)  # type: ignore[arg-type]
+    assert [d.confidence for d in drafts] == [(0.5, 0.5), (0.75,)]
 
 
 def test_synthetic_hits_the_wanted_acceptance_of_a_text_it_has_seen():

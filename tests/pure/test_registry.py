@@ -85,9 +85,10 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
 
 def test_names_resolve_to_methods():
     proposers = Proposers(SpeculationConfig(), FACTS)
-    assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("ngram",), ("ngram",)]
+    assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("suffix",), ("ngram",)]
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
-    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, grammar, ngram, synthetic"):
+    known = "off, auto, draft_model, grammar, ngram, prediction, suffix, synthetic"
+    with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
         proposers.lacking("eagle9")
 
 

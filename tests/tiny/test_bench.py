@@ -137,7 +137,7 @@ def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path)
     own, both = cells["draft_model:3"], cells["auto:3"]
     assert own["per_position"] == [1, 1, 1] and own["reached"] == 1 and own["different"] == 0
     assert own["sources"] == {"draft_model": 1} and own["rounds"]["draft"] > 0.3  # three calls of the same model
-    assert sum(both["sources"].values()) == pytest.approx(1) and set(both["sources"]) <= {"ngram", "draft_model"}
+    assert sum(both["sources"].values()) == pytest.approx(1) and set(both["sources"]) <= {"suffix", "draft_model"}
     assert report["model"]["drafts"] == {"draft_model": "model"} and report["model"]["widened_to"] is None
     said = (tmp_path / "new" / "bench.md").read_text()
     assert "draft_model model;" in said and "| draft_model 100% |" in said

@@ -129,10 +129,10 @@ def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
     flags = ["--draft", str(folder), "--temperature", "0", "--max-tokens", "100", "--ignore-eos"]
     done = chat(folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm")
     assert SGR.sub("", done.stdout) == drawn(expected.text) + "\n"
-    counts = {source: expected.sources.count(source) for source in ("draft_model", "ngram", None)}
-    assert min(counts.values()) > 0 and counts["ngram"] + counts["draft_model"] == expected.stats.accepted
+    counts = {source: expected.sources.count(source) for source in ("draft_model", "suffix", None)}
+    assert min(counts.values()) > 0 and counts["suffix"] + counts["draft_model"] == expected.stats.accepted
     runs = list(DraftStream(llm.tokenizer, params).finish(expected))
-    for colour, source in ((36, "draft_model"), (32, "ngram")):
+    for colour, source in ((36, "draft_model"), (33, "suffix")):
         painted = re.findall(rf"\x1b\[{colour}m(.*?)\x1b\[0m", done.stdout, re.DOTALL)
         assert "".join(painted) == "".join(drawn(text) for text, owner in runs if owner == source)
         assert f"{source} {counts[source]}" in SGR.sub("", done.stderr)

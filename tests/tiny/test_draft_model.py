@@ -179,7 +179,7 @@ def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
     requests = [Request(prompt, params, None, "a"), Request(list(range(3, 20)), params, None, "b")]
     results = write(requests, {"method": "auto"})
     sources = [result.stats.speculation() for result in results.values()]
-    assert {name for done in sources if done for name in done.by_source} == {"ngram", "draft_model"}
+    assert {name for done in sources if done for name in done.by_source} == {"suffix", "draft_model"}
     assert texts(results) == texts(run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
 
 

@@ -84,7 +84,7 @@ def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[st
     estimate = start(folder).engine.promise.estimate
     llm = start(folder, method="auto", memory_limit_gb=(estimate - 1) / 2**30)
     output = llm.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
-    assert output.speculation is not None and set(output.speculation.by_source) == {"ngram"}
+    assert output.speculation is not None and set(output.speculation.by_source) == {"suffix"}
 
 
 def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:

@@ -74,9 +74,10 @@ class Measurement:
 
 def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any]) -> Measurement:
     """Writes all cases at once in one mode."""
+    alone = {**speculation, "pool": ""}  # each case is written many times: no mode may remember what was written before
     with recording(llm.engine) as steps:
         began = perf_counter()
-        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=speculation)
+        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=alone)
         seconds = perf_counter() - began
     stats = RequestStats()
     for output in outputs:

@@ -68,6 +68,10 @@ class Proposers:
         reasons = [self._lacking[method] for method in chain if method in self._lacking]
         return reasons[0] if reasons and len(reasons) == len(chain) else None
 
+    def find(self, method: str) -> Proposer | None:
+        """The proposer of a method, where one is built; what it remembers may be asked for and deleted."""
+        return self._built.get(method)
+
     def propose(
         self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Trim | None = None
     ) -> tuple[list[Draft], list[Decision]]:

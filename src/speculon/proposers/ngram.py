@@ -29,14 +29,14 @@ class Index:
                 self._next[tuple(tokens[end - order : end])] = end
         self._done = len(tokens)
 
-    def lookup(self, tokens: list[int], k: int) -> tuple[int, ...]:
-        """Up to `k` tokens after the longest, most recent match of the text's end; reads no other part of the text."""
+    def lookup(self, tokens: list[int], k: int) -> tuple[tuple[int, ...], int]:
+        """Up to `k` tokens after the longest, most recent match of the text's end, and its length; reads no other part."""
         for order in range(min(self.max_order, len(tokens)), self.min_order - 1, -1):
             at = self._next.get(tuple(tokens[-order:]))
             if at is not None:
                 period = len(tokens) - at  # a match that reaches the end repeats itself
-                return tuple(tokens[at + i % period] for i in range(k))
-        return ()
+                return tuple(tokens[at + i % period] for i in range(k)), order
+        return (), 0
 
 
 class NGram:
@@ -66,5 +66,7 @@ class NGram:
     def _draft(self, seq: Sequence, k: int) -> Draft:
         index = self._index[seq.id]
         index.extend(seq.tokens)
-        found = index.lookup(seq.tokens, k)
-        return Draft(found, ("ngram",) * len(found)) if found else NO_DRAFT
+        found, order = index.lookup(seq.tokens, k)
+        if not found:
+            return NO_DRAFT
+        return Draft(found, ("ngram",) * len(found), confidence=(order / (order + 1),) * len(found))
