@@ -1,4 +1,4 @@
-"""Suffix decoding equals counting by brute force; its store of answers keeps its bounds, its keys apart, and only what was committed."""
+"""Suffix decoding equals counting by brute force; its store keeps its bounds, its keys apart, and what was committed alone."""
 
 from __future__ import annotations
 

@@ -82,11 +82,11 @@ class Trail:
             place = self._older[at - 1]
         return found
 
-    def _from(self, at: int, k: int) -> Sequence[int]:
+    def _from(self, at: int, k: int) -> array[int]:
         period = len(self.tokens) - at
         what = self.tokens[at : at + k]
         if 0 < period < k:
-            what = array("i", (what[i % period] for i in range(k)))
+            what = (what * (k // period + 1))[:k]
         return what[: what.index(END)] if END in what else what
 
     def _forget(self, over: int) -> None:
