@@ -181,7 +181,7 @@ class SpeculationConfig(Checked):
     prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
     suffix_max_factor: float = Field(
-        2.0, gt=0, le=MAX_DRAFTS, allow_inf_nan=False, description="suffix: most drafts per matched token"
+        4.0, gt=0, le=MAX_DRAFTS, allow_inf_nan=False, description="suffix: most drafts per matched token"
     )
     suffix_min_probability: float = Field(0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from")
     suffix_min_hits: int = Field(1, ge=1, le=16, description="suffix: places that must agree on a token")

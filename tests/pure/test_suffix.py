@@ -131,7 +131,7 @@ def test_long_texts_whose_every_place_is_looked_at(seed: int, monkeypatch: pytes
     ],
 )
 def test_what_is_drafted(own: list[int], answers: list[list[int]], expected: list[int]) -> None:
-    assert propose(own, answers, 8, Limits())[0] == expected == brute(own, answers, 8, Limits())[0]
+    assert propose(own, answers, 8, Limits(2.0))[0] == expected == brute(own, answers, 8, Limits(2.0))[0]
 
 
 def shortest(found: Any, min_hits: int) -> Any:

@@ -20,7 +20,7 @@ TABLE: dict[str, str] = {
     "draft_model": "speculon.proposers.draft_model:DraftModel.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",
 }
-LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/013 says why not ngram too
+LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
 WITH_CHECKPOINT = ("draft_model",)  # methods that need a `draft`
 _registered: dict[str, Factory] = {}
 
