@@ -100,6 +100,8 @@ def test_flag_before_environment_before_file(tmp_path: Path, monkeypatch: pytest
 def test_vllms_form_of_the_speculation_options() -> None:
     text = '{"method": "draft_model", "model": "some/draft", "num_speculative_tokens": 5}'
     assert vllm_alias(text) == {"method": "draft_model", "draft": "some/draft", "num_speculative_tokens": 5}
+    suffix = '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.2}'
+    assert SpeculationConfig(**vllm_alias(suffix)).suffix_min_probability == 0.2
     assert vllm_alias('{"model": "[ngram]", "prompt_lookup_max": 4}') == {"method": "ngram", "prompt_lookup_max": 4}
     both = engine_settings({"num_speculative_tokens": "2"}, text)
     assert both["speculation"]["num_speculative_tokens"] == 2

@@ -24,7 +24,11 @@ PANELS: dict[type[BaseModel], str] = {
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
-VLLM_NAMES = {"model": "draft"}
+VLLM_NAMES = {
+    "model": "draft",
+    "suffix_decoding_max_spec_factor": "suffix_max_factor",
+    "suffix_decoding_min_token_prob": "suffix_min_probability",
+}
 
 Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
 
