@@ -11,11 +11,12 @@ import torch
 from speculon import grammar as grammar_module
 from speculon.commands.options import pick
 from speculon.config import EngineConfig, SamplingParams, Structured
+from speculon.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
 from speculon.models.target import Target
 from speculon.text import Tokenizer
-from tests.tiny.conftest import tiny_target
+from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain
 from tests.tiny.test_structured import EOS, OFF, crowd, plain, spell, write
@@ -224,3 +225,20 @@ def test_a_form_can_be_a_flag() -> None:
     assert SamplingParams(**given).structured == Structured(choice=("a", "b"))
     with pytest.raises(InvalidParameter, match="not JSON"):
         pick(SamplingParams, {"structured": "json"})
+
+
+def test_rounds_by_hand_add_up_to_the_text() -> None:
+    """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
+    decoder = SpeculativeDecoder(tiny_model("llama"), method="ngram", tokenizer=words().inner, block_size=4)
+    params = SamplingParams(max_tokens=60, seed=3, structured=FORMS["nested"])
+    prompt = [1, 30, 31]
+    text, finish, rounds = list(prompt), None, 0
+    while finish is None:
+        verdict = decoder.verify(text, [40, 41, 42], params, prompt_len=3) if rounds % 2 else None
+        step = decoder.step(text, params, prompt_len=3)
+        assert verdict is None or verdict.tokens[0] == step.emitted_tokens[0]
+        text += step.emitted_tokens
+        finish, rounds = step.verdict.finish, rounds + 1
+    assert text[3:] == one(FORMS["nested"]).tokens and rounds < len(text) - 3
+    with pytest.raises(InvalidParameter, match="does not follow it"):
+        decoder.step([*prompt, 40, 41], params, prompt_len=3)
