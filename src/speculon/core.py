@@ -76,6 +76,8 @@ class Draft:
         """The first `k` drafts."""
         if k >= len(self.tokens):
             return self
+        if not k:
+            return NO_DRAFT
         probs = None if self.probs is None else self.probs[:k]
         return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k])
 

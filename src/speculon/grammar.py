@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams, Structured
-from speculon.core import Finish, ceil_div
+from speculon.core import Finish, Sequence, ceil_div
 from speculon.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ class Matcher:
         """Moves on over written tokens; False where the grammar does not allow them."""
         return not tokens or self.inner.consume_tokens(list(tokens))
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        return self.inner.is_stopped()
+
     def allows(self, tokens: Seq[int]) -> int:
         """How many of `tokens` may follow, one after the other."""
         return self.inner.validate_tokens(list(tokens)) if tokens else 0
@@ -59,10 +64,10 @@ class Matcher:
         ends = self.home.ends
         body = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         taken = self.inner.try_consume_tokens(list(tokens[:body])) if body else 0
-        whole, complete = self.inner.is_accepting(), self.inner.is_stopped()
+        whole, complete = self.inner.is_accepting(), self.complete
         if taken:
             self.inner.rollback(taken)
-        if taken and taken == body and whole and complete:
+        if taken and whole and complete:
             return taken - 1, Finish("stop")
         if taken < len(tokens):  # an end, or a token that nobody allowed: no token could go on from there
             return taken, Finish("stop", tokens[taken]) if whole else Finish("error")
@@ -107,10 +112,10 @@ class Grammars:
             raise InvalidParameter(f"structured.{kind}", value, found.get_error().strip())
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
-        opening[sorted(self.ends)] = False
+        opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
-            why = start.get_error().strip() or "no text but the empty one fits it, in this vocabulary"
-            raise InvalidParameter(f"structured.{kind}", value, why)
+            why = f"no text but the empty one fits it, in this vocabulary {start.get_error()}"
+            raise InvalidParameter(f"structured.{kind}", value, why.strip())
         self._compiled[key] = found
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -178,14 +183,32 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
     """
     home = drafted[0][0].home
     allowed = home.allowed(drafted)
+    ends = torch.tensor([token for token in home.ends if token < allowed.shape[-1]], dtype=torch.long)
     row = 0
     for matcher, draft in drafted:
         rows = allowed[row : row + len(draft) + 1]
         if matcher.endless:
-            row_goes_on = rows.index_fill(1, torch.tensor(sorted(home.ends)), False)
-            rows.copy_(torch.where(row_goes_on.any(-1, keepdim=True), row_goes_on, rows))
+            onward = rows.index_fill(1, ends, False)
+            rows.copy_(torch.where(onward.any(-1, keepdim=True), onward, rows))
         row += len(draft) + 1
     return (~allowed & allowed.any(-1, keepdim=True)).to(device)
+
+
+class Scouts:
+    """Walk ahead with the drafts of a round, for drafters that sample; the texts' own matchers stay where they are."""
+
+    def __init__(self, seqs: Seq[Sequence]):
+        self._ahead = {i: seq.grammar.fork() for i, seq in enumerate(seqs) if seq.grammar is not None}
+
+    def forbid(self, which: Iterable[int], device: torch.device) -> dict[int, Tensor]:
+        """By index, what the next draft must not be, [V]; no entry without a grammar."""
+        bound = [i for i in which if i in self._ahead]
+        return dict(zip(bound, forbid([(self._ahead[i], ()) for i in bound], device), strict=True)) if bound else {}
+
+    def go_on(self, i: int, token: int) -> bool:
+        """Moves on over a draft; whether anything can follow it."""
+        scout = self._ahead.get(i)
+        return scout is None or (scout.consume([token]) and not scout.complete)
 
 
 def source(kind: str, value: Any) -> str:

@@ -19,6 +19,7 @@ from speculon.batch import Batch
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
+from speculon.grammar import Scouts
 from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
@@ -73,11 +74,13 @@ class DraftModel:
         drafts: list[list[int]] = [[] for _ in seqs]
         sure: list[list[float]] = [[] for _ in seqs]
         probs: list[list[Tensor]] = [[] for _ in seqs]
+        scouts = Scouts(seqs)
         active = list(range(len(seqs)))
         self._catch_up(seqs, lease)
         while active:
             logits = self._next([(seqs[i], drafts[i]) for i in active], lease)  # [len(active), V]
-            rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i])) for i in active]
+            bans = scouts.forbid(active, logits.device)
+            rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
             weights = weigh(logits, rows)
             tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
             chosen = torch.tensor(tokens, device=logits.device)[:, None]
@@ -87,7 +90,11 @@ class DraftModel:
                 sure[i].append(share)
                 if seqs[i].rejection:
                     probs[i].append(weights[row].softmax(-1))
-            active = [i for i in active if len(drafts[i]) < budgets[i] and sure[i][-1] >= self.min_confidence]
+            active = [
+                i
+                for i in active
+                if scouts.go_on(i, drafts[i][-1]) and len(drafts[i]) < budgets[i] and sure[i][-1] >= self.min_confidence
+            ]
         return [
             Draft(tuple(d), (NAME,) * len(d), torch.stack(q) if q else None, tuple(c))
             for d, q, c in zip(drafts, probs, sure, strict=True)

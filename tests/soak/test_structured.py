@@ -1,0 +1,50 @@
+"""Two hundred seeded requests for JSON, at temperature 1: all end by themselves, parse, validate, and equal the plain texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from speculon import LLM
+from speculon.llm import RequestOutput
+from tests.tiny.demo_forms import report, write, wrong
+from tests.tiny.demo_texts import MISSING
+
+REQUESTS = 200
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo")
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[RequestOutput]:
+    return write(llm, REQUESTS, {"method": "off"})
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "off"},
+        {},
+        {"method": "ngram"},
+        {"method": "draft_model"},
+        {"method": "draft_model", "num_speculative_tokens": 8},
+    ],
+    ids=str,
+)
+def test_two_hundred_of_two_hundred(
+    llm: LLM, plain: list[RequestOutput], speculation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = plain if speculation == {"method": "off"} else write(llm, REQUESTS, speculation)
+    with capsys.disabled():
+        print(f"\n{report(str(speculation), outputs)}", flush=True)
+    assert wrong(outputs) == []
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]

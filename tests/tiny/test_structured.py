@@ -1,0 +1,335 @@
+"""Structured output with drafts: the same tokens as without, and every text of the form that was asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from speculon import LLM
+from speculon import grammar as grammar_module
+from speculon import verify as verify_module
+from speculon.config import SamplingParams
+from speculon.engine import engine as engine_module
+from speculon.grammar import Matcher
+from speculon.proposers import compose, registry
+from tests.tiny import demo_forms
+from tests.tiny.conftest import tiny_model
+from tests.tiny.demo_texts import MISSING
+from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.forms import ENDLESS, FORMS, check, engine_of, words
+from tests.tiny.scripted import Key, Request, Result, drain, script
+from tests.tiny.test_requests import check_account
+
+OFF = {"method": "off"}
+EOS = 2
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "hot": {
+        "temperature": 1.5,
+        "top_k": 30,
+        "top_p": 0.9,
+        "frequency_penalty": 0.5,
+        "bad_words": ("e",),
+        "logit_bias": {40: 2.0},
+    },
+}
+METHODS: list[dict[str, Any]] = [
+    {"method": "ngram"},
+    {"method": "draft_model", "num_speculative_tokens": 3},
+    {"method": "synthetic", "num_speculative_tokens": 5},
+    {"method": "scripted", "num_speculative_tokens": 8},
+    {"method": "auto", "num_speculative_tokens": 1},
+    OFF,
+]
+
+
+def write(requests: list[Request], **settings: Any) -> dict[Key, Result]:
+    engine = engine_of(**settings)
+    for asked in requests:
+        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    return drain(engine)
+
+
+def crowd(mode: str, **more: Any) -> list[Request]:
+    """One request for each form, and two without any among them."""
+    asked = [(name, form) for name, form in FORMS.items()]
+    asked[3:3] = asked[7:7] = [("free", None)]  # type: ignore[list-item]
+    return [
+        Request(
+            [1, *range(20 + i, 24 + 3 * i)],
+            SamplingParams(max_tokens=70, seed=i, structured=form, ignore_eos=form is None, **MODES[mode], **more),
+            OFF,
+            f"{name} {i}",
+        )
+        for i, (name, form) in enumerate(asked)
+    ]
+
+
+@cache
+def plain(mode: str) -> dict[Key, Result]:
+    """What each of the crowd writes alone and without drafts."""
+    texts: dict[Key, Result] = {}
+    for asked in crowd(mode):
+        texts |= write([asked])
+    return texts
+
+
+@pytest.fixture(autouse=True)
+def drafters_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.fixture(params=list(MODES))
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def drafters(mode: str) -> Iterator[None]:
+    doubting()
+    script({key: result.tokens for key, result in plain(mode).items()})
+    yield
+
+
+def spell(result: Result) -> str:
+    return words().decode(result.tokens)
+
+
+def test_every_text_has_its_form(mode: str) -> None:
+    for (name, _), result in plain(mode).items():
+        form = name.split()[0]
+        assert result.finish is not None
+        if form != "free" and (form not in ENDLESS or result.finish.reason == "stop"):
+            assert result.finish.reason == "stop", spell(result)
+            check(form, spell(result))
+    free = [spell(result) for (name, _), result in plain(mode).items() if name.startswith("free")]
+    assert len(free) == 2 and all(len(text) > 30 for text in free)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_blocks": 34}, {"max_batch_tokens": 7}, {"prefix_cache": False, "max_num_seqs": 3}],
+    ids=["roomy", "few pages", "chunked", "three at a time"],
+)
+@pytest.mark.parametrize("shift", range(len(METHODS)))
+@pytest.mark.usefixtures("drafters")
+def test_drafts_change_no_token(mode: str, shift: int, settings: dict[str, Any]) -> None:
+    """Each form under another method, all of them at once."""
+    asked = [replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(crowd(mode))]
+    results = write(asked, speculation=DRAFT, **settings)
+    assert results.keys() == plain(mode).keys()
+    for key, result in results.items():
+        assert (result.tokens, result.finish) == (plain(mode)[key].tokens, plain(mode)[key].finish)
+        check_account(result)
+    if "num_blocks" in settings:
+        assert sum(result.stats.preemptions for result in results.values()) > 0
+    assert sum(result.stats.accepted for result in results.values()) > 20
+
+
+@pytest.mark.usefixtures("drafters")
+def test_samples_have_a_place_of_their_own_in_the_grammar(mode: str) -> None:
+    asked = next(one for one in crowd(mode) if one.id.startswith("nested"))
+    asked = replace(asked, params=asked.params.model_copy(update={"n": 3}))
+    truth, results = write([asked]), write([replace(asked, speculation={"method": "ngram"})])
+    assert {key: r.tokens for key, r in results.items()} == {key: r.tokens for key, r in truth.items()}
+    assert mode == "greedy" or len({tuple(r.tokens) for r in results.values()}) == 3
+    for result in results.values():
+        check("nested", spell(result))
+
+
+def test_forced_tokens_are_drafted_and_save_calls() -> None:
+    asked = [one for one in crowd("sampled") if one.id.startswith(("strings", "nested"))]
+    alone = write(asked)
+    for speculation in ({"method": "ngram"}, {}, {"method": "draft_model"}):  # with a drafter, by default, with none at hand
+        results = write([replace(one, speculation=speculation) for one in asked])
+        for key, result in results.items():
+            done = result.stats.speculation()
+            assert done and done.by_source["grammar"]["drafted"] == done.by_source["grammar"]["accepted"] > 8
+            assert result.stats.target_calls < 0.7 * alone[key].stats.target_calls and result.tokens == alone[key].tokens
+
+
+@pytest.mark.parametrize("speculation", [OFF, {"num_speculative_tokens": 0}], ids=str)
+def test_who_wants_no_drafts_gets_no_forced_ones(speculation: dict[str, Any]) -> None:
+    results = write([replace(one, speculation=speculation) for one in crowd("sampled")])
+    assert not any(result.stats.rounds for result in results.values())
+
+
+def test_what_the_grammar_refuses_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = next(one for one in crowd("sampled") if one.id.startswith("strings"))
+    asked = replace(asked, speculation={"method": "scripted", "num_speculative_tokens": 6})
+    truth = plain("sampled")[asked.id, 0]
+    script({(asked.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)  # ids of any kind
+    trimmed = write([asked])[asked.id, 0]
+    script({(asked.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)
+    monkeypatch.setattr(compose, "fit", lambda draft, seq: draft)
+    whole = write([asked])[asked.id, 0]
+    assert trimmed.tokens == whole.tokens == truth.tokens
+    assert trimmed.stats.verified_positions < whole.stats.verified_positions
+    assert trimmed.stats.accepted_at.total() == whole.stats.accepted_at.total()
+
+
+# planted errors: each of them must show
+
+
+def test_a_row_without_its_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask of the row before, for one row in the middle of a draft."""
+
+    def one_off(drafted: Any, device: Any) -> Tensor:
+        masks = grammar_module.forbid(drafted, device)
+        row = 0
+        for _, draft in drafted:
+            if len(draft) > 1:
+                masks[row + 1] = masks[row]
+            row += len(draft) + 1
+        return masks
+
+    monkeypatch.setattr(verify_module, "forbid", one_off)
+    assert differing() > 0
+
+
+def test_a_matcher_that_eats_rejected_drafts_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Matcher.allows
+
+    def greedy(self: Matcher, tokens: Any) -> int:
+        fitting = honest(self, tokens)
+        if fitting > 2:
+            self.consume(tokens[:1])
+        return fitting
+
+    monkeypatch.setattr(Matcher, "allows", greedy)
+    assert differing() > 0
+
+
+def differing() -> int:
+    truth = plain("sampled")
+    script({key: result.tokens for key, result in truth.items()})
+    asked = [replace(one, speculation={"method": "scripted"}) for one in crowd("sampled")]
+    return sum(result.tokens != truth[key].tokens for key, result in write(asked).items())
+
+
+def test_nothing_planted_nothing_shows() -> None:
+    assert differing() == 0
+
+
+# faults, aborts, rounds by hand
+
+
+@pytest.mark.usefixtures("drafters")
+def test_a_failed_step_moves_no_matcher(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(speculation=DRAFT)
+    for asked in crowd(mode):
+        engine.add_request(asked.prompt, asked.params, {"method": "scripted"}, asked.id)
+    results: dict[Key, Result] = {}
+    honest, steps = engine_module.cut, 0
+
+    def sometimes(*args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps % 3 == 0:
+            raise MemoryError("planted")
+        return honest(*args)
+
+    monkeypatch.setattr(engine_module, "cut", sometimes)
+    failed = 0
+    while engine.has_work:
+        try:
+            for event in engine.step():
+                results.setdefault((event.request_id, event.sample), Result()).take(event)
+        except MemoryError:
+            failed += 1
+    assert failed > 5
+    assert {key: r.tokens for key, r in results.items()} == {key: r.tokens for key, r in plain(mode).items()}
+
+
+def test_an_abort_touches_nobody() -> None:
+    engine = engine_of()
+    for asked in crowd("sampled"):
+        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    results: dict[Key, Result] = {}
+    for _ in range(4):
+        for event in engine.step():
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+    gone = "nested 2"
+    engine.abort(gone)
+    drain(engine, results)
+    for key, result in results.items():
+        truth = plain("sampled")[key].tokens
+        assert result.tokens == (truth[: len(result.tokens)] if key[0] == gone else truth)
+
+
+# distribution
+
+
+def test_rejection_keeps_the_form() -> None:
+    """Drafts that carry q, judged against p under the mask."""
+    doubting()
+    for seed in range(12):
+        engine = engine_of(speculation=DRAFT)
+        for name, form in FORMS.items():
+            params = SamplingParams(max_tokens=90, seed=seed, structured=form)
+            engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, name)
+        for (name, _), result in drain(engine).items():
+            if name not in ENDLESS:
+                check(name, spell(result))
+
+
+def test_rejection_draws_from_the_law_under_the_mask() -> None:
+    """The 2nd and 3rd of three letters, which were drafted: chi-square against the stock model's own law."""
+    doubting()
+    letters = [words().encode(c, add_special_tokens=False)[0] for c in "abcdefgh"]
+    engine = engine_of(speculation=DRAFT, max_num_seqs=64)
+    for seed in range(32):
+        params = SamplingParams(n=64, max_tokens=4, seed=seed, structured={"regex": "[a-h]{3}"}, temperature=1.3)
+        engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, f"r{seed}")
+    results = drain(engine)
+    counts = Counter(tuple(result.tokens[1:]) for result in results.values())
+    assert sum(result.stats.accepted for result in results.values()) > 500 and len(results) == 2048
+
+    def law(tokens: list[list[int]]) -> Tensor:  # [N, 8]
+        with torch.inference_mode():
+            return (tiny_model("llama")(torch.tensor(tokens)).logits[:, -1, letters].double() / 1.3).softmax(-1)
+
+    start = [1, 30, 31]
+    one_letter = [[*start, a] for a in letters]
+    first, second = law([start])[0], law(one_letter)
+    third = law([[*text, b] for text in one_letter for b in letters]).view(8, 8, 8)
+    p = torch.einsum("a,ab,abc->bc", first, second, third)
+    expected = {(b, c): float(p[i, j]) * 2048 for i, b in enumerate(letters) for j, c in enumerate(letters)}
+    likely = {pair: e for pair, e in expected.items() if e >= 5}
+    rest = 2048 - sum(likely.values())
+    others = 2048 - sum(counts[pair] for pair in likely)
+    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in likely.items()) + (others - rest) ** 2 / max(rest, 1e-9)
+    assert len(likely) > 8 and chi2.sf(statistic, len(likely)) > 1e-3
+    shifted = dict(zip(likely, [*list(likely.values())[1:], next(iter(likely.values()))], strict=True))
+    assert chi2.sf(sum((counts[pair] - e) ** 2 / e for pair, e in shifted.items()), len(likely)) < 1e-6  # the twin
+
+
+# the shipped model
+
+
+@pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout")
+def test_the_demo_writes_valid_json_of_any_draft() -> None:
+    """Twenty of the requests that the soak makes two hundred of."""
+    llm = LLM("demo")
+    plainly, drafted = (demo_forms.write(llm, 20, speculation) for speculation in (OFF, {}))
+    assert demo_forms.wrong(plainly) == demo_forms.wrong(drafted) == []
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plainly]
+    assert sum(one.speculation.accepted for one in drafted if one.speculation) > 200
+    cut = [one.text[:-1] for one in drafted]
+    assert (
+        len(
+            demo_forms.wrong(
+                [replace(one, outputs=[replace(one.outputs[0], text=t)]) for one, t in zip(drafted, cut, strict=True)]
+            )
+        )
+        == 20
+    )
