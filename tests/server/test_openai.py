@@ -174,7 +174,7 @@ def rounded(value: Any) -> Any:
 
 def test_usage_comes_in_a_stream_only_when_asked_for(client: openai.OpenAI) -> None:
     assert not [chunk for chunk in complete(client, stream=True) if chunk.usage]
-    *_, last = complete(client, stream=True, stream_options={"include_usage": True})
+    *_, last = complete(client, temperature=0, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage.completion_tokens == 24
     *_, last = complete(client, stream=True, **spec())
     assert last.choices == [] and last.speculation["method"] and last.usage is None
