@@ -147,7 +147,7 @@ class SamplingParams(Checked):
     @model_validator(mode="after")
     def _min_within_max(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is beyond max_tokens {self.max_tokens}")
+            raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
         return self
 
     @property
@@ -230,9 +230,7 @@ class ServeConfig(Checked):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: SecretStr | None = Field(
-        None, min_length=1, description="the bearer token of clients; better by environment"
-    )
+    api_key: SecretStr | None = Field(None, min_length=1, description="the bearer token of clients; better by environment")
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")
