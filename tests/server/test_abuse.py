@@ -199,7 +199,9 @@ def test_other_models_are_not_found(inside: Inside, name: str) -> None:
     assert (error["code"], error["param"]) == ("model_not_found", "model") and len(error["message"]) < 200
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"])
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"]
+)
 def test_unknown_routes_are_not_found(inside: Inside, caplog: pytest.LogCaptureFixture, path: str) -> None:
     counted = inside.metric("speculon_http_requests_total")
     with caplog.at_level(logging.INFO, "speculon.server"):
@@ -219,7 +221,9 @@ def test_other_methods_are_refused(inside: Inside, method: str, path: str, allow
     assert response.headers["allow"] == allowed
 
 
-@pytest.mark.parametrize(("sent", "kept"), [("abc-1.2:3_x", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)])
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("abc-1.2:3_x", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)]
+)
 def test_request_ids_are_echoed(inside: Inside, sent: str, kept: bool) -> None:
     for path in ("/health", "/v1/nothing"):
         answered = inside.client.get(path, headers={"x-request-id": sent.encode()}).headers["x-request-id"]
