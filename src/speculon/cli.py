@@ -22,6 +22,10 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="machine-readable: JSON on stdout and nothing else")]
 
+SpeculativeConfig = Annotated[
+    str | None, typer.Option(metavar="JSON", help="vLLM's form of the speculation options; single options win over it")
+]
+
 
 def main() -> None:
     app()
@@ -49,31 +53,54 @@ def generate(
     prompt_file: Annotated[list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a message, answered through the chat template")] = False,
     system: Annotated[str | None, typer.Option(help="system message; implies --chat")] = None,
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="vLLM's form of the speculation options; single options win over it")
+    prediction_file: Annotated[
+        Path | None, typer.Option(help="a file with what the text will mostly be: it is drafted from")
     ] = None,
+    speculative_config: SpeculativeConfig = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006 (made by settings_from)
 ) -> None:
     """Continue prompts, from --prompt, --prompt-file or stdin; a single text is shown as it is written."""
     from speculon.commands.generate import Task, run
 
-    run(Task(prompt or [], prompt_file or [], chat or system is not None, system), given, speculative_config, as_json)
+    run(
+        Task(prompt or [], prompt_file or [], chat or system is not None, system, prediction_file),
+        given,
+        speculative_config,
+        as_json,
+    )
 
 
 @app.command()
 @answered
 @settings_from(ServeConfig, SpeculationConfig, EngineConfig)
 def serve(
-    speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="vLLM's form of the speculation options; single options win over it")
-    ] = None,
+    speculative_config: SpeculativeConfig = None,
     given: Given = {},  # noqa: B006
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with speculation that every request can steer and see."""
     from speculon.commands.serve import run
 
     run(given, speculative_config)
+
+
+@app.command()
+@answered
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n",))
+def chat(
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template: what you type is continued as plain text")] = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="colour each token that was guessed, by what guessed it")
+    ] = False,
+    speculative_config: SpeculativeConfig = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable: one JSON object per turn on stdout")] = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Talk with a model, in a terminal or line by line through a pipe; /help lists the commands."""
+    from speculon.commands.chat import Task, run
+
+    run(Task(system, raw, show_drafts, as_json), given, speculative_config)
 
 
 @app.command()

@@ -28,7 +28,8 @@ MAX_BIASES = 4096
 MAX_BAD_WORDS = 256
 MAX_SAMPLES = 64
 MAX_DRAFTS = 64
-GIVEN_DRAFTS = 32  # per round, of what came with a request
+MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
+GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: a third of a second to compile at the worst seen
 MAX_CHOICES = 1024
 
@@ -109,7 +110,7 @@ class SamplingParams(Checked):
 
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens whose probability reaches this")
-    top_k: int = Field(0, ge=-1, description="keep this many tokens; 0 or -1 keeps all")
+    top_k: int = Field(0, ge=-1, le=2**31, description="keep this many tokens; 0 or -1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest one")
     max_tokens: int | None = Field(None, ge=0, description="tokens to write at most; None: to the end of the context")
     min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
@@ -146,7 +147,7 @@ class SamplingParams(Checked):
     @model_validator(mode="after")
     def _min_within_max(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is beyond max_tokens {self.max_tokens}")
+            raise InvalidParameter("min_tokens", self.min_tokens, f"is beyond max_tokens {self.max_tokens}")
         return self
 
     @property
@@ -213,6 +214,15 @@ class RequestSpeculation(Checked):
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     acceptance: Acceptance | None = None
+    prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
+
+    @field_validator("prediction", mode="before")
+    @classmethod
+    def _text_or_ids(cls, value: Any) -> Any:
+        ids = isinstance(value, list | tuple) and all(isinstance(token, int) for token in value)
+        if value is None or ((ids or isinstance(value, str)) and len(value) <= MAX_PREDICTION):
+            return value
+        raise ValueError(f"a string or a list of token ids, at most {MAX_PREDICTION} long")
 
 
 class ServeConfig(Checked):
@@ -220,7 +230,7 @@ class ServeConfig(Checked):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: SecretStr | None = Field(None, description="clients must send it as a bearer token; better by environment")
+    api_key: SecretStr | None = Field(None, min_length=1, description="the bearer token of clients; better by environment")
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -267,6 +267,12 @@ class Event:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     stats: RequestStats | None = None  # with the finish
     sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: what guessed each
+
+    def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
+        """Pickled as what it was made of, in a third of the time: each step's news of 32 streams crosses a pipe."""
+        said = (self.request_id, self.sample, self.tokens)
+        more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources)
+        return Event, said if more == (None, None, None, None, ()) else (*said, *more)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -104,9 +104,9 @@ class SpeculativeDecoder:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        self.engine = Engine(
-            wrap_model(model, max_context=self.config.max_context, fused=self.config.fuse), self.tokenizer, self.config
-        )
+        limit, fuse, compile = self.config.max_context, self.config.fuse, self.config.compile
+        target = wrap_model(model, max_context=limit, fused=fuse, compile=compile)
+        self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
         self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
         self._plain_ms: float | None = None

@@ -49,8 +49,7 @@ class InvalidParameter(InvalidRequest):
 
     def __init__(self, name: str, value: Any, limit: str):
         self.name, self.value, self.limit = name, value, limit
-        shown = repr(value)
-        super().__init__(f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
+        super().__init__(f"{name} = {shorten(value)}: {limit}")
 
 
 class EmptyPrompt(InvalidRequest):
@@ -123,3 +122,9 @@ class NotReady(EngineError):
 
 class BenchError(EngineError):
     """A benchmark that would have reported an untrue figure."""
+
+
+def shorten(value: Any, most: int = 80) -> str:
+    """A refused value as a message shows it."""
+    shown = repr(value)
+    return shown if len(shown) <= most else shown[: most - 3] + "..."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
@@ -16,7 +18,7 @@ from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.models.load import load_target, load_tokenizer
 from speculon.telemetry import RequestStats, SpeculationStats
-from speculon.text import Stream, Tokenizer, final_text
+from speculon.text import Stream, Tokenizer, check_messages, final_text
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -32,6 +34,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None  # the stop string or token that ended it
     logprobs: list[TokenLogprobs] | None = None  # one per token
+    sources: list[str | None] = field(default_factory=list)  # one per token: what guessed it; None is the target itself
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -92,6 +95,28 @@ class RequestOutput:
         ]
         prompt_logprobs: list[Any] | None = self.prompt_logprobs and [lp and asdict(lp) for lp in self.prompt_logprobs]
         return {"prompt_token_ids": self.prompt_token_ids, "prompt_logprobs": prompt_logprobs, "outputs": outputs}
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this block: half a step would leave the engine broken."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # not Python's to hold, or not ours
+        yield
+        return
+    caught = False
+
+    def hold(*_: object) -> None:
+        nonlocal caught
+        caught = True
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 class LLM:
@@ -198,30 +223,43 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> Generator[Event, None, None]:
         """Yields what each step brings to one prompt. Closing the generator aborts the request."""
-        params = params or SamplingParams()
+        output = RequestOutput(self._encode(prompt), [Completion()])
+        yield from self._stream_to(output, params or SamplingParams(), speculation)
+
+    def session(self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False) -> Session:
+        """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued as they are."""
+        return Session(self, params or SamplingParams(), system, raw)
+
+    def _stream_to(self, output: RequestOutput, params: SamplingParams, speculation: Speculation) -> Generator[Event, None, None]:
+        """Yields what each step brings to `output`, which has it already; with the account also when this is closed early."""
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a stream carries one text")
-        request_id = self._begin(self._encode(prompt), params, speculation)
+        request_id = self._begin(output.prompt_token_ids, params, speculation)
         try:
-            finished = False
-            while not finished:
-                if not self._unread[request_id]:
+            while output.finish_reason is None:
+                unread = self._unread[request_id]
+                while not unread:
                     self._step()
-                for event in self._news(request_id):
-                    finished = event.finish is not None
-                    yield event
+                event = unread.pop(0)
+                absorb(output, event)
+                yield event
         finally:
-            self._end(request_id)
-
-    def session(self, params: SamplingParams | None = None, *, system: str | None = None) -> Session:
-        """A conversation whose earlier turns stay in pages."""
-        return Session(self, params or SamplingParams(), system)
+            for event in self._end(request_id):
+                absorb(output, event)
+            self._write_text(output, params)
 
     def _begin(self, prompt: list[int], params: SamplingParams, speculation: Speculation) -> str:
-        request_id = self.engine.add_request(prompt, params, speculation)
-        self._unread[request_id] = []
+        request_id = ""
+        try:
+            with uninterrupted():
+                request_id = self.engine.add_request(prompt, params, speculation)
+                self._unread[request_id] = []
+        except KeyboardInterrupt:  # held until now: nobody will learn the id
+            self._end(request_id)
+            raise
         return request_id
 
+    @uninterrupted()
     def _step(self) -> None:
         for event in self.engine.step():
             if event.request_id in self._unread:
@@ -232,9 +270,10 @@ class LLM:
         news, self._unread[request_id] = self._unread[request_id], []
         return news
 
-    def _end(self, request_id: str) -> None:
-        del self._unread[request_id]
-        self.engine.abort(request_id)
+    @uninterrupted()
+    def _end(self, request_id: str) -> list[Event]:
+        """Ends a request that has not; returns what nobody has read."""
+        return [*self._unread.pop(request_id), *self.engine.abort(request_id)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -255,38 +294,94 @@ def with_own_draft(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"speculation": config.speculation.model_copy(update={"draft": "demo-draft"})})
 
 
-class Session:
-    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found again."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a user said, and the answer."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None):
-        self.llm, self.params = llm, params
-        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._tokens: list[int] = []
-        self._rendered = ""  # the template's text that `_tokens` stand for
+    content: str
+    output: RequestOutput
+    rendered: str  # the text that its tokens stand for; empty where the two differ
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.output.prompt_token_ids, *self.output.token_ids]
+
+
+class Session:
+    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found again.
+
+    `system` may be changed between turns, and `turns` shortened: the last one taken back, or all of them.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, raw: bool = False):
+        if raw and system:
+            raise InvalidParameter("system", system, "a raw conversation has no roles")
+        self.llm, self.params, self.system, self.raw = llm, params, system, raw
+        self.turns: list[Turn] = []
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        said = [("system", self.system)] if self.system else []
+        for turn in self.turns:
+            said += [("user", turn.content), ("assistant", turn.output.text)]
+        return [{"role": role, "content": content} for role, content in said]
 
     def send(self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None) -> RequestOutput:
         """Adds a user's turn and returns the answer; a refused turn leaves the conversation as it was."""
+        for _ in self.stream(content, params, speculation=speculation):
+            pass
+        return self.turns[-1].output
+
+    def stream(
+        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Generator[Event, None, None]:
+        """Adds a user's turn and yields what each step brings to its answer, which is then `turns[-1].output`.
+
+        A turn that is refused or fails leaves the conversation as it was. One that is closed early, or interrupted,
+        keeps what was written; where nothing was, it is taken back.
+        """
+        text = self._render(content)
+        output = RequestOutput(self._encode(text), [Completion()])
+        try:
+            yield from self.llm._stream_to(output, params or self.params, speculation)
+        except (GeneratorExit, KeyboardInterrupt):
+            if output.token_ids:
+                self._keep(content, text, output)
+            raise
+        self._keep(content, text, output)
+
+    def prompt(self, content: str) -> list[int]:
+        """The tokens that a turn would send. Raises `InvalidRequest` where the template refuses it; changes nothing."""
+        return self._encode(self._render(content))
+
+    def _render(self, content: str) -> str:
         messages = [*self.messages, {"role": "user", "content": content}]
-        prompt = self._prompt(messages)
-        output = self.llm.generate([prompt], params or self.params, speculation=speculation)[0]
-        self.messages = [*messages, {"role": "assistant", "content": output.text}]
-        self._tokens = [*prompt, *output.token_ids]
+        if not self.raw:
+            return self.llm.tokenizer.render_chat(messages)
+        check_messages(messages)
+        text = ""
+        for message in messages:
+            new_line = text and message["role"] == "user" and not text.endswith("\n")
+            text += "\n" * bool(new_line) + message["content"]
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer, last = self.llm.tokenizer, self.turns[-1] if self.turns else None
+        if last and last.rendered and text.startswith(last.rendered):
+            return [*last.tokens, *tokenizer.encode(text[len(last.rendered) :], add_special_tokens=False)]
+        return tokenizer.encode(text, add_special_tokens=self.raw)
+
+    def _keep(self, content: str, text: str, output: RequestOutput) -> None:
         # a stop string is in the tokens but not in the text: the next prompt is then made from the text again
         ended_by_string = isinstance(output.outputs[0].stop, str)
-        self._rendered = "" if ended_by_string else self.llm.tokenizer.render_chat(messages) + output.text
-        return output
-
-    def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        text = self.llm.tokenizer.render_chat(messages)
-        if self._rendered and text.startswith(self._rendered):
-            return [*self._tokens, *self.llm.tokenizer.encode(text[len(self._rendered) :], add_special_tokens=False)]
-        return self.llm.tokenizer.apply_chat(messages)
+        self.turns.append(Turn(content, output, "" if ended_by_string else text + output.text))
 
 
 def absorb(output: RequestOutput, event: Event) -> None:
     """Adds one event to the result it belongs to."""
     one = output.outputs[event.sample]
     one.token_ids.extend(event.tokens)
+    one.sources += [*event.sources, *(None for _ in event.tokens[len(event.sources) :])]
     if event.logprobs is not None:
         one.logprobs = [*(one.logprobs or ()), *event.logprobs]
     if event.prompt_logprobs is not None and event.sample == 0:

@@ -83,6 +83,16 @@ class RequestStats:
     verify_ms: float = 0.0
     saved_ms: float | None = None
 
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Drafts from the client's prediction that are in the text."""
+        return self.accepted_from["prediction"]
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Drafts from the client's prediction that are not, those beyond the text's end among them; each time drafted counts."""
+        return self.drafted_from["prediction"] - self.accepted_from["prediction"]
+
     def record(self, decision: Decision | None, draft: Draft, verdict: Verdict) -> None:
         """One target call that sampled this sequence. `decision` is None where a prompt chunk gave the first token."""
         k = len(draft.tokens)
@@ -120,14 +130,6 @@ class RequestStats:
             elif theirs is not None:
                 setattr(self, name, (mine or 0) + theirs)
 
-    @property
-    def accepted_prediction_tokens(self) -> int:
-        return self.accepted_from["prediction"]
-
-    @property
-    def rejected_prediction_tokens(self) -> int:
-        return self.drafted_from["prediction"] - self.accepted_from["prediction"]
-
     def speculation(self) -> SpeculationStats | None:
         if not self.rounds:
             return None
@@ -163,6 +165,7 @@ class EngineCounters:
     profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # part of a step -> ms
     rows: int = 0
     prompt_tokens: int = 0
+    checks: int = 0  # times at rest that every page was found accounted for
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -13,6 +14,7 @@ from speculon.errors import InvalidParameter, InvalidRequest
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
 
 
@@ -26,13 +28,20 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self.inner)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise."""
-        check_text("prompt", text)
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.inner.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise.
+
+        Errors are about the parameter `name`.
+        """
+        check_text(name, text)
         try:
             return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         except Exception as error:
-            raise InvalidParameter("prompt", text, f"the tokenizer cannot encode it: {first_line(error)}") from error
+            raise InvalidParameter(name, text, f"the tokenizer cannot encode it: {first_line(error)}") from error
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
         # without the clean-up of spaces: it would change text that has been streamed already
@@ -43,9 +52,11 @@ class Tokenizer:
     ) -> str:
         """The conversation as the checkpoint's template writes it, up to where the answer begins."""
         check_messages(messages)
-        if not self.inner.chat_template:
+        if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
+        if taken := known.keys() & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES:
+            raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:
             text: str = self.inner.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **known)
         except Exception as error:  # templates raise errors of their own choice
@@ -103,6 +114,7 @@ class Stream:
         self._sure = 0  # characters of it that went on to `_held`
         self._held = ""  # whole characters not returned yet
         self._settled = 0  # characters of it from before the last token: no text ended there
+        self.length = 0  # whole characters so far, returned or held back: where the next token begins
 
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
@@ -115,8 +127,9 @@ class Stream:
         return truncate(text, stop, after) if isinstance(stop, str) else text
 
     def _push(self, token: int) -> str:
-        self._settled = len(self._held)
-        self._held += self._decode(token)
+        self._settled, new = len(self._held), self._decode(token)
+        self._held += new
+        self.length += len(new)
         certain = len(self._held) - self._may_be_stop()
         ready, self._held = self._held[:certain], self._held[certain:]
         self._settled = max(0, self._settled - certain)

@@ -239,6 +239,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": WINDOW}, "both directions|neither causal"),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
+    "stablelm": ("stablelm", {}, "StableLmAttention does not hand the arguments of a forward down"),
 }
 
 

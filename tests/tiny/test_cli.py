@@ -152,6 +152,15 @@ def test_a_file_and_stdin_are_taken_as_they_are(folder: Path, tmp_path: Path) ->
     assert texts([one]) == texts([other])
 
 
+def test_a_prediction_comes_from_a_file(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    expected = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24), speculation={"method": "off"})[0]
+    (tmp_path / "known.txt").write_text(expected.text)
+    flags = ["generate", "--model", str(folder), "-p", PROMPT, *GREEDY, "--prediction-file", "known.txt"]
+    (one,) = json.loads(speculon(*flags, "--json").stdout)["outputs"]
+    assert one["text"] == expected.text and "prediction" in one["speculation"]["by_source"]
+    assert speculon(*flags).stdout == expected.text + "\n"
+
+
 def test_chat_goes_through_the_template(folder: Path, llm: LLM) -> None:
     done = speculon("generate", "--model", str(folder), "--system", "Be brief.", "-p", "Hello", *GREEDY, "--json")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -173,6 +182,7 @@ REFUSED = [
     pytest.param(["-p", "x", "--method", "zzz"], "UnknownMethod", "known are", id="a method"),
     pytest.param(["-p", "x", "--speculative-config", '{"k": 1}'], "ConfigError", "k", id="an unknown key"),
     pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
+    pytest.param(["-p", "x", "--prediction-file", "none.txt"], "InvalidParameter", "prediction-file = 'none.txt'", id="nor this"),
     pytest.param(["-p", "x", "--model", "none/of/these"], "ModelNotFound", "none/of/these", id="no model"),
 ]
 

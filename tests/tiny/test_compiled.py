@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
-from speculon.models.fuse import fuse
 from speculon.models.load import wrap_model
 from speculon.models.prove import paged_logits
 from speculon.models.target import Target
+from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import build, tiny_model
 
 
@@ -23,9 +25,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(model: Any = None, *, share: bool = False) -> Target:
-    target = wrap_model(model or tiny_model("qwen3"), fused=False)
-    fuse(target, share=share, compile=True)
-    return target
+    return wrap_model(model or tiny_model("qwen3"), share=share, compile=True)
 
 
 def reasons(target: Target) -> str:
@@ -43,14 +43,41 @@ def test_the_layers_in_the_compilers_terms_are_the_same(name: str, uncompiled: N
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_only_few_rows_go_the_compiled_way(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, rows = made(), []
-    forward = compiling.Layers.forward
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each step that goes the compiled way."""
+    seen, forward = [], compiling.Layers.forward
     monkeypatch.setattr(
-        compiling.Layers, "forward", lambda self, ids, positions: rows.append(len(ids)) or forward(self, ids, positions)
+        compiling.Layers, "forward", lambda self, ids, positions: seen.append(len(ids)) or forward(self, ids, positions)
     )
+    return seen
+
+
+def test_only_few_rows_go_the_compiled_way(uncompiled: None, rows: list[int]) -> None:
+    target = made()
+    rows.clear()
     paged_logits(target)
     assert rows == [4]
+
+
+def test_with_other_threads_nothing_is_compiled_again(uncompiled: None, rows: list[int]) -> None:
+    target, threads = made(), torch.get_num_threads()
+    rows.clear()
+    torch.set_num_threads(threads + 1)
+    try:
+        paged_logits(target)
+    finally:
+        torch.set_num_threads(threads)
+    assert not rows
+
+
+def test_the_compilers_limit_leaves_no_model_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        made(), made()
+    assert counted["unique_graphs"] == before + 4
 
 
 def planted(*args: Any) -> torch.Tensor:
@@ -86,3 +113,11 @@ def test_where_no_compiler_is_found_the_loop_stays(monkeypatch: pytest.MonkeyPat
 )
 def test_what_is_not_compiled_says_why(model: Callable[[], Any], share: bool, reason: str, uncompiled: None) -> None:
     assert f"not compiled: {reason}" in reasons(made(model(), share=share))
+
+
+def test_a_model_object_that_was_to_be_compiled_says_why_not() -> None:
+    decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
+    drafter = decoder.engine.proposers._built["draft_model"]
+    assert isinstance(drafter, DraftModel)
+    for target in (decoder.engine.target, drafter.model):
+        assert "not compiled: the weights of a model object stay where they are" in reasons(target)

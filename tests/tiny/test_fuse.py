@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from speculon.models import block as blocks
 from speculon.models import fuse as fusing
+from speculon.models import linear
 from speculon.models.block import Attention, Block, Norm, NotThisKind, norm_of, same_norm
 from speculon.models.linear import Beside, Linear, Packed, joined, packable, plain
 from speculon.models.load import wrap_model
+from speculon.models.prove import paged_logits
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
@@ -175,12 +178,53 @@ def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
     assert fusion is not None and fusion.blocks == 2 and not fusion.one_loop and "does more than its layers" in str(fusion)
 
 
+def test_a_layer_that_differs_far_from_the_beginning_is_left() -> None:
+    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 64}
+    model = build("ministral3", rope_parameters=scaled)  # whose queries grow from position 64 on
+    fusion = wrap_model(model).fusion
+    assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
+
+
 def test_a_layer_that_is_watched_is_left() -> None:
     model, seen = build("llama"), []
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     target = wrap_model(model)
     assert target.fusion is not None and target.fusion.blocks == 1
     assert target.fusion.refused["LlamaDecoderLayer has hooks"] == 1 and seen
+
+
+@pytest.mark.parametrize("place", ["", "model", "model.norm", "model.layers.1", "model.layers.1.input_layernorm", "lm_head"])
+def test_whoever_watches_a_module_goes_on_seeing(place: str) -> None:
+    model, seen = build("llama"), []
+    model.get_submodule(place).register_forward_hook(lambda module, args, out: seen.append(place))
+    target = wrap_model(model)
+    seen.clear()
+    paged_logits(target)
+    assert seen == [place] * 2  # once in each of two calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_norms_kept_in_fp32_stay(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny_model("gpt_oss")).to(dtype)  # of which transformers keeps the norms in fp32
+    model.model.embed_tokens.weight.data.mul_(200)  # what squares of fp16 do not hold
+    for module in model.modules():
+        if type(module).__name__ == "GptOssRMSNorm":
+            module.float()
+    target, stock = wrap_model(model), wrap_model(model, fused=False)
+    assert torch.equal(paged_logits(target), paged_logits(stock))
+
+
+def test_without_packed_products_the_module_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # as in a build for Macs
+    assert not runpy.run_path(linear.__file__)["packable"](torch.float32, torch.device("cpu"))
+
+
+def test_layers_that_no_text_runs_through_are_not_tried() -> None:
+    model = build("llama")
+    model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})  # for images, say: numbered alike
+    fusion = wrap_model(model).fusion
+    assert fusion is not None and str(fusion) == "2 of 2 layers, one loop"
 
 
 def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

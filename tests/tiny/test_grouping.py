@@ -7,7 +7,7 @@ import torch
 
 from speculon.core import LayerSpec
 from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
-from speculon.models.attention import buckets
+from speculon.models.attention import buckets, pieces
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V
@@ -22,9 +22,9 @@ def spans(*sizes: tuple[int, int]) -> list[SpanView]:
     return found
 
 
-def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN) -> list[list[int]]:
+def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN, entry: int = 0) -> list[list[int]]:
     """The first row of each span, by bucket."""
-    return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU)]
+    return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU, entry)]
 
 
 def test_sequences_of_like_length_share_a_call() -> None:
@@ -48,8 +48,24 @@ def test_drafts_of_different_length_share_a_call() -> None:
     assert grouped((5, 300), (1, 300), (4, 304)) == [[0, 5, 6]]
 
 
+def test_single_rows_that_copy_nothing_are_joined_more_freely_but_with_none_of_another_kind() -> None:
+    sizes = (1, 1000), (1, 1100), (2, 1000)
+    assert grouped(*sizes) == [[0], [2], [1]] and grouped(*sizes, entry=32) == [[0, 1], [2]]
+
+
 def test_prompt_chunks_go_alone() -> None:
     assert grouped((64, 64), (1, 60), (64, 64), (1, 64)) == [[64, 129], [0], [65]]
+
+
+def test_a_prompt_chunk_is_cut_evenly_and_its_parts_see_no_key_of_the_next() -> None:
+    (span,) = spans((130, 200))
+    parts = pieces(span, 64)
+    assert [(part.first, part.last, part.context, part.where) for part in parts] == [
+        (0, 43, 113, slice(0, 113)),
+        (43, 86, 156, slice(0, 156)),
+        (86, 130, 200, slice(0, 200)),
+    ]
+    assert pieces(span, 130) == [span]
 
 
 def test_what_would_overflow_the_buffer_is_divided() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from speculon.commands.options import Given, engine_settings, pick
 from speculon.commands.screen import account, counting, errors, loading, print_json
-from speculon.config import EngineConfig, SamplingParams
+from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import check_method
 
@@ -25,6 +25,7 @@ class Task:
     files: list[Path]
     chat: bool = False
     system: str | None = None
+    prediction: Path | None = None
 
     def texts(self) -> list[str]:
         """All prompts, as they are: prompts first, then files; stdin when there are none and it is no terminal."""
@@ -40,6 +41,7 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     params = SamplingParams(**pick(SamplingParams, given))
     settings = engine_settings(given, speculative_config)
     texts = task.texts()
+    speculation = RequestSpeculation(prediction=read_text(task.prediction, "prediction-file") if task.prediction else None)
     check_method(EngineConfig(**settings).speculation.method)  # what is wrong is told before torch is imported
     with loading(as_json) as tell:
         tell("importing torch")
@@ -48,10 +50,10 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
         llm = LLM(progress=tell, **settings)
     prompts = [encode(llm, task, text) for text in texts]
     if len(prompts) == 1 and params.n == 1 and not as_json:
-        return stream(llm, prompts[0], params)
+        return stream(llm, prompts[0], params, speculation)
     total = None if params.max_tokens is None else params.max_tokens * params.n * len(prompts)
     with counting(as_json, "writing", total, "tokens") as advance:
-        outputs = llm.generate(prompts, params, on_token=lambda _, n: advance(n))
+        outputs = llm.generate(prompts, params, speculation=speculation, on_token=lambda _, n: advance(n))
     for text, output in zip(texts, outputs, strict=True):
         print_json({"prompt": text, **output.to_dict()}) if as_json else show(text, output, params)
 
@@ -63,14 +65,14 @@ def encode(llm: LLM, task: Task, text: str) -> Prompt:
     return llm.tokenizer.apply_chat([*system, {"role": "user", "content": text}])
 
 
-def stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: RequestSpeculation) -> None:
     """Text on stdout as it comes; the account on stderr, so that a pipe carries the text alone."""
     from speculon.llm import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
     text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
     output = RequestOutput([], [Completion()])
-    for event in llm.events(prompt, params):
+    for event in llm.events(prompt, params, speculation=speculation):
         absorb(output, event)
         sys.stdout.write(text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else ""))
         sys.stdout.flush()
@@ -88,11 +90,11 @@ def show(prompt: str, output: RequestOutput, params: SamplingParams) -> None:
         errors().print(account(one.speculation, one.reasons), style="dim", markup=False)
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, name: str = "prompt-file") -> str:
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return data.decode("utf-8")
     except OSError as error:
-        raise InvalidParameter("prompt-file", str(path), error.strerror or str(error)) from None
+        raise InvalidParameter(name, str(path), error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
-        raise InvalidParameter("prompt-file", str(path), str(error)) from None
+        raise InvalidParameter(name, str(path), str(error)) from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
 from time import perf_counter
-from types import FrameType
 
 from speculon import __version__
 from speculon.commands.options import Given, engine_settings
@@ -16,6 +16,8 @@ from speculon.commands.screen import errors
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, SpeculonError
 from speculon.proposers.registry import check_method
+
+LAST_WORDS = 2  # seconds to read them, for clients whose texts were ended at the drain timeout
 
 
 def run(given: Given, speculative_config: str | None) -> None:
@@ -37,13 +39,13 @@ def run(given: Given, speculative_config: str | None) -> None:
         access_log=False,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=round(config.serve.drain_timeout),
+        timeout_graceful_shutdown=math.ceil(config.serve.drain_timeout) + LAST_WORDS,
     )
 
     class Http(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            server.draining = True
-            super().handle_exit(sig, frame)
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            server.drain()
+            await super().shutdown(sockets)
 
     http = Http(options)
 
@@ -70,8 +72,9 @@ def run(given: Given, speculative_config: str | None) -> None:
     say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them over, ends in order, and raises them once more
         signal.signal(number, signal.SIG_IGN)
-    if fault := asyncio.run(attend()):
-        raise fault
+    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:  # uvloop where there is one
+        if fault := runner.run(attend()):
+            raise fault
 
 
 def listen(host: str, port: int) -> socket.socket:

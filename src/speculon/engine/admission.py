@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.config import MAX_DRAFTS, SamplingParams
 from speculon.core import Draft, ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+
+if TYPE_CHECKING:
+    from speculon.text import Tokenizer
 
 
 def read_ids(name: str, ids: Any) -> list[int]:
@@ -38,6 +41,19 @@ def refuse_text(params: SamplingParams) -> None:
     for name in ("stop", "bad_words", "structured"):
         if asked := getattr(params, name):
             raise InvalidParameter(name, asked, "texts need a tokenizer")
+
+
+def read_prediction(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of what the client expects, as the model would write them: without the special tokens of a prompt."""
+    if not isinstance(prediction, str):
+        wrong = next((t for t in prediction or () if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise InvalidParameter("prediction", wrong, f"token ids go from 0 to {vocab_size - 1}")
+        return prediction or ()
+    if tokenizer is None:
+        raise InvalidParameter("prediction", prediction, "this is a string, which needs a tokenizer; token ids do not")
+    ids = tokenizer.encode(prediction, add_special_tokens=False, name="prediction")
+    return tuple(token for token in ids if token < vocab_size)  # the target has no logit for others, so it never writes them
 
 
 def check_request(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing as mp
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -17,7 +17,7 @@ from typing import Any
 
 from speculon.core import Event, Load
 from speculon.engine.wire import Abort, Add, Began, FromServer, FromWorker, News, Pulse, Ready, Refused, Stage, Stop
-from speculon.errors import EngineError, InvalidParameter, SpeculonError
+from speculon.errors import EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.telemetry import EngineCounters
 
 STOP_SECONDS = 10.0  # given to the engine's process to end by itself
@@ -114,13 +114,18 @@ class AsyncEngine:
         """Loads the model, which takes seconds to minutes; raises what `LLM` would raise."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=run_worker, args=(theirs, self._settings), name="speculon-engine", daemon=True)
-        await asyncio.to_thread(self._process.start)
-        theirs.close()
+        self._process, self._pipe = self._launch()
         Thread(target=self._listen, args=(loop, self._pipe), name="speculon-news", daemon=True).start()
         return await asyncio.shield(self._ready)
+
+    def _launch(self) -> tuple[Any, Connection]:
+        """The engine's process, begun, and our end of the pipe to it."""
+        context = mp.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_worker, args=(theirs, self._settings), name="speculon-engine", daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     async def submit(self, asked: Seq[Add]) -> Mailbox:
         """Queues all of these requests or none; raises by name what cannot be served. Close the mailbox when done with it."""
@@ -140,8 +145,13 @@ class AsyncEngine:
         return mailbox
 
     def forget(self, request_id: str, *, abort: bool) -> None:
-        if self._open.pop(request_id, None) is not None and abort and self.alive:
-            self._later(self._send(Abort(request_id)))
+        if self._open.pop(request_id, None) is not None and abort:
+            self._abort(request_id)
+
+    def abort_all(self) -> None:
+        """Ends every request, as far as it has come; its mailbox hears so."""
+        for request_id in self._open:
+            self._abort(request_id)
 
     async def idle(self) -> None:
         """Returns once no request is open."""
@@ -150,23 +160,35 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """Ends the process; what runs is lost."""
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        if self.alive:
-            self.lose(EngineError("the engine has been stopped"))
-            with contextlib.suppress(OSError):
-                await self._send(Stop())
-        await asyncio.to_thread(self._process.join, STOP_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
+        self.lose(EngineError("the engine has been stopped"))
+        if self.facts is None:  # it reads nothing while it loads
+            process.kill()
+        with contextlib.suppress(SpeculonError, TimeoutError):
+            await asyncio.wait_for(self._send(Stop()), STOP_SECONDS)
+        await asyncio.to_thread(process.join, STOP_SECONDS)
+        if process.is_alive():
+            process.kill()
+            await asyncio.to_thread(process.join)
         self._sender.shutdown(wait=False)
 
     async def _send(self, message: FromServer) -> None:
         assert self._pipe is not None, "start() comes first"
-        await asyncio.get_running_loop().run_in_executor(self._sender, self._pipe.send, message)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._sender, self._pipe.send, message)
+        except RecursionError:
+            raise InvalidRequest("the request is nested too deeply") from None
+        except (OSError, RuntimeError) as error:  # the process is gone, or the server is about to be
+            raise self.error or EngineError(f"the engine cannot be reached: {error}") from None
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _abort(self, request_id: str) -> None:
+        async def send() -> None:
+            with contextlib.suppress(SpeculonError):  # there is nothing left to end
+                await self._send(Abort(request_id))
+
+        task = asyncio.ensure_future(send())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -178,6 +200,8 @@ class AsyncEngine:
                     loop.call_soon_threadsafe(self._hear, pipe.recv())
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(self.lose, EngineError("the engine's process has ended"))
+            except Exception as error:  # what cannot be unpickled
+                loop.call_soon_threadsafe(self.lose, EngineError(f"the engine cannot be understood: {error!r}"))
 
     def _hear(self, message: FromWorker) -> None:
         match message:
@@ -210,6 +234,7 @@ class AsyncEngine:
         self.gone.set()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
+            self._ready.exception()  # nobody may wait for it any more
         for mailbox in set(self._open.values()):
             mailbox.fail(error)
 

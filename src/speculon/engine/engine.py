@@ -18,7 +18,7 @@ from speculon.batch import Batch
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policy import POLICIES, Policy
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
-from speculon.engine.admission import check_request, refuse_text
+from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
@@ -134,8 +134,9 @@ class Engine:
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
         method, k, off = self._speculation_of(speculation)
+        prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
         grammar = self.grammars.matcher(params, written)
-        given = self._given(off, {"grammar": grammar})
+        given = self._given(off, {"grammar": grammar, "prediction": prediction})
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"
@@ -169,6 +170,7 @@ class Engine:
                 off=off,
                 given=given,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
+                prediction=prediction,
                 grammar=grammar and grammar.fork(),
                 rejection=acceptance == "rejection" and not params.greedy,
             )

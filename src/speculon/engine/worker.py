@@ -6,14 +6,17 @@ import logging
 import signal
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from speculon.engine.engine import Engine
 from speculon.engine.wire import Abort, Add, Began, FromServer, News, Pulse, Ready, Refused, Stage, Stop
 from speculon.errors import EngineError, SpeculonError
 from speculon.llm import LLM
 
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
+
 PULSE = 0.25  # seconds between two readings of the counters
+REST = 1.0  # seconds without work after which the pool is checked: a request that comes at once must not wait for that
 RETRIES = 1  # of a step that failed; it left everything as it was
 
 log = logging.getLogger("speculon")
@@ -25,11 +28,9 @@ def main(inbox: Connection, settings: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         llm = LLM(progress=lambda stage: inbox.send(Stage(stage)), **settings)
+        Worker(llm.engine, inbox).run()
     except SpeculonError as error:
         inbox.send(Refused("", error))
-        return
-    try:
-        Worker(llm.engine, inbox).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the serving side is gone")
 
@@ -41,6 +42,7 @@ class Worker:
         self.engine, self._inbox = engine, inbox
         self._told = 0.0  # when the counters were sent last
         self._failures = 0  # steps that failed in a row
+        self._checked = False  # whether the pool has been since the last message
 
     def run(self) -> None:
         engine = self.engine
@@ -58,15 +60,16 @@ class Worker:
         while self._read_inbox():
             if engine.has_work:
                 self._step()
-            if not engine.has_work:
-                engine.check_integrity()
             if not engine.has_work or monotonic() - self._told > PULSE:
                 self._pulse()
 
     def _read_inbox(self) -> bool:
         """Takes in what has come, and waits for it while there is nothing to do; False when that is the end."""
         while not self.engine.has_work or self._inbox.poll():
+            if not self.engine.has_work:
+                self._rest()
             message: FromServer = self._inbox.recv()
+            self._checked = False
             match message:
                 case Add():
                     self._add(message)
@@ -74,7 +77,17 @@ class Worker:
                     self._tell(self.engine.abort(request_id))
                 case Stop():
                     return False
+            if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell
+                break
         return True
+
+    def _rest(self) -> None:
+        """Waits for a message; after a while without one it checks, once, that every page is accounted for."""
+        if not self._checked and not self._inbox.poll(REST):
+            self.engine.check_integrity()
+            self.engine.counters.checks += 1
+            self._checked = True
+            self._pulse()
 
     def _add(self, asked: Add) -> None:
         try:
@@ -89,18 +102,21 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            self._tell(self.engine.step())
-            self._failures = 0
+            events = self.engine.step()
         except Exception as error:
             log.exception("a step failed")
             self._failures += 1
             if self._failures > RETRIES:
                 self._give_up(error)
+            return
+        self._failures = 0
+        self._tell(events)
 
     def _give_up(self, error: Exception) -> None:
-        """Ends those who run, with the fault as the answer; those who wait get their chance."""
+        """Ends those who run, with the fault as the answer; those who wait get their chance, unless nobody runs."""
         self._failures = 0
-        for request_id in dict.fromkeys(seq.request_id for seq in self.engine.scheduler.running):
+        scheduler = self.engine.scheduler
+        for request_id in dict.fromkeys(seq.request_id for seq in scheduler.running or scheduler.waiting):
             self.engine.abort(request_id)
             self._inbox.send(Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}")))
 

@@ -23,11 +23,12 @@ class PageStore:
     def __init__(self, layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, device: torch.device | str):
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.device = torch.device(device)
-        slots = num_blocks * block_size
+        self.slots = slots = num_blocks * block_size
         # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read before it is written.
         self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
         self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
+        self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         kinds = [(x.window, x.bytes_per_token) for x in layers]
         self.kinds = [kinds.index(kind) for kind in kinds]  # layers of one kind are attended to alike
@@ -92,6 +93,12 @@ class SpanView:
     def rows(self) -> int:
         return self.last - self.first
 
+    def part(self, begin: int, end: int) -> SpanView:
+        """Its rows from `begin` to `end` as a span of their own."""
+        context, where = self.context - self.rows + end, self.where
+        seen = slice(where.start, where.start + context) if isinstance(where, slice) else where[:context]
+        return SpanView(self.first + begin, self.first + end, seen, context)
+
     def tail(self, length: int) -> Where:
         """The slots of the last `length` positions."""
         if isinstance(self.where, slice):
@@ -125,6 +132,10 @@ class View:
         else:
             self.store.k[layer].index_copy_(0, slots, k)
             self.store.v[layer].index_copy_(0, slots, v)
+
+    def pool(self, layer: int) -> tuple[Tensor, Tensor]:  # k [Dk, slots * Hkv], v [slots * Hkv, Dv]
+        """The keys and values of all slots, whosoever they are."""
+        return self.store.flat[self.first_layer + layer]
 
     def take(self, layer: int, where: Where, spans: int) -> tuple[Tensor, Tensor]:  # k [B, Hkv, S, Dk], v [B, Hkv, S, Dv]
         """Keys and values at the slots of B spans [B * S]; views where they are consecutive."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.core import ceil_div
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import SpanView, View, Where, gather_bytes, power_of_two
+from speculon.kv.store import SpanView, View, Where, as_index, gather_bytes, power_of_two
+from speculon.models.sparse import ENTRY, Sight, attend_single, pays, sight
 
 NAME = "speculon"
 FOLD_ROWS = 32  # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+PIECE = {
+    "cpu": 64
+}  # rows in one call: its keys end with its last row, so that less is computed only to be hidden (48 and 128: slower)
 # In bytes of K and V read, measured out of cache on 2 cores: what a call costs besides its keys, what each further query row adds
 # to a key, and what it costs to copy the keys of several spans together for a joint call.
 CALL = {"cpu": 200 << 10}
@@ -30,6 +36,7 @@ class Call:
     n: int
     where: Where  # slots of the keys, [B * S]
     mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
+    seen: Sight | None = None  # where single rows are attended to by sparse products
 
 
 @dataclass(slots=True)
@@ -47,7 +54,7 @@ def attend(
     value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     *,
-    view: View,
+    view: View | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H] attention sinks
@@ -56,6 +63,8 @@ def attend(
     """What transformers' own layers call in place of theirs."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
+    if view is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not hand the arguments of a forward down to its attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return attend_rows(view, layer, query, key, value, scaling, softcap, s_aux)[None], None
@@ -75,11 +84,14 @@ def attend_rows(
     view.write(layer, key, value)
     plain = softcap is None and sinks is None
     group = query.shape[1] // key.shape[1]
-    todo = calls_of(view, layer, group if plain else 1, query)
+    todo = calls_of(view, layer, group, plain, query)
     outs = []
     for call in todo.calls:
-        k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
         q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)  # [B * n, H, Dk]
+        if call.seen is not None:
+            outs.append(attend_single(call.seen, q, *view.pool(layer), scaling))
+            continue
+        k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
         if not plain:
             out = by_hand(fold(q, call.spans, group), k, v, call.mask, group, scaling, softcap, sinks)
         elif call.n > FOLD_ROWS:
@@ -138,27 +150,29 @@ def unfold(out: Tensor, group: int) -> Tensor:
     return out.view(spans, kv_heads, -1, group, width).transpose(1, 2).reshape(-1, kv_heads * group, width)
 
 
-def calls_of(view: View, layer: int, group: int, query: Tensor) -> Calls:
+def calls_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> Calls:
     """The calls for one kind of layer; made once per forward and shared by all its layers."""
-    key = (view.kind(layer), group)
+    key = (view.kind(layer), group, plain)
     todo: Calls | None = view.memo.get(key)
     if todo is None:
-        spec = view.spec(layer)
-        todo = view.memo[key] = make_calls(view, spec.window, group, spec.bytes_per_token, query)
+        todo = view.memo[key] = make_calls(view, layer, group, plain, query)
     return todo
 
 
-def make_calls(view: View, window: int | None, group: int, token_bytes: int, query: Tensor) -> Calls:
-    dtype, device = query.dtype, query.device
-    if len(view.spans) == 1:
-        return Calls([span_call(view.spans[0], window, group, dtype, device)])
+def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -> Calls:
+    spec, dtype, device, heads = view.spec(layer), query.dtype, query.device, query.shape[1]
+    window, folded = spec.window, group if plain else 1
+    entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
-    for bucket in buckets(view.spans, window, token_bytes, device):
-        call = (
-            joint_call(bucket, window, group, dtype, device)
-            if len(bucket) > 1
-            else span_call(bucket[0], window, group, dtype, device)
-        )
+    spans = [piece for span in view.spans for piece in pieces(span, PIECE.get(device.type, span.rows))]
+    for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
+        if len(bucket) == 1:
+            call = span_call(bucket[0], window, folded, dtype, device)
+        else:
+            call = joint_call(bucket, window, folded, dtype, device)
+        if entry and call.n == 1 and fits(bucket, window, entry, device):
+            hidden = None if call.mask is None else call.mask[:, 0, :1]
+            call.seen = sight(call.where, len(bucket), heads, group, hidden, view.store.slots, device)
         calls.append(call)
         for i, span in enumerate(bucket):
             placed.append((span.first, range(at + i * call.n, at + i * call.n + span.rows)))
@@ -167,24 +181,45 @@ def make_calls(view: View, window: int | None, group: int, token_bytes: int, que
     return Calls(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
 
 
-def buckets(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device) -> list[list[SpanView]]:
-    """Spans that share one padded call: of like reach, joined while that costs less than calls of their own."""
+def pieces(span: SpanView, most: int) -> list[SpanView]:
+    """The span in parts of at most so many rows, as even as may be."""
+    parts = ceil_div(span.rows, most)
+    ends = [span.rows * i // parts for i in range(parts + 1)]
+    return [span] if parts == 1 else [span.part(begin, end) for begin, end in pairwise(ends)]
+
+
+def buckets(
+    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, entry: int = 0
+) -> list[list[SpanView]]:
+    """Spans that share one padded call: of like reach, joined while that costs less than calls of their own.
+
+    With `entry`, the bytes of a key in a sparse product, single rows are among themselves.
+    """
+
+    def kind(span: SpanView) -> int:
+        return 2 if span.rows > FOLD_ROWS else 0 if entry and span.rows == 1 else 1
+
     found: list[list[SpanView]] = []
-    for span in sorted(spans, key=lambda s: (s.rows > FOLD_ROWS, reach(s, window))):
-        joined = [*found[-1], span] if found else []
-        fits = len(joined) * reach(span, window) * token_bytes <= gather_bytes(device) and span.rows <= FOLD_ROWS
-        price = partial(cost, window=window, token_bytes=token_bytes, device=device)
-        if joined and fits and price(joined) <= price(found[-1]) + price([span]):
+    for span in sorted(spans, key=lambda s: (kind(s), reach(s, window))):
+        joined = [*found[-1], span] if found and kind(found[-1][0]) == kind(span) < 2 else []
+        key_bytes, copy = (token_bytes, COPY) if kind(span) else (entry, 0.0)
+        price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
+        if joined and fits(joined, window, key_bytes, device) and price(joined) <= price(found[-1]) + price([span]):
             found[-1] = joined
         else:
             found.append([span])
     return [sorted(bucket, key=lambda s: s.first) for bucket in found]
 
 
-def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device) -> float:
-    """What one call for all of them costs, in bytes read."""
+def fits(spans: list[SpanView], window: int | None, key_bytes: int, device: torch.device) -> bool:
+    """Whether what one call for all of them copies, so many bytes for a key, stays in cache."""
+    return len(spans) * max(reach(s, window) for s in spans) * key_bytes <= gather_bytes(device)
+
+
+def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float) -> float:
+    """What one call for all of them costs, in bytes read; `copy` for each byte that several spans must copy together."""
     rows, keys = max(s.rows for s in spans), max(reach(s, window) for s in spans)
-    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + COPY * (len(spans) > 1))
+    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + copy * (len(spans) > 1))
     return CALL.get(device.type, CALL_ELSEWHERE) + read
 
 
@@ -203,7 +238,7 @@ def span_call(span: SpanView, window: int | None, group: int, dtype: torch.dtype
 def joint_call(spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Call:
     """One call for many spans, rows and keys padded at the end. A padding row sees the first key: it stays finite."""
     n, length = max(s.rows for s in spans), max(reach(s, window) for s in spans)
-    where = torch.cat([padded(s.tail(reach(s, window)), reach(s, window), length, device) for s in spans])  # [B * S]
+    where = padded([s.tail(reach(s, window)) for s in spans], length, device)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
     rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
     if not even:
@@ -220,10 +255,15 @@ def joint_call(spans: list[SpanView], window: int | None, group: int, dtype: tor
     return Call(rows, len(spans), n, where, mask)
 
 
-def padded(where: Where, length: int, to: int, device: torch.device) -> Tensor:
-    """`length` slots, then the last of them again: it is written, while an unused slot may hold a NaN."""
-    index = torch.arange(to, device=device).clamp_max_(length - 1)
-    return index + where.start if isinstance(where, slice) else where[index]
+def padded(wheres: list[Where], to: int, device: torch.device) -> Tensor:  # [B * to]
+    """The slots of each, then its last one again: that is written, while an unused slot may hold a NaN."""
+    column = torch.arange(to, device=device)
+    slices = [where for where in wheres if isinstance(where, slice)]
+    if len(slices) == len(wheres):
+        first, last = torch.tensor([[w.start for w in slices], [w.stop - 1 for w in slices]], device=device)[..., None]
+        return torch.minimum(first + column, last).flatten()
+    slots = [as_index(where, device) for where in wheres]
+    return torch.cat([x[column.clamp(max=len(x) - 1)] for x in slots])
 
 
 class MaskCache:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from speculon.kv.store import View
 from speculon.models.attention import attend_rows
-from speculon.models.linear import Product, joined, plain
+from speculon.models.linear import Product, hooked, joined, plain
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}  # of the row's largest: about one
 
@@ -205,6 +205,8 @@ def norm_of(stock: nn.Module) -> Norm:
     named = dict(stock.named_parameters())
     if "RMSNorm" not in type(stock).__name__ or eps is None or list(named) != ["weight"] or named["weight"].dim() != 1:
         raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
+    if hooked(stock):
+        raise NotThisKind(f"{type(stock).__name__} has hooks")
     weight = named["weight"].detach().clone()
     for candidate in (Norm(weight, float(eps)), Norm(1.0 + weight, float(eps))):
         if same_norm(stock, candidate):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 
 from speculon.batch import Batch
@@ -23,6 +24,7 @@ FEW_ROWS = 6  # beyond it the compiled products were no faster than the packed o
 # Products folded into kernels of the compiler's own, tuned by time. Each of the two compiled forms holds a copy of the weights.
 SETTINGS = {"freezing": True, "cpp_wrapper": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
 COPIES = 3
+FORMS = 256  # of all models of a process; beyond the compiler's own limit of 8 it would run them as they are, and say nothing
 
 _view: ContextVar[View] = ContextVar("speculon_compiled_view")
 
@@ -112,15 +114,15 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop, compiled for one row and for up to `FEW_ROWS`; more rows go through the loop as it is."""
+    """A loop, compiled for one row and for up to `FEW_ROWS` on the threads there are; other steps take the loop as it is."""
 
     def __init__(self, loop: Loop):
-        self.loop, layers = loop, Layers(loop)
+        self.loop, self.threads, layers = loop, torch.get_num_threads(), Layers(loop)
         self.one, self.few = torch.compile(layers, dynamic=False), torch.compile(layers, dynamic=True)
 
     def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
         rows = batch.input_ids.shape[1]
-        if rows > FEW_ROWS or not batch.score_rows.numel():
+        if rows > FEW_ROWS or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
             return self.loop(batch, view)
         token = _view.set(view)
         try:
@@ -132,15 +134,20 @@ class Compiled:
             _view.reset(token)
 
 
+def measured(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiling is worth it for weights of this kind, as far as anybody knows."""
+    return device.type == "cpu" and dtype is torch.float32
+
+
 def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
     """The loop compiled, which takes a minute, and equal to it on every batch given: one of one row, and one of several.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
-    if target.device.type != "cpu" or target.dtype is not torch.float32:
+    if not measured(target.dtype, target.device):
         raise NotThisKind(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
-        with warnings.catch_warnings(), inductor.patch(SETTINGS):
+        with warnings.catch_warnings(), inductor.patch(SETTINGS), dynamo.patch(recompile_limit=FORMS):
             warnings.simplefilter("ignore")
             made = Compiled(loop)
             for batch, view in batches:

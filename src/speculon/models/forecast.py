@@ -14,7 +14,15 @@ from speculon.models.recognise import recognise, refuse_unsafe
 from speculon.models.target import scratch_bytes
 
 
-def forecast(path: str | Path, dtype: torch.dtype, device: torch.device, rows: int, scored: int, fused: bool = True) -> Needs:
+def forecast(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    scored: int,
+    fused: bool = True,
+    compile: bool = False,
+) -> Needs:
     """The needs of a model that is not loaded; `rows` and `scored` are T and R of its largest forward.
 
     Raises `ModelError` for a checkpoint that loading would refuse.
@@ -28,6 +36,10 @@ def forecast(path: str | Path, dtype: torch.dtype, device: torch.device, rows: i
     head = config.vocab_size * config.hidden_size * dtype.itemsize
     if fused and config.tie_word_embeddings and head_is_copied(head, weights, dtype, device):
         weights += head
+    if fused and compile:
+        from speculon.models.compiled import COPIES, measured  # brings the compiler's own modules
+
+        weights *= 1 + COPIES * measured(dtype, device)
     return Needs(
         layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),

@@ -19,14 +19,15 @@ from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
 from speculon.models.compare import close, nearly
-from speculon.models.linear import head_is_copied, joined, plain
+from speculon.models.linear import head_is_copied, hooked, joined, plain
 from speculon.models.loop import Loop
 from speculon.models.target import Target, stock_forward
 
 if TYPE_CHECKING:
     from speculon.models.compiled import Compiled
 
-LENGTHS, PAGE = (5, 3), 8  # two texts, a page each
+LENGTHS, PAGE = (5, 3), 8  # two texts, a page each: one at the beginning, one at the end of the context
+Place = tuple[nn.Module, str]  # where a module hangs: its parent, and its name there
 ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # what a module of another build answers
 
 
@@ -95,7 +96,8 @@ class Trial:
             spans.append(SpanView(row, row + length, slice(page * PAGE, page * PAGE + length), length))
             row += length
         ids = torch.arange(row, device=device)[None] % target.vocab_size
-        positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
+        far = max(0, target.max_context - LENGTHS[1])  # where a layer may do what it does not do near the beginning
+        positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(LENGTHS, (0, far), strict=True)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
     def first(self, rows: int) -> tuple[Batch, View]:
@@ -127,9 +129,8 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
     """
     trial, fusion = Trial.of(target), Fusion(len(target.layers))
-    layers = dict(decoder_layers(target.model))
     with torch.inference_mode():
-        with recorded(layers, trial):
+        with recorded(target.model, trial) as layers:
             stock_forward(target.model, trial.batch, trial.view)
         for number, (parent, name) in layers.items():
             stock, spec = getattr(parent, name), target.layers[number]
@@ -143,7 +144,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             else:
                 setattr(parent, name, fused)
                 fusion.blocks += 1
-        replace_norms(target.model)
+        replace_norms(target)
         if not share and fusion.blocks == fusion.layers:
             leave_file(target.model)  # before anything is compiled, which remembers the tensors it saw
         try:
@@ -157,7 +158,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     target.fusion = fusion
 
 
-def decoder_layers(model: nn.Module) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
+def decoder_layers(model: nn.Module) -> Iterator[tuple[int, Place]]:
     """Each layer's number, and where it hangs."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -167,18 +168,23 @@ def decoder_layers(model: nn.Module) -> Iterator[tuple[int, tuple[nn.Module, str
 
 
 @contextmanager
-def recorded(layers: dict[int, tuple[nn.Module, str]], trial: Trial) -> Iterator[None]:
-    """Notes what each layer is called with, besides the hidden states."""
+def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
+    """The layers that are called meanwhile, unlike those for images or sounds; and what with, besides the hidden states."""
+    called: dict[int, Place] = {}
 
-    def note(number: int) -> Callable[..., None]:
+    def note(number: int, place: Place) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            called[number] = place
             trial.given[number] = {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
         return keep
 
-    hooks = [getattr(parent, name).register_forward_pre_hook(note(i), with_kwargs=True) for i, (parent, name) in layers.items()]
+    hooks = [
+        getattr(*place).register_forward_pre_hook(note(number, place), with_kwargs=True)
+        for number, place in decoder_layers(model)
+    ]
     try:
-        yield
+        yield called
     finally:
         for hook in hooks:
             hook.remove()
@@ -186,7 +192,7 @@ def recorded(layers: dict[int, tuple[nn.Module, str]], trial: Trial) -> Iterator
 
 def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None:
     """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one, and nobody watches that."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in stock.modules()):
+    if any(map(hooked, stock.modules())):
         raise NotThisKind(f"{type(stock).__name__} has hooks")
     expected, found = trial.outcome(stock, number), trial.outcome(fused, number)
     if trial.target.dtype is torch.float32:
@@ -211,14 +217,19 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return {key: cast(item, dtype) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def replace_norms(model: nn.Module) -> None:
-    """The norms outside of blocks: the last one, and those of layers that stay as they are."""
-    for parent in list(model.modules()):
+def replace_norms(target: Target) -> None:
+    """The norms outside of blocks: the last one, and those of layers that stay as they are.
+
+    One whose weight is kept in another dtype than the model's was compared on rows that it is never given, and stays.
+    """
+    for parent in list(target.model.modules()):
         for name, child in list(parent.named_children()):
             try:
-                setattr(parent, name, Fused(norm_of(child)))
+                norm = norm_of(child)
             except NotThisKind:
                 continue
+            if norm.weight.dtype is target.dtype:
+                setattr(parent, name, Fused(norm))
 
 
 def leave_file(model: nn.Module) -> None:
@@ -240,6 +251,8 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
         raise NotThisKind("no loop: layers of the stock model are left")
     if not isinstance(norm, Fused) or not isinstance(norm.inner, Norm) or not plain(head) or not hasattr(base, "rotary_emb"):
         raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
+    if hooked(model) or hooked(base):
+        raise NotThisKind(f"no loop: {type(model).__name__} has hooks")
     loop = Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
     try:
         expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)

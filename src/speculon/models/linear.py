@@ -13,8 +13,8 @@ COPIED_HEAD = 0.1  # of the weights: the largest head that is worth a second cop
 
 Product = Callable[[Tensor], Tensor]  # [T, D] -> [T, O]
 
-
-packed_product = torch.ops.mkldnn._linear_pointwise.default  # looked up once: that alone is 2 % of a step
+if torch.backends.mkldnn.is_available():  # not on every machine: a build for Macs has no such operations
+    packed_product = torch.ops.mkldnn._linear_pointwise.default  # looked up once: that alone is 2 % of a step
 
 
 @dataclass(slots=True)
@@ -51,7 +51,12 @@ class Beside:
 
 def plain(module: object) -> bool:
     """Whether a module is a linear layer and nothing more: not quantised, not adapted, not hooked."""
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Linear and not hooked(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches what goes through a module, or changes it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @torch.no_grad()

@@ -89,11 +89,18 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def wrap_model(
-    model: PreTrainedModel, *, name: str | None = None, max_context: int | None = None, fused: bool = True, share: bool = True
+    model: PreTrainedModel,
+    *,
+    name: str | None = None,
+    max_context: int | None = None,
+    fused: bool = True,
+    share: bool = True,
+    compile: bool = False,
 ) -> Target:
-    """A checked Target over a model in memory, which is not modified. With `share` no weight is copied, so fewer can be fused."""
+    """A checked Target over a model in memory, which is not modified. With `share` no matrix is copied, so fewer can be fused."""
+    name = name or type(model).__name__
     with quiet():
-        return make_target(own_structure(model), name or type(model).__name__, max_context, fused=fused, share=share)
+        return make_target(own_structure(model), name, max_context, fused=fused, share=share, compile=compile)
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:

@@ -52,9 +52,8 @@ class DraftModel:
         if source is None:
             raise ConfigError(f"{NAME} needs draft = a checkpoint")
         if isinstance(source, str):
-            needs = forecast(
-                source, getattr(torch, target.dtype), torch.device(target.device), target.rows, target.scored, target.fuse
-            )
+            dtype, device = getattr(torch, target.dtype), torch.device(target.device)
+            needs = forecast(source, dtype, device, target.rows, target.scored, target.fuse, target.compile)
             return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
         model = wrap_draft(source, target)
         needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)  # in memory already: nothing to load or promise
@@ -159,7 +158,7 @@ def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
     """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
     if str(model.device) != target.device:
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
-    return check_size(wrap_model(model, fused=target.fuse), target)
+    return check_size(wrap_model(model, fused=target.fuse, compile=target.compile), target)
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:

@@ -14,6 +14,7 @@ ENTRY_POINTS = "speculon.proposers"
 # name -> module:factory, imported when first used
 TABLE: dict[str, str] = {
     "ngram": "speculon.proposers.ngram:NGram.build",
+    "prediction": "speculon.proposers.prediction:Prediction.build",
     "grammar": "speculon.proposers.grammar:Forced.build",
     "draft_model": "speculon.proposers.draft_model:DraftModel.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",

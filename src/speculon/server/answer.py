@@ -36,7 +36,7 @@ class Text:
         self.stats: RequestStats | None = None
         self._job, self._tokenizer, self._reply = job, tokenizer, job.reply()
         self._stream = Stream(tokenizer, stops=p.stop, skip_special_tokens=p.skip_special_tokens)
-        self._written = 0  # characters that went out
+        self._before = 0  # characters of an echoed prompt
         self._prompt = prompt if job.echo else []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -49,14 +49,13 @@ class Text:
     def push(self, event: Event) -> Piece:
         self.tokens += len(event.tokens)
         echo, logprobs = self._echo() if self._prompt else ("", None)
-        text = self._stream.push(event.tokens)
+        text, starts = follow(self._stream, event.tokens)
         if event.finish:
             self.finish, self.stats = event.finish, event.stats
             text += self._stream.flush(event.finish.matched)
         if event.logprobs is not None or logprobs is not None:
-            logprobs = self._logprobs(logprobs, event.logprobs or ())
+            logprobs = self._logprobs(logprobs, event.logprobs or (), starts)
         deltas = self._reply.push(echo + text)
-        self._written += len(echo + text)
         if event.finish is None:
             return Piece(self.index, deltas, logprobs)
         deltas += self._reply.end()
@@ -67,17 +66,18 @@ class Text:
         """The prompt's text and log-probabilities, once; the first token has none, since nothing precedes it."""
         ids, self._prompt = self._prompt, []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
+        self._before = len(text)
         if self._job.params.prompt_logprobs is None:
             return text, None
-        table = self._table([TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], 0)
+        _, starts = follow(Stream(self._tokenizer, skip_special_tokens=False), ids)
+        table = self._table([TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], starts)
         table["token_logprobs"][0] = table["top_logprobs"][0] = None
         return text, table
 
-    def _logprobs(self, echoed: Any, lps: Iterable[TokenLogprobs]) -> Any:
+    def _logprobs(self, echoed: Any, lps: Iterable[TokenLogprobs], starts: list[int]) -> Any:
         if self._job.kind == "chat.completion":
             return {"content": [self._token(lp) for lp in lps]}
-        start = self._written + (len("".join(echoed["tokens"])) if echoed else 0)
-        table = self._table(lps, start)
+        table = self._table(lps, [self._before + start for start in starts])
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
     def _token(self, lp: TokenLogprobs) -> dict[str, Any]:
@@ -87,17 +87,15 @@ class Text:
         known = self._tokenizer
         return {"token": known.token_text(token), "logprob": max(logprob, LOWEST), "bytes": known.token_bytes(token)}
 
-    def _table(self, lps: Iterable[TokenLogprobs], start: int) -> dict[str, list[Any]]:
+    def _table(self, lps: Iterable[TokenLogprobs], starts: list[int]) -> dict[str, list[Any]]:
         """The completions' form: lists beside each other; of tokens that show alike the likelier one stays."""
-        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": starts}
         for lp in lps:
             shown = self._tokenizer.token_text(lp.token)
             top = {self._tokenizer.token_text(token): max(value, LOWEST) for token, value in reversed(lp.top)}
             table["tokens"].append(shown)
             table["token_logprobs"].append(max(lp.logprob, LOWEST))
             table["top_logprobs"].append({shown: max(lp.logprob, LOWEST), **top})
-            table["text_offset"].append(start)
-            start += len(shown)
         return table
 
 
@@ -206,6 +204,15 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def follow(stream: Stream, tokens: Iterable[int]) -> tuple[str, list[int]]:
+    """The text that tokens make certain, and where in the whole text each of them begins."""
+    text, starts = "", []
+    for token in tokens:
+        starts.append(stream.length)
+        text += stream.push([token])
+    return text, starts
 
 
 def add_up(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:

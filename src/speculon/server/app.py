@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -14,12 +15,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from speculon.errors import InvalidParameter, SpeculonError
+from speculon.errors import EngineError, InvalidParameter, SpeculonError
 from speculon.server import schemas
 from speculon.server.answer import Answer
 from speculon.server.completions import read_chat, read_completion, render
-from speculon.server.door import Door
-from speculon.server.errors import RESPONSES, body_of, failure, failure_of, first_of, param_of, status_of
+from speculon.server.door import CLIENT_GONE, ClientGone, Door
+from speculon.server.errors import RESPONSES, body_of, failure, first_of, param_of, status_of
 from speculon.server.house import Server
 from speculon.server.job import Job
 from speculon.server.record import Record
@@ -29,17 +30,17 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 T = TypeVar("T")
 
-CLIENT_GONE = 499  # in the log alone: nobody is left to read it
+log = logging.getLogger("speculon.server")
 
 
-def create_app(server: Server, version: str = "") -> FastAPI:
-    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, docs_url="/docs", redoc_url=None)
-    app.add_middleware(Door, config=server.config)
+def create_app(server: Server, version: str) -> FastAPI:
+    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Door, config=server.config, finish=server.finish)
     if server.config.cors_origins:  # outermost: an answer of the door's own must carry its headers, too
         app.add_middleware(
             CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    add_errors(app, server)
+    add_errors(app)
     add_operations(app, server)
     add_models(app, server)
     add_texts(app, server)
@@ -81,7 +82,9 @@ def add_texts(app: FastAPI, server: Server) -> None:
         wrong = next((token for token in body.tokens if token >= server.facts.vocab_size), None)
         if wrong is not None:
             raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {server.facts.vocab_size - 1}")
-        return schemas.DetokenizeResponse(prompt=house.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return schemas.DetokenizeResponse(
+            prompt=await server.read(lambda: house.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        )
 
 
 def add_models(app: FastAPI, server: Server) -> None:
@@ -106,8 +109,7 @@ def add_operations(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses=RESPONSES)
     async def health() -> schemas.Health:
         """Whether the process lives; 503 once the engine has ended."""
-        if server.engine.error is not None:
-            raise server.engine.error
+        server.check_engine()
         return schemas.Health(status="ok")
 
     @app.get("/ready", responses=RESPONSES)
@@ -122,46 +124,39 @@ def add_operations(app: FastAPI, server: Server) -> None:
         return Response(*server.metrics.page())
 
 
-def add_errors(app: FastAPI, server: Server) -> None:
+def add_errors(app: FastAPI) -> None:
+    def refuse(request: Request, status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+        request.state.record.reason = message
+        return failure(status, message, code, param)
+
     @app.exception_handler(SpeculonError)
     async def refused(request: Request, error: SpeculonError) -> JSONResponse:
-        return failure_of(error)
+        status, code = status_of(error)
+        return refuse(request, status, str(error), code, param_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
         message, name = first_of(error.errors())
-        server.finish(Record(request.state.request_id, request.url.path).close(400, reason=message))
-        return failure(400, message, param=name)
+        return refuse(request, 400, message, param=name)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return failure(error.status_code, str(error.detail))
-
-    @app.exception_handler(Exception)
-    async def fault(request: Request, error: Exception) -> JSONResponse:
-        return failure(500, "a fault inside the server; its log says more")
+        response = refuse(request, error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
 
 
 async def answer(server: Server, request: Request, prefix: str, read: Callable[[], Job]) -> Response:
     """One HTTP answer, whole or streamed; whatever ends it, the engine is told."""
-    record = Record(request.state.request_id, request.url.path)
+    record: Record = request.state.record
+    session = await unless_gone(request, begin(server, f"{prefix}-{secrets.token_hex(12)}", read))
+    record.answer = session.answer
+    if session.job.stream:
+        return EventStream(session, record)
     try:
-        work = begin(server, f"{prefix}-{secrets.token_hex(12)}", read)
-        session = await unless_gone(request, work)
-        if session.job.stream:
-            return EventStream(session, record, server)
-        try:
-            whole = await unless_gone(request, gather(session, record))
-        finally:
-            session.close()
-    except ClientGone:
-        server.finish(record.close(CLIENT_GONE))
-        return Response(status_code=CLIENT_GONE)
-    except SpeculonError as error:
-        server.finish(record.close(status_of(error)[0], reason=str(error)))
-        raise
-    server.finish(record.close(200, answer=session.answer))
-    return JSONResponse(whole)
+        return JSONResponse(await unless_gone(request, gather(session, record)))
+    finally:
+        session.close()
 
 
 class Session:
@@ -173,14 +168,18 @@ class Session:
 
     async def pieces(self, record: Record) -> AsyncIterator[list[Any]]:
         """What the texts gain, in batches; at the time limit the last pieces say `abort`."""
-        try:
-            async with asyncio.timeout_at(self._until):
-                while events := await self._mailbox.take():
-                    record.hear(events)
-                    yield [piece for event in events if (piece := self.answer.push(event)) is not None]
-        except TimeoutError:
-            self.close()
-            yield self.answer.abort()
+        while True:
+            try:
+                async with asyncio.timeout_at(self._until):  # never around a yield: it would strike whoever reads
+                    events = await self._mailbox.take()
+            except TimeoutError:
+                self.close()
+                yield self.answer.abort()
+                return
+            if not events:
+                return
+            record.hear(events)
+            yield [piece for event in events if (piece := self.answer.push(event)) is not None]
 
     def close(self) -> None:
         self._mailbox.close()
@@ -201,19 +200,17 @@ async def gather(session: Session, record: Record) -> dict[str, Any]:
 class EventStream(StreamingResponse):
     """Server-sent events of one session, which ends with the connection, however that ends."""
 
-    def __init__(self, session: Session, record: Record, server: Server):
+    def __init__(self, session: Session, record: Record):
         super().__init__(self._lines(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._session, self._record, self._server = session, record, server
+        self._session, self._record = session, record
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        status = CLIENT_GONE
         try:
             await super().__call__(scope, receive, send)
-            if self._record.done:
-                status = 200
         finally:
             self._session.close()
-            self._server.finish(self._record.close(status, answer=self._session.answer))
+            if not self._record.done:
+                self._record.status = CLIENT_GONE
 
     async def _lines(self) -> AsyncIterator[bytes]:
         session, answer = self._session, self._session.answer
@@ -225,19 +222,21 @@ class EventStream(StreamingResponse):
             for chunk in answer.last():
                 yield line(chunk)
         except SpeculonError as error:
-            status, code = status_of(error)
-            self._record.reason = str(error)
-            yield line(body_of(status, str(error), code, param_of(error)))
+            yield self._last_words(error)
+        except Exception as error:
+            log.exception("%s: a fault inside the server", self._record.request_id)
+            yield self._last_words(EngineError(f"a fault inside the server: {type(error).__name__}"))
         self._record.done = True
         yield b"data: [DONE]\n\n"
+
+    def _last_words(self, error: SpeculonError) -> bytes:
+        status, code = status_of(error)
+        self._record.status, self._record.reason = status, str(error)
+        return line(body_of(status, str(error), code, param_of(error)))
 
 
 def line(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -205,7 +205,8 @@ def call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dic
     name = function["name"]
     parameters = dict(function.get("parameters") or {"type": "object"})
     for key in ("$defs", "definitions"):
-        for part, schema in parameters.pop(key, {}).items():
+        own = parameters.pop(key, None)
+        for part, schema in own.items() if isinstance(own, Mapping) else ():
             definitions[f"{name}.{part}"] = moved(schema, name)
     properties = {"name": {"const": name}, "arguments": moved(parameters, name)}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

@@ -20,10 +20,12 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all texts are returned")
     echoed = body.logprobs if body.echo else None
-    max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
     prompts = read_prompts(body.prompt, house)
-    house.check_length(prompts, params)
+    max_tokens = house.length_of(body.max_tokens, prompts, DEFAULT_TOKENS)
+    params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
+    if echoed is not None and max_tokens == 1:
+        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an end of text, too.
+        params = params.model_copy(update={"ignore_eos": True})
     return Job("text_completion", prompts, params, echo=bool(body.echo), **shared(body, house))
 
 
@@ -43,13 +45,10 @@ def read_chat(body: ChatRequest, house: House) -> Job:
     prompt = render(body.messages, tools_in_use(body), house, body.chat_template_kwargs)
     params = sampling_of(
         body,
-        max_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+        max_tokens=house.length_of(body.max_completion_tokens if body.max_tokens is None else body.max_tokens, [prompt]),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=forced,
     )
-    house.check_length([prompt], params)
-    if params.max_tokens is None:  # to the end of the context
-        params = params.model_copy(update={"max_tokens": house.max_context - len(prompt)})
     return Job("chat.completion", [prompt], params, reply=reply, **shared(body, house))
 
 

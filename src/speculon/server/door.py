@@ -1,18 +1,24 @@
-"""Before any route: request ids, the key, and the body, whole, within its limits of size and time. Pure ASGI."""
+"""Before any route: request ids, the key, and the body, whole, within its limits of size and time. Pure ASGI.
+
+Every request passes here once and leaves one `Record`, however it ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 
 from speculon.config import ServeConfig
 from speculon.server.errors import failure
+from speculon.server.record import Record
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,44 +27,70 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")  # probes have no key
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+SHOWN_PATH = 200  # characters of it in the log
+CLIENT_GONE = 499  # in the log alone: nobody is left to read it
+
+log = logging.getLogger("speculon.server")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
 
 
 class Door:
-    def __init__(self, app: App, config: ServeConfig):
-        self._app, self._config = app, config
+    def __init__(self, app: App, config: ServeConfig, finish: Callable[[Record], None]):
+        self._app, self._config, self._finish = app, config, finish
         self._key = config.api_key.get_secret_value().encode() if config.api_key else None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        named = headers.get("x-request-id", "")
-        request_id = named if REQUEST_ID.fullmatch(named) else secrets.token_hex(8)
-        scope.setdefault("state", {})["request_id"] = request_id
+        record = record_of(scope, headers)
+        scope.setdefault("state", {})["record"] = record
 
-        async def with_id(message: Message) -> None:
+        async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
             await send(message)
 
+        try:
+            await self._pass(scope, headers, record, receive, told)
+        except ClientGone:
+            record.status = CLIENT_GONE
+        except asyncio.CancelledError:  # the server ends, and this client has read nothing for the whole time it was given
+            record.status = CLIENT_GONE
+        except Exception as error:
+            log.exception("%s: a fault inside the server", record.request_id)
+            begun, record.reason = record.status, f"{type(error).__name__}: {error}"
+            if not begun:  # otherwise the connection is cut, which is all that can still be said
+                await failure(500, "a fault inside the server; its log says more")(scope, receive, told)
+            record.status = 500
+        finally:
+            self._finish(record)
+
+    async def _pass(self, scope: Message, headers: Headers, record: Record, receive: Receive, send: Send) -> None:
+        async def refuse(status: int, message: str, code: str) -> None:
+            record.reason = message
+            await failure(status, message, code)(scope, receive, send)
+
         if not self._may_enter(scope, headers):
-            return await failure(401, "a valid API key is needed, as a bearer token", "invalid_api_key")(scope, receive, with_id)
+            return await refuse(401, "a valid API key is needed, as a bearer token", "invalid_api_key")
         try:
             async with asyncio.timeout(self._config.body_timeout):
                 body = await self._read(headers, receive)
         except TimeoutError:
-            message = f"the body did not arrive within {self._config.body_timeout:g} s"
-            return await failure(408, message, "body_timeout")(scope, receive, with_id)
+            return await refuse(408, f"the body did not arrive within {self._config.body_timeout:g} s", "body_timeout")
         if body is None:
-            limit = f"the body is larger than {self._config.max_body_mb:g} MB"
-            return await failure(413, limit, "body_too_large")(scope, receive, with_id)
-        await self._app(scope, replay(body, receive), with_id)
+            return await refuse(413, f"the body is larger than {self._config.max_body_mb:g} MB", "body_too_large")
+        await self._app(scope, replay(body, receive), send)
 
     def _may_enter(self, scope: Message, headers: Headers) -> bool:
         if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._key)
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The body; None once it is too large."""
@@ -70,12 +102,21 @@ class Door:
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return bytes(body)  # the client is gone; the route will find out
+                raise ClientGone
             body += message.get("body", b"")
             if len(body) > limit:
                 return None
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+def record_of(scope: Message, headers: Headers) -> Record:
+    """The request as log and metrics name it: its route, so that no client can invent labels, and its path."""
+    named = headers.get("x-request-id", "")
+    request_id = named if REQUEST_ID.fullmatch(named) else secrets.token_hex(8)
+    known = (route for route in scope["app"].routes if route.matches(scope)[0] != Match.NONE)
+    path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
+    return Record(request_id, next((route.path for route in known), "other"), path[:SHOWN_PATH])
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from speculon.errors import (
+    EmptyPrompt,
     EngineError,
     InvalidParameter,
     InvalidRequest,
@@ -16,7 +17,9 @@ from speculon.errors import (
     QueueFull,
     SpeculonError,
     TooLong,
+    UnknownMethod,
     UnknownModel,
+    shorten,
 )
 from speculon.server.schemas import ErrorResponse
 
@@ -30,10 +33,17 @@ TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
     (EngineError, 500, "engine_error"),
     (SpeculonError, 500, None),
 )
+FIELDS = ((UnknownModel, "model"), (UnknownMethod, "speculation.method"), (EmptyPrompt, "prompt"))  # what they speak of
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-RETRY_SECONDS = {429: "1", 503: "5"}
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+HEADERS: dict[int, dict[str, str]] = {
+    401: {"www-authenticate": "Bearer", **CLOSE},
+    408: CLOSE,
+    413: CLOSE,
+    429: {"retry-after": "1"},
+    503: {"retry-after": "5"},
+}
 BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")  # of a union
-SHOWN = 80  # characters of a refused value
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text}
@@ -51,14 +61,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def failure(status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
-    headers = {"retry-after": RETRY_SECONDS[status]} if status in RETRY_SECONDS else None
-    return JSONResponse(body_of(status, message, code, param), status, headers)
+    return JSONResponse(body_of(status, message, code, param), status, HEADERS.get(status))
 
 
 def body_of(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    clean = message.encode(errors="backslashreplace").decode()  # a refused text may be no text
-    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": clean(message), "type": kind, "param": param and clean(param), "code": code}}
+
+
+def clean(text: str) -> str:
+    """A refused text may be no text: halves of surrogate pairs as they were written."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def status_of(error: SpeculonError) -> tuple[int, str | None]:
@@ -66,25 +79,23 @@ def status_of(error: SpeculonError) -> tuple[int, str | None]:
 
 
 def param_of(error: SpeculonError) -> str | None:
-    return error.name if isinstance(error, InvalidParameter) else None
-
-
-def failure_of(error: SpeculonError) -> JSONResponse:
-    status, code = status_of(error)
-    return failure(status, str(error), code, param_of(error))
+    if isinstance(error, InvalidParameter):
+        return error.name
+    return next((name for kind, name in FIELDS if isinstance(error, kind)), None)
 
 
 def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema; of a union's branches the one that came furthest."""
-    found = max(errors, key=lambda error: (len(error["loc"]), error["type"] != "extra_forbidden"))
+    """(message, field) of a body that does not fit its schema; of a union the branch of the right type, or that came furthest."""
+    rank = lambda error: (error["type"].startswith("too_"), len(error["loc"]), error["type"] != "extra_forbidden")  # noqa: E731
+    found = max(errors, key=rank)
     parts = [str(part) for part in found["loc"] if part != "body"]
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
+    if not parts and isinstance(found["input"], bytes):
+        return "the body must come with content-type application/json", None
     if found["type"] == "extra_forbidden":
         return f"{name}: unknown or unsupported field", name
     if found["type"] == "json_invalid":
         return f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}", None
     if found["type"] == "missing":
         return f"{name or 'body'}: is needed", name or None
-    shown = repr(found["input"])
-    shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
-    return f"{name or 'body'} = {shown}: {found['msg']}", name or None
+    return f"{name or 'body'} = {shorten(found['input'])}: {found['msg']}", name or None

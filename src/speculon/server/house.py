@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine, Mailbox
 from speculon.engine.wire import Add, Ready
-from speculon.errors import NotReady, QueueFull, SpeculonError
+from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
+from speculon.server.door import OPEN_PATHS
 from speculon.server.job import House, Job
 from speculon.server.metrics import Metrics
 from speculon.server.record import Record
@@ -27,12 +28,19 @@ log = logging.getLogger("speculon.server")
 class Server:
     """One model behind HTTP. `settings` are the fields of `EngineConfig`; the model loads while the port is open already."""
 
-    def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        on_stage: Callable[[str], None] | None = None,
+        engine: AsyncEngine | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
+    ):
         engine_config = EngineConfig(**settings)
         self.config, self._model = engine_config.serve, engine_config.model
         self._trust = engine_config.trust_remote_code
+        self._tokenizer = tokenizer or self._load_tokenizer
         self.name = self.config.served_model_name or self._model
-        self.engine = AsyncEngine(settings, on_stage)
+        self.engine = engine or AsyncEngine(settings, on_stage)
         self.metrics = Metrics(self.engine, self.name)
         self.began = int(time())
         self.draining = False
@@ -56,7 +64,7 @@ class Server:
     def house(self) -> House:
         """What requests are read against; raises `NotReady` while the model is loaded."""
         if self._house is None:
-            raise self.engine.error or NotReady("the model is being loaded")
+            raise NotReady("the model is being loaded")
         return self._house
 
     @property
@@ -65,39 +73,61 @@ class Server:
             raise NotReady("the model is being loaded")
         return self.engine.facts
 
+    def check_engine(self) -> None:
+        if self.engine.error is not None:
+            raise NotReady(f"there is no engine any more: {self.engine.error}")
+
     def check_ready(self) -> None:
         if self.draining:
             raise NotReady("the server is about to end")
-        if self.engine.error is not None:
-            raise self.engine.error
+        self.check_engine()
         _ = self.house
+
+    def drain(self) -> None:
+        """Takes nothing more; what still runs after `drain_timeout` ends there, with `abort`."""
+        self.draining = True
+        asyncio.get_running_loop().call_later(self.config.drain_timeout, self.engine.abort_all)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Runs `work`, which knows no event loop, beside it."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
 
     async def submit(self, job: Job, answer_id: str) -> Mailbox:
         """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number."""
-        room = self.facts.max_num_seqs + self.config.max_queue - self.engine.open_texts
+        most = self.facts.max_num_seqs + self.config.max_queue
+        room = most - self.engine.open_texts
+        if job.texts > most:
+            raise InvalidParameter("n", job.params.n, f"{job.texts} texts in all, and this server holds at most {most}")
         if job.texts > room:
             raise QueueFull(f"{job.texts} texts asked for, {max(0, room)} may still wait: ask again later")
         asked = [Add(f"{answer_id}-{i}", ids, job.params, job.speculation) for i, ids in enumerate(job.prompts)]
         return await self.engine.submit(asked)
 
     def finish(self, record: Record) -> None:
-        """One request is over."""
+        """One request is over. Texts and refusals leave a line; probes and scrapes do not."""
+        record.close()
         self.metrics.observe(record)
+        if record.answer is None and (record.status < 400 or record.route in OPEN_PATHS):
+            return
         level = logging.ERROR if record.status >= 500 else logging.INFO
         log.log(level, record.as_json() if self.config.log_format == "json" else record.as_text())
 
     async def _load(self) -> None:
-        from speculon.models.load import load_tokenizer
-
         try:
             facts = await self.engine.start()
-            inner = await self.read(lambda: load_tokenizer(self._model, trust_remote_code=self._trust))
+            tokenizer = await self.read(self._tokenizer)
         except SpeculonError as error:
-            self.engine.lose(error)
-            return
-        self._house = House(self.name, Tokenizer(inner), facts.max_context, facts.method, self.config)
+            return self.engine.lose(error)
+        except Exception as error:
+            log.exception("the model could not be loaded")
+            return self.engine.lose(EngineError(f"{type(error).__name__}: {error}"))
+        self._house = House(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config)
         self.loaded.set()
+
+    def _load_tokenizer(self) -> Tokenizer:
+        from speculon.models.load import load_tokenizer
+
+        return Tokenizer(load_tokenizer(self._model, trust_remote_code=self._trust))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from speculon.config import RequestSpeculation, SamplingParams, ServeConfig
-from speculon.errors import InvalidParameter, TooLong, UnknownModel
+from speculon.engine.admission import read_prediction
+from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
 from speculon.server.calls import Reply, Spoken
 from speculon.server.schemas import Content, Sampling
 from speculon.text import Tokenizer
@@ -22,20 +23,24 @@ class House:
     name: str  # of the model, as clients call it
     tokenizer: Tokenizer
     max_context: int
+    vocab_size: int
     method: str
     config: ServeConfig
 
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked != self.name:
-            raise UnknownModel(f"model = {asked!r}: this server serves {self.name!r}")
+            raise UnknownModel(f"model = {shorten(asked)}: this server serves {self.name!r}")
 
-    def check_length(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        limit = self.config.max_request_tokens
-        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
-            raise InvalidParameter("max_tokens", params.max_tokens, f"this server writes at most {limit} tokens per text")
-        longest = max(map(len, prompts))
+    def length_of(self, asked: int | None, prompts: list[list[int]], usual: int | None = None) -> int:
+        """`max_tokens` of a request; of one that does not say, the usual or all that the context and the server's limit leave."""
+        limit, longest = self.config.max_request_tokens, max(map(len, prompts))
         if longest > self.max_context:  # told before it travels; the engine judges the rest
             raise TooLong(f"prompt {longest} > context {self.max_context} tokens")
+        if asked is None:
+            return min(most for most in (usual, limit, self.max_context - longest) if most is not None)
+        if limit is not None and asked > limit:
+            raise InvalidParameter("max_tokens", asked, f"this server writes at most {limit} tokens per text")
+        return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,14 @@ def structured_of(body: Sampling) -> dict[str, Any]:
     return {"structured": {"json_schema": asked.json_schema.schema_}}
 
 
-def speculation_of(body: Sampling) -> RequestSpeculation:
+def speculation_of(body: Sampling, house: House) -> RequestSpeculation:
     asked = body.speculation
     said = asked.model_dump(exclude={"stats"}, exclude_none=True) if asked else {}
-    prediction = {"prediction": text_of(body.prediction.content)} if body.prediction else {}
-    return RequestSpeculation(**said, **prediction)
+    if body.prediction is None:
+        return RequestSpeculation(**said)
+    speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))  # refuses one that is too long
+    ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)  # here, where no step waits for it
+    return speculation.model_copy(update={"prediction": ids})
 
 
 def shared(body: Sampling, house: House) -> dict[str, Any]:
@@ -101,7 +109,7 @@ def shared(body: Sampling, house: House) -> dict[str, Any]:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
-    speculation = speculation_of(body)
+    speculation = speculation_of(body, house)
     return {
         "speculation": speculation,
         "method": speculation.method or house.method,

@@ -83,6 +83,7 @@ class EngineCollector(Collector):
             ("preemptions", "texts that had to wait for pages", totals.preemptions),
             ("steps", "steps of the engine", counters.steps),
             ("step_rows", "rows computed in them", counters.rows),
+            ("integrity_checks", "times at rest that every KV page was found accounted for", counters.checks),
             ("saved_seconds", "saved by speculation, by its own estimate; may fall", (totals.saved_ms or 0.0) / 1e3),
         ):
             yield counter(name, text, {(): value})
@@ -98,7 +99,9 @@ class EngineCollector(Collector):
         yield gauge("texts_waiting", "texts waiting for a place", load.waiting)
         if facts is not None:
             yield gauge("kv_pages", "pages of the KV pool", facts.pages)
-            yield gauge("kv_usage_ratio", "share of them in use", 1 - load.free_pages / facts.pages)
+            held = facts.pages - load.free_pages
+            yield gauge("kv_pages_held", "of these, held by texts; what the prefix cache keeps is free for them", held)
+            yield gauge("kv_usage_ratio", "share of them held by texts", held / facts.pages)
 
     def _vllm(self, counters: EngineCounters) -> Iterator[Metric]:
         """The four counters that dashboards made for vLLM read, under their names."""

@@ -17,7 +17,8 @@ class Record:
     """Times in seconds, as the server's end of the connection sees them."""
 
     request_id: str
-    route: str
+    route: str  # as the metrics name it
+    path: str = ""  # as it was asked for
     began: float = field(default_factory=perf_counter)
     first: float | None = None  # from the beginning to the first token
     last: float = 0.0
@@ -38,16 +39,16 @@ class Record:
             self.gaps.append(now - self.last)
         self.last = now
 
-    def close(self, status: int, reason: str | None = None, answer: Answer | None = None) -> Record:
-        self.seconds, self.status, self.answer = perf_counter() - self.began, status, answer
-        self.reason = reason or self.reason
-        return self
+    def close(self) -> None:
+        self.seconds = perf_counter() - self.began
 
     @property
     def finish(self) -> str:
         """How its texts ended; `abort` where the client left or the time was over."""
-        ends = [text.finish.reason if text.finish else "abort" for text in self.answer.texts] if self.answer else []
-        return "+".join(dict.fromkeys(ends)) or "refused"
+        if self.answer is None:
+            return "refused"
+        cut = "error" if self.reason else "abort"
+        return "+".join(dict.fromkeys(text.finish.reason if text.finish else cut for text in self.answer.texts))
 
     @property
     def per_token(self) -> float | None:
@@ -58,15 +59,15 @@ class Record:
 
     def as_text(self) -> str:
         if self.answer is None or self.reason:
-            return f"{self.request_id} {self.status} {self.route} {self.reason or self.finish}"
+            return f"{self.request_id} {self.status} {self.path} {one_line(self.reason or self.finish)}"
         first = "" if self.first is None else f" first {self.first:.3f} s"
-        return f"{log_line(self.request_id, self.answer.stats, self.seconds, self.finish)} | {self.status} {self.route}{first}"
+        return f"{log_line(self.request_id, self.answer.stats, self.seconds, self.finish)} | {self.status} {self.path}{first}"
 
     def as_json(self) -> str:
         told: dict[str, Any] = {
             "time": round(time(), 3),
             "request_id": self.request_id,
-            "route": self.route,
+            "path": self.path,
             "status": self.status,
             "seconds": round(self.seconds, 4),
             "finish": self.finish,
@@ -78,3 +79,8 @@ class Record:
             told |= {"answer_id": self.answer.id, "prompt_tokens": usage["prompt_tokens"], "tokens": usage["completion_tokens"]}
             told |= {"first_token_s": self.first and round(self.first, 4), "speculation": done}
         return json.dumps(told, ensure_ascii=False)
+
+
+def one_line(text: str) -> str:
+    """Nothing that a client has written can begin a line of its own."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

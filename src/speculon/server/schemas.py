@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
 
@@ -18,19 +18,22 @@ MAX_TOOLS = 128  # as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**31)]
-TokenId = Annotated[int, Field(ge=0, le=2**31)]
+AS_WHOLE = BeforeValidator(lambda said: int(said) if isinstance(said, float) and said.is_integer() else said)  # 5.0 is 5
+Whole = Annotated[int, AS_WHOLE]
+Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
+TokenId = Count
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Open(BaseModel):
     """Carries more than is read of it."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 class TextPart(Body):
@@ -52,7 +55,9 @@ class Speculation(Body):
     """What this request wants of speculation."""
 
     method: str | None = Field(None, description="what drafts: `off`, `auto`, `ngram`, `draft_model`, ...")
-    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS, description="drafts per round; 0 is off")
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
+        None, description="drafts per round; 0 is off"
+    )
     acceptance: Acceptance | None = None
     stats: bool = Field(False, description="answer with the account of what speculation did")
 
@@ -92,15 +97,15 @@ class Sampling(Ignored):
     model: str | None = Field(None, description="as `/v1/models` lists it")
     temperature: Finite | None = None
     top_p: Finite | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: Finite | None = None
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    n: Samples | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
@@ -122,8 +127,8 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="must equal n")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
+    best_of: Samples | None = Field(None, description="must equal n")
     suffix: None = Field(None, description="not supported")
 
 
@@ -171,7 +176,7 @@ class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

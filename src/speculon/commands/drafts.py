@@ -1,0 +1,88 @@
+"""Text as it is written, each character known by what guessed its token."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING
+
+from rich.color import ColorSystem
+from rich.style import Style
+from rich.text import Text
+
+from speculon.text import Stream, Tokenizer
+
+if TYPE_CHECKING:
+    from speculon.config import SamplingParams
+    from speculon.llm import Completion
+
+OWN = "the model itself"
+COLOURS: Mapping[str, str] = {"ngram": "green", "draft_model": "cyan", "prediction": "magenta", "suffix": "yellow"}
+OTHER = "blue"  # a plug-in's
+# what a model writes must not steer the terminal: control characters are drawn, lines and tabs are kept
+DRAWN: dict[int, int] = {
+    **{c: 0x2400 + c for c in range(32)},
+    127: 0x2421,
+    **dict.fromkeys(range(128, 160), 0xFFFD),
+    9: 9,
+    10: 10,
+}
+
+Run = tuple[str, str | None]  # text, and what guessed it; None is the target itself
+
+
+def colour_of(source: str | None) -> str:
+    return "" if source is None else COLOURS.get(source, OTHER)
+
+
+class DraftStream:
+    """One text in runs of the same source. Joined, they are the whole text: pushes first, then `finish`.
+
+    A character belongs to the token that completed it; one that is held back, as a stop string's possible beginning,
+    keeps its source.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self._certain = Stream(tokenizer, params.stop, params.skip_special_tokens)
+        self._whole = Stream(tokenizer, (), params.skip_special_tokens)  # the same characters, none held back for a stop
+        self._sources: deque[str | None] = deque()  # of the characters that are not shown yet
+        self._shown, self._tokens = 0, 0
+        self.counts: Counter[str] = Counter()  # source -> tokens
+
+    def push(self, tokens: Seq[int], sources: Seq[str | None]) -> Iterator[Run]:
+        """What is now certain; `sources` are those of the first tokens, the others are the target's own."""
+        for token, source in zip_longest(tokens, sources):
+            self.counts[source or OWN] += 1
+            self._tokens += 1
+            self._sources.extend(source for _ in self._whole.push([token]))
+            yield from self._runs(self._certain.push([token]))
+
+    def finish(self, one: Completion) -> Iterator[Run]:
+        """The rest of the text, and tokens that were never pushed because somebody pressed Ctrl-C."""
+        yield from self.push(one.token_ids[self._tokens :], one.sources[self._tokens :])
+        yield from self._runs(one.text[self._shown :])
+
+    def _runs(self, text: str) -> Iterator[Run]:
+        self._shown += len(text)
+        owned = [(character, self._sources.popleft() if self._sources else None) for character in text]
+        for source, run in groupby(owned, key=lambda pair: pair[1]):
+            yield "".join(character for character, _ in run), source
+
+
+def painted(text: str, source: str | None) -> str:
+    """For a terminal that shows colours. No library's line breaking comes between: the text stays as it is."""
+    return Style.parse(colour_of(source)).render(text, color_system=ColorSystem.STANDARD)
+
+
+def drawn(text: str) -> str:
+    """For a terminal: control characters are shown, not obeyed."""
+    return text.translate(DRAWN)
+
+
+def legend(counts: Mapping[str, int]) -> Text:
+    """Tokens by what guessed them, in the colours they were shown in."""
+    guessed = sorted((source for source in counts if source != OWN), key=lambda source: -counts[source])
+    parts = [Text(f"{source} {counts[source]}", style=colour_of(source)) for source in guessed]
+    return Text(", ").join([*parts, Text(f"{OWN} {counts.get(OWN, 0)}")])

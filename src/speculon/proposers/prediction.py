@@ -1,0 +1,109 @@
+"""Predicted outputs: the client says what the text will be, mostly. A cursor follows it and finds its place again.
+
+Prediction and text are strings of one character per token, so that a search for a place is `str.find`: there is no index
+to build, and no place is missed. docs/decisions/011 has the rules' figures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from speculon.config import MAX_DRAFTS, SpeculationConfig
+from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.proposers.base import TargetFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = "prediction"
+LONGEST = 32  # guess: tokens of the text's end that are searched for
+NEAR = 16  # tokens beyond home where one equal token counts; never: 7 % fewer tokens per second on renames, 64: no more
+FIRST = 8  # drafts after a deviation, doubled while all agrees; 32 at once: 14 % slower on edited files, 2: 10 % on renames
+
+
+def spell(tokens: Iterable[int]) -> str:
+    """One character per token id; no vocabulary reaches the 0x110000 that there are."""
+    return "".join(map(chr, tokens))
+
+
+class Cursor:
+    """The place in a prediction that a growing text has come to."""
+
+    def __init__(self, prediction: str):
+        self.at: int | None = 0  # of the token expected next; None while lost
+        self.seen = 0  # tokens of the text followed so far
+        self._prediction = prediction
+        self._home = 0  # where the text last agreed; a place that was only found may be the wrong one
+        self._window = FIRST
+        self._tail = ""  # the text's end
+        self._match = 0  # how much of it stands somewhere in the prediction
+
+    def follow(self, written: list[int]) -> None:
+        """Moves on over new tokens; where they are not the expected ones, to the place whose past is most like theirs."""
+        new = spell(written)
+        agreed = 0
+        if self.at is not None and (agreed := common(new, self._prediction[self.at : self.at + len(new)])):
+            self._home = self.at = self.at + agreed
+            self._match = LONGEST
+        self.seen += len(new)
+        self._tail = (self._tail + new)[-LONGEST:]
+        if agreed < len(new):
+            self.at, self._window = self._find(len(new) - agreed), FIRST
+        else:
+            self._window = min(2 * self._window, MAX_DRAFTS)
+
+    def draft(self, k: int) -> tuple[int, ...]:
+        """What comes next, up to `k` tokens and the window; nothing while lost or at the prediction's end."""
+        return () if self.at is None else tuple(map(ord, self._prediction[self.at : self.at + min(k, self._window)]))
+
+    def _find(self, new: int) -> int | None:
+        """The place after the longest end of the text that stands in the prediction: the first beyond home, else the last."""
+        text, tail = self._prediction, self._tail
+        most = min(self._match + new, len(tail))  # a longer match would have been one before
+        self._match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)
+        at = text.find(tail[-n:], max(0, self._home - n))
+        if n == 0 or (n == 1 and not 0 <= at < self._home + NEAR):
+            return None
+        return (at if at >= 0 else text.rfind(tail[-n:])) + n
+
+
+def common(a: str, b: str) -> int:
+    """Length of their common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Prediction:
+    """Drafts from `Sequence.prediction`."""
+
+    def __init__(self) -> None:
+        self.needs = Needs()
+        self._cursors: dict[int, Cursor] = {}
+        self._latest: tuple[tuple[int, ...], str] = ((), "")  # the samples of a request share one spelling
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Prediction:
+        return cls()
+
+    def admit(self, seq: Sequence) -> None:
+        if self._latest[0] is not seq.prediction:
+            self._latest = seq.prediction, spell(seq.prediction)
+        self._cursors[seq.id] = Cursor(self._latest[1])
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        """Nothing to learn: the next proposal reads the committed tokens."""
+
+    def release(self, seq: Sequence) -> None:
+        self._cursors.pop(seq.id, None)
+
+    def _draft(self, seq: Sequence, k: int) -> Draft:
+        cursor = self._cursors[seq.id]
+        cursor.follow(seq.tokens[seq.prompt_len + cursor.seen :])
+        tokens = cursor.draft(k)
+        return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT

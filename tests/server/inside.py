@@ -1,0 +1,124 @@
+"""The server inside the test's process, over a scripted engine in a thread: real sockets and real pipes, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import httpx2 as httpx
+import uvicorn
+
+from speculon.commands.serve import listen
+from speculon.config import EngineConfig
+from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.worker import Worker
+from speculon.server.app import create_app
+from speculon.server.house import Server
+from speculon.text import Tokenizer
+from tests.server.scripted import Bytes, ScriptedEngine
+
+PATIENCE = 10.0  # seconds for what should take none
+
+
+class ThreadProcess:
+    """A thread in the clothes of a process."""
+
+    exitcode = 0
+
+    def __init__(self, work: Callable[[], None], pipe: Connection):
+        self._thread, self._pipe = threading.Thread(target=work, daemon=True), pipe
+        self._thread.start()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def kill(self) -> None:
+        """Cuts the pipe, for both ends."""
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
+
+
+class ThreadEngine(AsyncEngine):
+    """`AsyncEngine` over a scripted engine in a thread."""
+
+    def __init__(self, settings: dict[str, Any], on_stage: Any = None, **script: Any):
+        super().__init__(settings, on_stage)
+        self.inner = ScriptedEngine(EngineConfig(**settings), **script)
+
+    def _launch(self) -> tuple[Any, Connection]:
+        ours, theirs = Pipe()
+
+        def work() -> None:
+            try:
+                Worker(self.inner, theirs).run()  # type: ignore[arg-type]
+            except (EOFError, OSError):
+                pass
+            finally:
+                theirs.close()
+
+        return ThreadProcess(work, theirs), ours
+
+
+@dataclass
+class Inside:
+    url: str
+    server: Server
+    engine: ScriptedEngine
+    client: httpx.Client
+
+    def post(self, route: str, **body: Any) -> httpx.Response:
+        return self.client.post(f"/v1/{route}", json=body)
+
+    def metric(self, name: str) -> float:
+        """Of all labels together; `name` may end in a part of them."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    def eventually(self, true: Callable[[], bool]) -> None:
+        """Waits until it is so."""
+        wait_until(true)
+
+
+def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.01)
+
+
+@contextmanager
+def served(template: str = "{{ messages }}", script: dict[str, Any] | None = None, **serve: Any) -> Iterator[Inside]:
+    """A server of these settings; `script` are the scripted engine's own."""
+    max_num_seqs = serve.pop("max_num_seqs", 32)
+    settings: dict[str, Any] = {"model": "scripted", "max_num_seqs": max_num_seqs, "serve": serve}
+    engine = ThreadEngine(settings, **(script or {}))
+    server = Server(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
+    listener = listen("127.0.0.1", 0)
+    options = uvicorn.Config(create_app(server, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    http = uvicorn.Server(options)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+            key = serve.get("api_key")
+            client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})
+            wait_until(lambda: client.get("/ready").status_code == 200)
+            yield Inside(url, server, engine.inner, client)
+    finally:
+        http.should_exit = True
+        thread.join(PATIENCE)
+    assert not thread.is_alive(), "the server has not ended"
+    assert not engine.inner.has_work, "something runs on in the engine"

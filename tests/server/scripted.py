@@ -1,0 +1,168 @@
+"""An engine without a model: it writes what the prompt says, steps as fast as it is told to, and fails when it is told to.
+
+Everything around it is the real thing: the worker and its pipe, the asynchronous engine, the HTTP server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
+from speculon.core import Event, Finish, Load, Reason, TokenLogprobs
+from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
+from speculon.telemetry import EngineCounters, RequestStats
+from speculon.text import StopStrings, Tokenizer
+
+EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
+SAY = b"say:"  # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
+LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+LP = -0.5
+
+
+class Bytes:
+    """A tokenizer of 256 bytes and an end, as far as `speculon.text` looks at one."""
+
+    def __init__(self, chat_template: str = "{{ messages }}"):
+        self.chat_template = chat_template
+
+    def __len__(self) -> int:
+        return VOCAB
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, ids: Seq[int], **options: Any) -> str:
+        return bytes(token for token in ids if token != EOS).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return f"<0x{token:02X}>"
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        chat_template: str | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        return "".join(f"[{message['role']}]{message['content']}" for message in messages)
+
+
+@dataclass(eq=False)
+class Running:
+    request_id: str
+    sample: int
+    prompt: list[int]
+    params: SamplingParams
+    answer: list[int]  # without an end
+    ends: bool  # whether it says all of it and stops
+    stops: StopStrings
+    written: list[int] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+class ScriptedEngine:
+    """What `Worker` needs of an engine. Admits `max_num_seqs` texts and lets the others wait."""
+
+    def __init__(self, config: EngineConfig, step_seconds: float = 0.0, faults: Seq[BaseException | None] = ()):
+        self.config, self.tokenizer = config, Tokenizer(Bytes())
+        self.step_seconds, self.faults = step_seconds, deque(faults)
+        self.target, self.max_context = SimpleNamespace(vocab_size=VOCAB), CONTEXT
+        self.pool = SimpleNamespace(num_blocks=PAGES, block_size=16)
+        self.proposers = SimpleNamespace(default="ngram")
+        self.counters = EngineCounters()
+        self.running: list[Running] = []
+        self.waiting: list[Running] = []
+        self.scheduler = self
+        self.aborted: list[str] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), PAGES - len(self.running))
+
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation | None, request_id: str
+    ) -> str:
+        if not prompt:
+            raise EmptyPrompt("the prompt has no tokens")
+        if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:
+            raise InvalidParameter("prompt", wrong, f"token ids go from 0 to {VOCAB - 1}")
+        if len(prompt) + (params.max_tokens or 0) > CONTEXT:
+            raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")
+        said = bytes(token for token in prompt if token < EOS)
+        _, says, answer = said.rpartition(SAY)
+        for sample in range(params.n):
+            text = list(answer) if says else list(LETTERS)
+            stops = StopStrings(params.stop, self.tokenizer)
+            self.waiting.append(Running(request_id, sample, prompt, params, text, bool(says), stops))
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(prompt)
+        return request_id
+
+    def step(self) -> list[Event]:
+        time.sleep(self.step_seconds)
+        if self.faults and (fault := self.faults.popleft()):
+            raise fault
+        self.counters.steps += 1
+        while self.waiting and len(self.running) < self.config.max_num_seqs:
+            self.running.append(self.waiting.pop(0))
+        return [self._advance(text) for text in list(self.running)]
+
+    def _advance(self, text: Running) -> Event:
+        """One to three tokens: a round of speculation, without the work."""
+        count = 1 + len(text.written) % 3
+        limit = CONTEXT - len(text.prompt) if text.params.max_tokens is None else text.params.max_tokens
+        new, finish = [], None
+        while len(new) < count and finish is None:
+            at = len(text.written) + len(new)
+            if at >= limit:
+                finish = Finish("length")
+            elif text.ends and at >= len(text.answer):
+                finish = Finish("stop")
+            else:
+                new.append(text.answer[at % len(text.answer)])
+                if found := text.stops.find(text.written, tuple(new)):
+                    finish = Finish("stop", found[1])
+                elif at + 1 >= limit:
+                    finish = Finish("length")
+        text.written += new
+        text.stats.emitted += len(new)
+        text.stats.target_calls += 1
+        text.stats.reasons[Reason.NO_MATCH.value] += 1
+        tops = text.params.logprobs
+        lps = None if tops is None else tuple(TokenLogprobs(t, LP, 1, ((t, LP), (EOS, -2.0))[:tops]) for t in new)
+        if finish:
+            self._end(text, finish)
+        stats = text.stats if finish else None
+        return Event(text.request_id, text.sample, tuple(new), lps, finish, self._prompt_logprobs(text), stats)
+
+    def _prompt_logprobs(self, text: Running) -> tuple[TokenLogprobs, ...] | None:
+        if text.params.prompt_logprobs is None or text.sample or text.stats.target_calls > 1:
+            return None
+        return tuple(TokenLogprobs(token, LP, 1, ()) for token in text.prompt[1:])
+
+    def _end(self, text: Running, finish: Finish) -> None:
+        (self.running if text in self.running else self.waiting).remove(text)
+        self.counters.finished[finish.reason] += 1
+        self.counters.totals.add(text.stats)
+
+    def abort(self, request_id: str) -> list[Event]:
+        ended = [text for text in [*self.running, *self.waiting] if text.request_id == request_id]
+        finish = Finish("abort")
+        for text in ended:
+            self.aborted.append(request_id)
+            self._end(text, finish)
+        return [Event(request_id, text.sample, (), finish=finish, stats=text.stats) for text in ended]
+
+    def check_integrity(self) -> None:
+        assert not self.running and not self.waiting

@@ -1,0 +1,55 @@
+"""What evaluation harnesses rely on: prompts of token ids, echoed with log-probabilities, and one token that they cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from speculon.config import ServeConfig
+from speculon.core import Event, Finish, TokenLogprobs
+from speculon.server.answer import Answer
+from speculon.server.completions import read_completion
+from speculon.server.job import House
+from speculon.server.schemas import CompletionRequest
+
+ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+
+
+class Letters:
+    """One letter per token."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token])
+
+
+HOUSE = House("m", Letters(), 100, 256, "off", ServeConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change, ignored",
+    [({}, True), ({"echo": False}, False), ({"logprobs": None}, False), ({"max_tokens": 2}, False)],
+    ids=["asked of the prompt alone", "no echo", "no log-probabilities", "a text is wanted"],
+)
+def test_the_one_token_is_there_even_where_it_ends_the_text(change: dict[str, Any], ignored: bool) -> None:
+    assert read_completion(CompletionRequest(**{**ASK, **change}), HOUSE).params.ignore_eos is ignored
+
+
+def test_the_table_has_an_entry_for_every_token_and_none_before_the_first() -> None:
+    job = read_completion(CompletionRequest(**ASK), HOUSE)
+    answer = Answer.to(job, "cmpl-1", "m", HOUSE.tokenizer)
+    scored = tuple(TokenLogprobs(token, -token / 10, 2, ((9, -0.1),)) for token in (6, 7))
+    last = TokenLogprobs(0, -0.5, 1, ((0, -0.5),))
+    events = [
+        Event("cmpl-1-0", 0, (), prompt_logprobs=scored),
+        Event("cmpl-1-0", 0, (0,), logprobs=(last,), finish=Finish("length")),
+    ]
+    pieces = [piece for event in events if (piece := answer.push(event)) is not None]
+    table = answer.whole(pieces)["choices"][0]["logprobs"]
+    assert table["tokens"] == ["f", "g", "h", "a"]
+    assert table["token_logprobs"] == [None, -0.6, -0.7, -0.5]
+    assert table["top_logprobs"] == [None, {"g": -0.6, "j": -0.1}, {"h": -0.7, "j": -0.1}, {"a": -0.5}]
+    assert table["text_offset"] == [0, 1, 2, 3]

@@ -1,0 +1,192 @@
+"""How the server's process begins and ends: exit status, what stderr says, what happens to those who are being served."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.server.outside import REAL, Outside, started
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
+
+
+class Reader(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, url: str, **body: Any):
+        super().__init__(daemon=True)
+        self.lines: list[dict[str, Any]] = []
+        self.done, self.fault = False, ""
+        self._url, self._body = url, {"prompt": "x", "stream": True, **body}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30, trust_env=False) as response:
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        self.done = True
+                    elif line:
+                        self.lines.append(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.fault = repr(error)
+
+    @property
+    def finish(self) -> str | None:
+        choices = [choice for line in self.lines for choice in line.get("choices", ())]
+        return choices[-1]["finish_reason"] if choices else None
+
+    def begun(self) -> bool:
+        return bool(self.lines)
+
+
+def check_clean(server: Outside, status: int = 0) -> None:
+    assert server.end() == status, server.stderr
+    assert "Traceback" not in server.stderr, server.stderr
+    assert "Task exception" not in server.stderr and "never retrieved" not in server.stderr, server.stderr
+    assert not server.children() if server.process.poll() is None else True
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
+    with started(tmp_path, SCRIPTED_STEP="0.02") as server:
+        url = server.ready()
+        readers = [Reader(url, max_tokens=100) for _ in range(8)]
+        server.wait_for(lambda: all(reader.begun() for reader in readers))
+        (engine,) = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/health", trust_env=False)
+        assert server.process.poll() is None
+        for reader in readers:
+            reader.join(20)
+        assert [(reader.finish, reader.done, reader.fault) for reader in readers] == [("length", True, "")] * 8
+        check_clean(server)
+        assert gone(engine)
+
+
+def test_those_who_take_too_long_end_with_abort(tmp_path: Path) -> None:
+    with started(tmp_path, "--drain-timeout", "0.4", "--max-num-seqs", "3", SCRIPTED_STEP="0.02") as server:
+        url = server.ready()
+        readers = [Reader(url, max_tokens=4000) for _ in range(3)]
+        server.wait_for(lambda: all(reader.begun() for reader in readers))
+        waiting = Reader(url, max_tokens=4000)
+        time.sleep(0.2)
+        began = time.monotonic()
+        check_clean(server)
+        assert time.monotonic() - began < 5
+        for reader in (*readers, waiting):
+            reader.join(5)
+            assert (reader.finish, reader.done, reader.fault) == ("abort", True, "")
+        assert server.stderr.count(" abort | ") >= 4
+
+
+def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with started(tmp_path, "--drain-timeout", "0", SCRIPTED_STEP="0") as server:
+        url = httpx.URL(server.ready())
+        body = json.dumps({"prompt": "x", "n": 8, "max_tokens": 4000, "stream": True, "logprobs": 2}).encode()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((url.host, url.port))
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+            sock.sendall(b"content-length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(1.0)
+            began = time.monotonic()
+            check_clean(server)
+            assert time.monotonic() - began < 10
+
+
+def test_term_while_it_loads_ends_at_once(tmp_path: Path) -> None:
+    with started(tmp_path, "--model", "demo", program=REAL) as server:
+        server.url()
+        server.wait_for(server.children)
+        (engine,) = server.children()
+        began = time.monotonic()
+        check_clean(server)
+        assert time.monotonic() - began < 6 and gone(engine)
+
+
+def test_interrupt_ends_it_as_term_does(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        server.ready()
+        server.process.send_signal(signal.SIGINT)
+        server.process.wait(20)
+        check_clean(server)
+
+
+def test_when_the_engine_is_killed_everybody_is_told_and_the_server_ends(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        url = server.ready()
+        streamed, whole = Reader(url, max_tokens=4000), Reader(url, max_tokens=4000, stream=False)
+        server.wait_for(streamed.begun)
+        os.kill(server.children()[0], signal.SIGKILL)
+        streamed.join(10), whole.join(10)
+        for reader in (streamed, whole):
+            assert reader.lines[-1]["error"]["code"] in ("engine_error", "not_ready"), reader.lines[-1]
+        assert server.process.wait(20) == 2
+        last = server.stderr.splitlines()[-1]
+        assert last.startswith("EngineError: the engine's process has ended") and "Traceback" not in server.stderr
+
+
+def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        url = server.ready()
+        reader = Reader(url, max_tokens=4000)
+        server.wait_for(reader.begun)
+        (engine,) = server.children()
+        server.process.kill()
+        server.process.wait()
+        until = time.monotonic() + 10
+        while not gone(engine):
+            assert time.monotonic() < until, "the engine runs on alone"
+            time.sleep(0.05)
+        assert "Traceback" not in server.stderr, server.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param(("--model", "/nowhere"), "ModelNotFound", id="no such model"),
+        pytest.param(("--method", "telepathy"), "UnknownMethod", id="unknown method"),
+        pytest.param(("--max-queue", "-1"), "serve.max_queue", id="a bad setting"),
+        pytest.param(("--host", "203.0.113.1"), "cannot listen on 203.0.113.1", id="not our address"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_and_exit_2(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    with started(tmp_path, *arguments, program=REAL) as server:
+        assert server.process.wait(90) == 2, server.stderr
+        lines = [line for line in server.stderr.splitlines() if "listens on" not in line and "loading" not in line]
+        assert len(lines) == 1 and said in lines[0], server.stderr
+
+
+def test_a_taken_port_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with started(tmp_path, "--port", str(port)) as server:
+            assert server.process.wait(60) == 2
+            (line,) = server.stderr.splitlines()
+            assert line.startswith(f"ConfigError: cannot listen on 127.0.0.1:{port}") and "in use" in line
+
+
+def test_a_traceback_is_seen(tmp_path: Path) -> None:
+    """The twin of `check_clean`: a server whose end fails, and one that has complained."""
+    with started(tmp_path, SCRIPTED_STEP="no number") as server:
+        server.process.wait(60)
+        with pytest.raises(AssertionError, match="ValueError"):
+            check_clean(server, server.process.returncode)

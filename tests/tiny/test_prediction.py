@@ -1,0 +1,323 @@
+"""A prediction changes no token of the text, whatever it says; what agrees with it costs few target calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from speculon import LLM, SamplingParams
+from speculon.batch import Batch
+from speculon.bench import workloads
+from speculon.bench.measure import loops
+from speculon.config import MAX_DRAFTS, EngineConfig
+from speculon.core import Decision, Reason
+from speculon.engine.engine import Engine
+from speculon.errors import InvalidParameter
+from speculon.kv.lease import Leases, share
+from speculon.kv.store import View
+from speculon.models.target import Output
+from speculon.proposers.prediction import Cursor
+from tests.tiny.conftest import tiny_target
+from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, spell
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, crowd, plain
+
+K = 8
+CHANCE = random.Random(3)
+WRONG: dict[str, Callable[[list[int]], list[int]]] = {
+    "right": lambda text: text,
+    "edited": lambda text: [*text[:9], 5, 6, 7, *text[14:30], *text[36:]],
+    "halves swapped": lambda text: [*text[20:], *text[:20]],
+    "backwards": lambda text: text[::-1],
+    "one token over and over": lambda text: [text[3]] * 50,
+    "every other token": lambda text: text[::2],
+    "noise": lambda text: [CHANCE.randrange(96) for _ in range(40)],
+    "right and far longer": lambda text: text + text + text,
+}
+METHODS = ("ngram", "auto", "synthetic", "draft_model")  # the last one is lacking here
+
+
+def with_predictions(requests: tuple[Request, ...], truth: Texts, k: int | None = K) -> list[Request]:
+    """Another kind of prediction and another method for each; the fourth and the eighth ask for what there is not."""
+    asked = []
+    for i, (request, wrong) in enumerate(zip(requests, WRONG.values(), strict=False)):
+        said = wrong(truth[request.id, 0])
+        prediction: Any = spell(said) if i % 2 else said  # as text and as ids
+        speculation = {"prediction": prediction, "method": METHODS[i % 4], "num_speculative_tokens": k}
+        asked.append(replace(request, speculation=speculation))
+    return asked
+
+
+def one(i: int, asked: dict[str, Any], **settings: Any) -> Result:
+    """One of the crowd, alone."""
+    request = replace(crowd("greedy")[i], speculation=asked)
+    (result,) = run(tiny_target("llama"), [request], **settings).values()
+    return result
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, setting: str) -> None:
+    truth = plain(mode)
+    for k in (1, K, None):
+        results = run(tiny_target("llama"), with_predictions(crowd(mode), truth, k), **SETTINGS[setting])
+        assert_same(crowd(mode), results, truth)
+        right = results["q0", 0].stats
+        assert right.accepted_prediction_tokens > (5 if setting == "few pages" else 20) and not right.rejected_prediction_tokens
+        assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", WRONG)
+def test_alone_any_prediction_gives_the_plain_text(mode: str, kind: str) -> None:
+    truth = plain(mode)
+    results: dict[Key, Result] = {}
+    for request in crowd(mode)[:3]:
+        said = WRONG[kind](truth[request.id, 0])
+        results |= run(tiny_target("llama"), [replace(request, speculation={"prediction": said})])
+    assert_same(crowd(mode)[:3], results, {key: truth[key] for key in results})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_neighbours_with_other_methods_and_without_any(mode: str) -> None:
+    truth = plain(mode)
+    asked = with_predictions(crowd(mode), truth)
+    for i, other in enumerate(({"method": "off"}, {"method": "ngram"}, {"method": "synthetic"}, {"method": "auto"})):
+        asked[2 * i + 1] = replace(asked[2 * i + 1], speculation=other)
+    results = run(tiny_target("llama"), asked)
+    assert_same(crowd(mode), results, truth)
+    assert all("prediction" not in results[r.id, 0].stats.drafted_from for r in asked[1::2])
+    assert sum(results[r.id, 0].stats.accepted_prediction_tokens for r in asked[::2]) > 40
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_samples_follow_the_same_prediction(mode: str) -> None:
+    (request,) = (replace(r, params=r.params.model_copy(update={"n": 2})) for r in crowd(mode)[3:4])
+    truth = {key: result.tokens for key, result in run(tiny_target("llama"), [request]).items()}
+    asked = replace(request, speculation={"prediction": truth[request.id, 0]})
+    results = run(tiny_target("llama"), [crowd(mode)[0], asked])
+    assert_same((request,), {key: r for key, r in results.items() if key[0] == request.id}, truth)
+    accepted = [results[request.id, sample].stats.accepted_prediction_tokens for sample in range(2)]
+    assert accepted[0] > 40 and (accepted[1] > 40) == (mode == "greedy")
+
+
+def test_pages_found_again_give_the_plain_text() -> None:
+    truth = plain("greedy", shared=14)
+    engine = make_engine(tiny_target("llama"))
+    for _ in range(2):
+        for request in with_predictions(crowd("greedy", shared=14), truth):
+            engine.add_request(request.prompt, request.params, request.speculation, request.id)
+        results = drain(engine)
+        assert_same(crowd("greedy", shared=14), results, truth)
+    assert sum(r.stats.cached_tokens for r in results.values()) > 100
+
+
+@pytest.mark.parametrize("at", [1, 6, 7, 20])
+def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
+    """What was drafted beyond the stop is counted as rejected; the prediction itself would have gone on."""
+    (request, text) = crowd("sampled")[0], plain("sampled")["q0", 0]
+    stop = spell(text[at : at + 2])
+    first = spell(text).index(stop) + 2
+    params = request.params.model_copy(update={"stop": (stop,)})
+    asked = replace(request, params=params, speculation={"prediction": text})
+    (result,) = run(tiny_target("llama"), [asked]).values()
+    stats = result.stats
+    assert result.tokens == text[:first] and result.finish and result.finish.matched == stop
+    assert stats.accepted_prediction_tokens <= first - 1
+    assert stats.rejected_prediction_tokens == stats.drafted_from["prediction"] - stats.accepted_prediction_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "reason"),
+    [
+        pytest.param({"method": "off"}, {}, Reason.OFF_REQUEST, id="off by request"),
+        pytest.param({"num_speculative_tokens": 0}, {}, Reason.OFF_REQUEST, id="no drafts by request"),
+        pytest.param({}, {"speculation": {"method": "off"}}, Reason.OFF_CONFIG, id="off by config"),
+    ],
+)
+def test_whoever_turns_speculation_off_gets_none(asked: dict[str, Any], settings: dict[str, Any], reason: Reason) -> None:
+    text = plain("greedy")["q0", 0]
+    result = one(0, {**asked, "prediction": text}, **settings)
+    assert result.tokens == text and not result.stats.rounds and set(result.stats.reasons) == {reason}
+
+
+def test_a_lacking_method_does_not_block_the_prediction() -> None:
+    text = plain("greedy")["q0", 0]
+    result = one(0, {"method": "draft_model", "prediction": text[:30]})
+    assert result.tokens == text and result.stats.accepted_prediction_tokens > 20
+    assert set(result.stats.drafted_from) == {"prediction"} and set(result.stats.reasons) <= {"no_match", "max_tokens"}
+
+
+def test_the_method_drafts_where_the_prediction_has_nothing() -> None:
+    text = plain("greedy")["q0", 0]
+    result = one(0, {"method": "ngram", "prediction": text[:10]})
+    assert result.tokens == text and {"prediction", "ngram"} <= set(result.stats.drafted_from)
+    assert one(0, {"method": "prediction", "prediction": text[:10]}).tokens == text
+    assert not one(0, {"method": "prediction"}).stats.rounds
+    assert not one(0, {"method": "prediction", "prediction": ""}).stats.rounds
+
+
+def test_a_fault_costs_the_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cursor, "draft", lambda cursor, k: 1 / 0)
+    text = plain("greedy")["q0", 0]
+    result = one(0, {"method": "ngram", "prediction": text})
+    assert result.tokens == text and not result.stats.rounds and set(result.stats.reasons) <= {"error", "max_tokens"}
+
+
+def test_a_requests_own_number_bounds_its_drafts() -> None:
+    text = plain("greedy")["q0", 0]
+    assert max(one(0, {"prediction": text, "num_speculative_tokens": 3}).stats.drafted_at) == 2
+    assert max(one(0, {"prediction": text}).stats.drafted_at) > EngineConfig().speculation.num_speculative_tokens
+
+
+def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
+    engine = Engine(tiny_target("llama"), None, EngineConfig(block_size=4))
+    with pytest.raises(InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"):
+        engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": "text"})
+    with pytest.raises(InvalidParameter, match="prediction = 96: token ids go from 0 to 95"):
+        engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": [96]})
+    assert not engine.has_work
+
+
+# memory was promised for so many rows
+
+
+class Counting:
+    """A target that remembers the rows of each forward, and how many were scored."""
+
+    def __init__(self) -> None:
+        self.inner = tiny_target("llama")
+        self.rows: list[int] = []
+        self.scored: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def needs(self, rows: int, scored: int) -> Any:
+        self.promised = rows, scored
+        return self.inner.needs(rows, scored)
+
+    def forward(self, batch: Batch, view: View) -> Output:
+        self.rows.append(batch.input_ids.shape[1])
+        self.scored.append(len(batch.score_rows))
+        return self.inner.forward(batch, view)
+
+
+def crowd_with_long_drafts(target: Any) -> dict[Key, Result]:
+    truth = plain("greedy")
+    wish = {"num_speculative_tokens": MAX_DRAFTS}
+    asked = [replace(r, speculation={"prediction": truth[r.id, 0], **wish}) for r in crowd("greedy")]
+    return run(target, asked, max_num_seqs=8, max_batch_tokens=24)
+
+
+def test_the_largest_forward_is_the_promised_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Counting()
+    assert_same(crowd("greedy"), crowd_with_long_drafts(target), plain("greedy"))
+    rows, scored = target.promised
+    assert (rows, scored) == (24 + MAX_DRAFTS, 8 + MAX_DRAFTS)
+    assert MAX_DRAFTS < max(target.rows) <= rows and MAX_DRAFTS < max(target.scored) <= scored
+
+    unbounded, init = Counting(), Leases.__init__
+    monkeypatch.setattr(Leases, "__init__", lambda self, pool, store, most: init(self, pool, store, 10**6))
+    crowd_with_long_drafts(unbounded)
+    assert max(unbounded.rows) > rows and max(unbounded.scored) > scored
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most", "granted"),
+    [
+        pytest.param([4, 32, 0], 36, [4, 32, 0], id="all fit"),
+        pytest.param([4, 32, 32], 36, [4, 16, 16], id="the longest shrink"),
+        pytest.param([4, 32, 32], 10, [3, 3, 3], id="all shrink"),
+        pytest.param([4, 4, 4], 2, [0, 0, 0], id="none is left"),
+    ],
+)
+def test_drafts_are_shared_out(wanted: list[int], most: int, granted: list[int]) -> None:
+    decisions = [Decision("ngram", k) if k else Decision(None, 0, Reason.NO_MATCH) for k in wanted]
+    shared = share(decisions, most)
+    assert [d.k for d in shared] == granted
+    assert {d.reason for d, k in zip(shared, wanted, strict=True) if k and not d.k} <= {Reason.LOAD}
+
+
+# the shipped model, on texts that do not repeat themselves
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    if MISSING:
+        pytest.skip("the demo weights are not in this checkout")
+    return LLM("demo", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def answers(llm: LLM) -> list[tuple[workloads.Case, list[int]]]:
+    """Three edits of 200 tokens and more, as the model writes them; none runs in circles, where guessing is easy."""
+    cases = workloads.build("edit", llm.tokenizer, workloads.Size(40, 512, llm.engine.max_context))
+    long = [c for c in cases if 220 < len(llm.tokenizer.encode(c.reference or "")) < 400][:6]
+    written = llm.generate([c.prompt for c in long], [c.params for c in long], speculation={"method": "off"})
+    found = [(c, out.token_ids) for c, out in zip(long, written, strict=True) if not loops(out.token_ids)]
+    whole = [(c, text) for c, text in found if len(text) >= 200][:3]
+    assert len(whole) == 3, [len(text) for _, text in found]
+    return whole
+
+
+def write(llm: LLM, case: workloads.Case, prediction: Any, **asked: Any) -> tuple[list[int], list[tuple[int, int]], Any]:
+    """The text, (position, accepted drafts) of each of its rounds, and its account."""
+    text: list[int] = []
+    rounds = []
+    for event in llm.events(case.prompt, case.params, speculation={"prediction": prediction, **asked}):
+        rounds.append((len(text), len(event.sources)))
+        text += event.tokens
+        stats = event.stats
+    return text, rounds, stats
+
+
+@cache
+def stock() -> Demo:
+    return Demo(0)
+
+
+def assert_equal(ours: list[int], truth: list[int], case: workloads.Case) -> None:
+    at = first_difference(ours, truth)
+    assert at is None or stock().gap(case.prompt + truth[:at]) < TIE
+
+
+def test_a_prediction_that_comes_true_is_accepted(llm: LLM, answers: Any) -> None:
+    for case, truth in answers:
+        text, rounds, stats = write(llm, case, llm.tokenizer.decode(truth))
+        assert_equal(text, truth, case)
+        assert stats.accepted_prediction_tokens >= 0.9 * stats.drafted_from["prediction"]
+        assert stats.accepted_prediction_tokens >= 0.85 * len(truth)  # the rest are bonus tokens, one per call
+        assert len(rounds) < len(truth) / 8
+
+
+LINE = "    # a line that the model does not write\n"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(lambda lines, at: [*lines[:at], LINE, *lines[at:]], id="a line too many"),
+        pytest.param(lambda lines, at: [*lines[:at], *lines[at + 1 :]], id="a line is missing"),
+        pytest.param(lambda lines, at: [*lines[:at], LINE, *lines[at + 1 :]], id="another line"),
+        pytest.param(lambda lines, at: [*lines[:at], lines[at].strip()[:5] + "\n", *lines[at + 1 :]], id="half a line"),
+        pytest.param(lambda lines, at: ["\n \n", *lines[:at], *lines[at + 3 :]], id="a beginning, and three lines missing"),
+    ],
+)
+def test_after_a_wrong_line_it_is_followed_again(llm: LLM, answers: Any, edit: Callable[..., list[str]]) -> None:
+    """At least 70 % of what comes after the edit are accepted drafts, from the second round after it on."""
+    for case, truth in answers:
+        lines = llm.tokenizer.decode(truth).splitlines(keepends=True)
+        at = len(lines) // 2
+        text, rounds, _ = write(llm, case, "".join(edit(lines, at)), method="prediction")
+        assert_equal(text, truth, case)
+        again = len(llm.tokenizer.encode("".join(lines[: at + 3]), add_special_tokens=False))
+        tail = [(start, accepted) for start, accepted in rounds if start >= again]
+        assert sum(accepted for _, accepted in tail) >= 0.7 * (len(truth) - tail[0][0]), (case.name, rounds)
+        first = next(i for i, (_, accepted) in enumerate(tail) if accepted)
+        assert first <= 2, (case.name, rounds)
