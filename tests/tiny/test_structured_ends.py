@@ -149,7 +149,7 @@ def test_a_schema_that_is_too_deep_is_refused() -> None:
 
 
 def test_without_a_fast_tokenizer_forms_are_refused() -> None:
-    for tokenizer, complaint in ((None, "needs a tokenizer"), (Tokenizer(Letters()), "a fast one")):
+    for tokenizer, complaint in ((None, "need a tokenizer"), (Tokenizer(Letters()), "a fast one")):
         engine = Engine(tiny_target("llama"), tokenizer, EngineConfig(block_size=4))
         with pytest.raises(InvalidParameter, match=complaint):
             engine.add_request([1, 2], SamplingParams(structured={"json_object": True}))
