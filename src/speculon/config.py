@@ -234,7 +234,7 @@ class ServeConfig(Checked):
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")
-    max_request_tokens: int | None = Field(None, ge=1, description="most tokens that a request may ask for, per text")
+    max_request_tokens: int | None = Field(None, ge=1, description="most tokens per text; also for chats that do not say")
     max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request")
     body_timeout: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive")
     request_timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds until a request is ended")
