@@ -87,7 +87,9 @@ def test_names_resolve_to_methods():
     proposers = Proposers(SpeculationConfig(), FACTS)
     assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("ngram",), ("ngram",)]
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
-    with pytest.raises(UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, grammar, ngram, prediction, synthetic"):
+    with pytest.raises(
+        UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, grammar, ngram, prediction, synthetic"
+    ):
         proposers.lacking("eagle9")
 
 
