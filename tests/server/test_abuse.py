@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError
 from speculon.server.schemas import ChatRequest, CompletionRequest
+from speculon.text import Tokenizer
 from tests.server.inside import Inside, served, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -145,6 +146,22 @@ def test_of_many_faults_few_are_told(fault: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(fault)
     assert refused.value.error_count() < 10  # 900,000 of them once held up every stream for 28 s
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    read: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: read.append(len(text)) or encode(self, text, **how))
+    text = "x" * 900_000
+    body = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    error = refusal(inside.post(route, **body), 400)
+    assert error["code"] == "context_length_exceeded" and "characters" in error["message"]
+    assert sum(read) < 100_000
+    count = inside.client.post("/tokenize", json=body).json()["count"]
+    assert count >= 900_000  # who only counts them gets them counted
 
 
 def nested(depth: int) -> Any:

@@ -140,14 +140,15 @@ class Sampling(Ignored):
     speculation: Speculation | None = None
 
 
+TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
+
+
 class CompletionRequest(Sampling):
     prompt: (
         str
         | Annotated[list[str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], FIRST, Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[TokenId], FIRST, Field(min_length=1)]], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)
-        ]
+        | TokenIds
+        | Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
