@@ -164,6 +164,10 @@ def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
     assert count >= 900_000  # who only counts them gets them counted
 
 
+def test_a_negative_token_is_told_so(inside: Inside) -> None:
+    assert "greater than or equal to 0" in refusal(inside.post("completions", prompt=[-1]), 400)["message"]
+
+
 def nested(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):

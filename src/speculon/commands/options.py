@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
@@ -23,7 +23,7 @@ PANELS: dict[type[BaseModel], str] = {
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
-NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
+NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT"}
 VLLM_NAMES = {"model": "draft"}
 
 Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
