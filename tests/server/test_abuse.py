@@ -9,9 +9,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from pydantic import ValidationError
 
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError
+from speculon.server.schemas import ChatRequest, CompletionRequest
+from speculon.text import Tokenizer
 from tests.server.inside import Inside, served, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -126,6 +129,41 @@ def test_bad_chats_are_refused_by_name(inside: Inside, more: dict[str, Any], par
     assert param is None or error["param"] == param, error
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param({"prompt": [-5] * 9000}, id="ids"),
+        pytest.param({"prompt": [[-5] * 9000] * 3}, id="lists of ids"),
+        pytest.param({"prompt": "x", "stop_token_ids": ["a"] * 9000}, id="stop ids"),
+        pytest.param({"prompt": "x", "logit_bias": {str(i): "a" for i in range(9000)}}, id="biases"),
+        pytest.param({"prompt": "x", **{f"f{i}": 1 for i in range(9000)}}, id="unknown fields"),
+        pytest.param({"messages": [{"role": "user", "content": [{}] * 9000}]}, id="parts"),
+        pytest.param({"messages": [{"role": "user", "tool_calls": [{}] * 9000}]}, id="calls"),
+    ],
+)
+def test_of_many_faults_few_are_told(fault: dict[str, Any]) -> None:
+    kind = ChatRequest if "messages" in fault else CompletionRequest
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(fault)
+    assert refused.value.error_count() < 10  # 900,000 of them once held up every stream for 28 s
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    read: list[int] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: read.append(len(text)) or encode(self, text, **how))
+    text = "x" * 900_000
+    body = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    error = refusal(inside.post(route, **body), 400)
+    assert error["code"] == "context_length_exceeded" and "characters" in error["message"]
+    assert sum(read) < 100_000
+    count = inside.client.post("/tokenize", json=body).json()["count"]
+    assert count >= 900_000  # who only counts them gets them counted
+
+
 def nested(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):
@@ -219,6 +257,10 @@ def test_request_ids_are_echoed(inside: Inside, sent: str, kept: bool) -> None:
 
 def test_every_answer_has_an_id_of_its_own(inside: Inside) -> None:
     assert len({inside.client.get("/health").headers["x-request-id"] for _ in range(5)}) == 5
+
+
+def test_what_may_fall_is_no_counter(inside: Inside) -> None:
+    assert "# TYPE speculon_saved_seconds gauge" in inside.client.get("/metrics").text
 
 
 def test_no_web_page_may_call_unless_told(inside: Inside) -> None:

@@ -84,6 +84,8 @@ def test_n_and_several_prompts(client: openai.OpenAI) -> None:
     alone = [complete(client, prompt, n=2, seed=3, max_tokens=12).choices for prompt in (CODE, "import ")]
     assert [choice.text for choice in answer.choices] == [choice.text for choices in alone for choice in choices]
     assert answer.usage.completion_tokens <= 48
+    fresh = complete(client, "found in no cache but by each other " * 9, n=3, max_tokens=2)
+    assert fresh.usage.prompt_tokens_details.cached_tokens == 0
     ids = httpx.post(str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, trust_env=False).json()[
         "tokens"
     ]

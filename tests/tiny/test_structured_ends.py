@@ -195,6 +195,12 @@ def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.Monkey
     assert len(sizes) - before <= engine.counters.steps and max(sizes[before:]) > 5
 
 
+def test_an_object_may_have_a_thousand_optional_keys() -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "boolean"} for i in range(1000)}, "additionalProperties": False}
+    result = one({"json_schema": schema}, max_tokens=12)
+    assert result.finish and result.finish.reason in ("stop", "length"), spell(result)
+
+
 def test_json_objects_and_any_json() -> None:
     for form, kind in (({"json_object": True}, dict), ({"json_schema": True}, object)):
         for seed in range(6):

@@ -31,6 +31,15 @@ class House:
         if asked is not None and asked != self.name:
             raise UnknownModel(f"model = {shorten(asked)}: this server serves {self.name!r}")
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. One that is far too long is refused by its beginning: others wait while it is read."""
+        part = 4 * self.max_context
+        while part < len(text):
+            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:  # whatever a cut in a word may have changed
+                raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
+            part *= 4
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     def length_of(self, asked: int | None, prompts: list[list[int]], usual: int | None = None) -> int:
         """`max_tokens` of a request; of one that does not say, the usual or all that the context and the server's limit leave."""
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
