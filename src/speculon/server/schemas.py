@@ -15,6 +15,7 @@ from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, A
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128  # as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
@@ -25,7 +26,6 @@ Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-
 
 FIRST = Field(fail_fast=True)  # of a list's faults: a list of a million would hold up every stream while its errors are written
 
@@ -62,7 +62,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], FIRST]
+Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class Prediction(Body):
