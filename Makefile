@@ -38,8 +38,9 @@ bench: $(STAMP) ## compare modes on workloads, with a chart
 	$(BIN)/speculon bench $(ARGS)
 
 test: export HF_HUB_OFFLINE := 1
-test: $(STAMP) ## all tests that take minutes, pure ones first
-	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" $(ARGS)
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes of one thread
+	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
 soak: $(STAMP) ## long tests: many requests, small pools, aborts

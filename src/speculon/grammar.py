@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from speculon.text import Tokenizer
 
 KEPT = 64  # compiled grammars; requests of one program ask for the same few
+MAX_ROW = 30_000  # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 JSON_STYLE: Any = {"whitespace_flexible": False}
 END = "<|end of the structured text|>"  # stands for the end where neither model nor tokenizer has a token for it
 
@@ -104,8 +105,9 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self._read_tokenizer()
+        limits = LLParserLimits(max_items_in_row=MAX_ROW, verbose_errors=False)
         try:
-            found = LLMatcher(tokenizer, source(kind, value), log_level=0, limits=LLParserLimits(verbose_errors=False))
+            found = LLMatcher(tokenizer, source(kind, value), log_level=0, limits=limits)
         except ValueError as error:
             raise InvalidParameter(f"structured.{kind}", value, str(error)) from None
         if found.is_error():

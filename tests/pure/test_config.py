@@ -117,7 +117,7 @@ def test_one_string_is_a_list_of_one() -> None:
 
 
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="min_tokens 9 is beyond max_tokens 8"):
+    with pytest.raises(InvalidParameter, match="min_tokens = 9: is beyond max_tokens 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
 
 

@@ -90,7 +90,9 @@ class ScriptedEngine:
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), PAGES - len(self.running))
 
-    def add_request(self, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation | None, request_id: str) -> str:
+    def add_request(
+        self, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation | None, request_id: str
+    ) -> str:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:

@@ -283,7 +283,10 @@ def test_what_a_worker_tells() -> None:
     assert first == Ready(257, 4096, 32, 64, 16, "ngram")
     assert isinstance(told[0], Pulse)
     assert [m.request_id for m in told if isinstance(m, Began)] == ["r"]
-    assert {m.request_id: type(m.error).__name__ for m in told if isinstance(m, Refused)} == {"empty": "EmptyPrompt", "wrong": "TooLong"}
+    assert {m.request_id: type(m.error).__name__ for m in told if isinstance(m, Refused)} == {
+        "empty": "EmptyPrompt",
+        "wrong": "TooLong",
+    }
 
 
 def test_a_worker_whose_server_is_gone_ends() -> None:

@@ -26,7 +26,7 @@ class Letters:
         return self.decode([token])
 
 
-HOUSE = House("m", Letters(), 100, "off", ServeConfig())  # type: ignore[arg-type]
+HOUSE = House("m", Letters(), 100, 256, "off", ServeConfig())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

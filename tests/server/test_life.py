@@ -94,7 +94,7 @@ def test_those_who_take_too_long_end_with_abort(tmp_path: Path) -> None:
         for reader in (*readers, waiting):
             reader.join(5)
             assert (reader.finish, reader.done, reader.fault) == ("abort", True, "")
-        assert "4 tok" not in server.stderr and server.stderr.count(" abort | 200 ") + server.stderr.count(" abort | ") >= 4
+        assert server.stderr.count(" abort | ") >= 4
 
 
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:

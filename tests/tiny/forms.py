@@ -14,7 +14,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from speculon.config import EngineConfig
+from speculon.engine.engine import Engine
+from speculon.models.target import Target
 from speculon.text import Tokenizer
+from tests.tiny.conftest import tiny_target
 
 CHARACTERS = [chr(code) for code in range(32, 127) if chr(code) not in "#$%&@^`|~;<>"]
 MERGES = [('"', ":"), ('"', ","), ("{", '"'), ("a", "n")]  # what JSON is full of, and what strings may hold
@@ -65,3 +69,7 @@ def check(name: str, text: str) -> None:
         assert text in form["choice"]
     else:
         assert re.fullmatch(form.get("regex", "[a-z]{1,5}(,[a-z]{1,5}){1,3}"), text)
+
+
+def engine_of(target: Target | None = None, eos: str | None = "</s>", **settings: Any) -> Engine:
+    return Engine(target or tiny_target("llama"), words(eos), EngineConfig(**{"block_size": 4, **settings}))

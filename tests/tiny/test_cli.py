@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -19,7 +20,7 @@ from speculon import LLM, SamplingParams, __version__
 from speculon.bench import workloads
 from speculon.cli import app
 from speculon.commands import demo
-from speculon.commands.options import NO_FLAG, engine_settings, pick, vllm_alias
+from speculon.commands.options import NO_FLAG, engine_settings, metavar_of, pick, vllm_alias
 from speculon.commands.screen import account
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.demo import corpus
@@ -83,6 +84,10 @@ def test_every_field_has_a_flag_and_no_default_of_its_own() -> None:
                 assert (field.description or "") in options[name].help
     assert "--max-tokens" in speculon("generate", "--help").stdout
     assert engine_settings({}) == pick(SamplingParams, {}) == {}
+
+
+def test_a_secret_is_no_json() -> None:
+    assert metavar_of(SecretStr) == "TEXT"
 
 
 def test_flag_before_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

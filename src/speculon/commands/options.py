@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
@@ -23,12 +23,17 @@ PANELS: dict[type[BaseModel], str] = {
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
+<<<<<<< HEAD
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
 VLLM_NAMES = {
     "model": "draft",
     "suffix_decoding_max_spec_factor": "suffix_max_factor",
     "suffix_decoding_min_token_prob": "suffix_min_probability",
 }
+=======
+NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT"}
+VLLM_NAMES = {"model": "draft"}
+>>>>>>> main
 
 Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
 

@@ -40,7 +40,7 @@ def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
     for name in ("stop", "bad_words", "structured"):
         if asked := getattr(params, name):
-            raise InvalidParameter(name, asked, "this is about text, which needs a tokenizer")
+            raise InvalidParameter(name, asked, "texts need a tokenizer")
 
 
 def read_prediction(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

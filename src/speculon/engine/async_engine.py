@@ -17,7 +17,7 @@ from typing import Any
 
 from speculon.core import Event, Load
 from speculon.engine.wire import Abort, Add, Began, FromServer, FromWorker, News, Pulse, Ready, Refused, Stage, Stop
-from speculon.errors import EngineError, InvalidParameter, SpeculonError
+from speculon.errors import EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.telemetry import EngineCounters
 
 STOP_SECONDS = 10.0  # given to the engine's process to end by itself
@@ -178,6 +178,8 @@ class AsyncEngine:
         assert self._pipe is not None, "start() comes first"
         try:
             await asyncio.get_running_loop().run_in_executor(self._sender, self._pipe.send, message)
+        except RecursionError:
+            raise InvalidRequest("the request is nested too deeply") from None
         except (OSError, RuntimeError) as error:  # the process is gone, or the server is about to be
             raise self.error or EngineError(f"the engine cannot be reached: {error}") from None
 

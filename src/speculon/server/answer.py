@@ -144,11 +144,12 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         prompt, stats = sum(map(len, self.job.prompts)), self.stats
+        first = (text.stats for text in self.texts[:: self.job.params.n])  # the other samples find the first one's pages
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
             "total_tokens": prompt + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": min(prompt, stats.cached_tokens)},
+            "prompt_tokens_details": {"cached_tokens": sum(found.cached_tokens for found in first if found is not None)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,

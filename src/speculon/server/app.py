@@ -67,11 +67,13 @@ def add_texts(app: FastAPI, server: Server) -> None:
         house.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
-        if body.messages is not None:
-            tokens = await server.read(lambda: render(body.messages or [], [], house))
-        else:
-            special = body.add_special_tokens is not False
-            tokens = await server.read(lambda: house.tokenizer.encode(body.prompt or "", add_special_tokens=special))
+
+        def read() -> list[int]:
+            if body.messages is not None:
+                return house.tokenizer.encode(render(body.messages, [], house), add_special_tokens=False)
+            return house.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+
+        tokens = await server.read(read)
         return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=house.max_context)
 
     @app.post("/detokenize", responses=RESPONSES)

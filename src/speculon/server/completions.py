@@ -32,7 +32,7 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
 def read_prompts(prompt: Any, house: House) -> list[list[int]]:
     """Token ids of a text, of some texts, of a list of ids or of several."""
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [house.tokenizer.encode(one) if isinstance(one, str) else one for one in many]
+    return [house.encode(one) if isinstance(one, str) else one for one in many]
 
 
 def read_chat(body: ChatRequest, house: House) -> Job:
@@ -42,7 +42,8 @@ def read_chat(body: ChatRequest, house: House) -> Job:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     reply, forced = read_tools(body, house)
-    prompt = render(body.messages, tools_in_use(body), house, body.chat_template_kwargs)
+    text = render(body.messages, tools_in_use(body), house, body.chat_template_kwargs)
+    prompt = house.encode(text, add_special_tokens=False)
     params = sampling_of(
         body,
         max_tokens=house.length_of(body.max_completion_tokens if body.max_tokens is None else body.max_tokens, [prompt]),
@@ -84,15 +85,14 @@ def shown(choice: Any) -> Any:
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
 
-def render(messages: Seq[Message], tools: Seq[Tool], house: House, variables: dict[str, Any] | None = None) -> list[int]:
-    """Token ids of the conversation as the checkpoint's template writes it."""
+def render(messages: Seq[Message], tools: Seq[Tool], house: House, variables: dict[str, Any] | None = None) -> str:
+    """The conversation as the checkpoint's template writes it."""
     told = [as_template(message) for message in messages]
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
     if functions and "tools" not in house.tokenizer.chat_template:
         text = "\n".join([TOOLS_TOLD, *(json.dumps(tool["function"], ensure_ascii=False) for tool in functions)])
         told, functions = [{"role": "system", "content": text}, *told], []
-    text = house.tokenizer.render_chat(told, functions, variables)
-    return house.tokenizer.encode(text, add_special_tokens=False)
+    return house.tokenizer.render_chat(told, functions, variables)
 
 
 def as_template(message: Message) -> dict[str, Any]:

@@ -85,8 +85,12 @@ def param_of(error: SpeculonError) -> str | None:
 
 
 def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema; of a union's branches one of the right type, or that came furthest."""
-    rank = lambda error: (error["type"].startswith("too_"), len(error["loc"]), error["type"] != "extra_forbidden")  # noqa: E731
+    """(message, field) of a body that does not fit its schema; of a union the branch of the right type, or that came furthest."""
+
+    def rank(error: Any) -> tuple[bool, int, bool, bool]:
+        kind = error["type"]
+        return kind.startswith("too_"), len(error["loc"]), kind != "extra_forbidden", not kind.endswith("_type")
+
     found = max(errors, key=rank)
     parts = [str(part) for part in found["loc"] if part != "body"]
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))

@@ -14,6 +14,7 @@ from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine, Mailbox
 from speculon.engine.wire import Add, Ready
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
+from speculon.server.door import OPEN_PATHS
 from speculon.server.job import House, Job
 from speculon.server.metrics import Metrics
 from speculon.server.record import Record
@@ -109,7 +110,7 @@ class Server:
         """One request is over. Texts and refusals leave a line; probes and scrapes do not."""
         record.close()
         self.metrics.observe(record)
-        if record.answer is None and record.status < 400:
+        if record.answer is None and (record.status < 400 or record.route in OPEN_PATHS):
             return
         level = logging.ERROR if record.status >= 500 else logging.INFO
         log.log(level, record.as_json() if self.config.log_format == "json" else record.as_text())
@@ -123,7 +124,7 @@ class Server:
         except Exception as error:
             log.exception("the model could not be loaded")
             return self.engine.lose(EngineError(f"{type(error).__name__}: {error}"))
-        self._house = House(self.name, tokenizer, facts.max_context, facts.method, self.config)
+        self._house = House(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config)
         self.loaded.set()
 
     def _load_tokenizer(self) -> Tokenizer:

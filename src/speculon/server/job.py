@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from speculon.config import RequestSpeculation, SamplingParams, ServeConfig
+from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
 from speculon.server.calls import Reply, Spoken
 from speculon.server.schemas import Content, Sampling
@@ -22,12 +23,22 @@ class House:
     name: str  # of the model, as clients call it
     tokenizer: Tokenizer
     max_context: int
+    vocab_size: int
     method: str
     config: ServeConfig
 
     def check_model(self, asked: str | None) -> None:
         if asked is not None and asked != self.name:
             raise UnknownModel(f"model = {shorten(asked)}: this server serves {self.name!r}")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. One that is far too long is refused by its beginning: others wait while it is read."""
+        part = 4 * self.max_context
+        while part < len(text):
+            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:  # whatever a cut in a word may have changed
+                raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
+            part *= 4
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def length_of(self, asked: int | None, prompts: list[list[int]], usual: int | None = None) -> int:
         """`max_tokens` of a request; of one that does not say, the usual or all that the context and the server's limit leave."""
@@ -92,11 +103,14 @@ def structured_of(body: Sampling) -> dict[str, Any]:
     return {"structured": {"json_schema": asked.json_schema.schema_}}
 
 
-def speculation_of(body: Sampling) -> RequestSpeculation:
+def speculation_of(body: Sampling, house: House) -> RequestSpeculation:
     asked = body.speculation
     said = asked.model_dump(exclude={"stats"}, exclude_none=True) if asked else {}
-    prediction = {"prediction": text_of(body.prediction.content)} if body.prediction else {}
-    return RequestSpeculation(**said, **prediction)
+    if body.prediction is None:
+        return RequestSpeculation(**said)
+    speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))  # refuses one that is too long
+    ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)  # here, where no step waits for it
+    return speculation.model_copy(update={"prediction": ids})
 
 
 def shared(body: Sampling, house: House) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def shared(body: Sampling, house: House) -> dict[str, Any]:
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
-    speculation = speculation_of(body)
+    speculation = speculation_of(body, house)
     return {
         "speculation": speculation,
         "method": speculation.method or house.method,

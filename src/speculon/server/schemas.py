@@ -8,23 +8,47 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024  # of one message
 MAX_TOOLS = 128  # as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**31)]
-TokenId = Annotated[int, Field(ge=0, le=2**31)]
+AS_WHOLE = BeforeValidator(lambda said: int(said) if isinstance(said, float) and said.is_integer() else said)  # 5.0 is 5
+Whole = Annotated[int, AS_WHOLE]
+Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
+TokenId = Count
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+FIRST = Field(fail_fast=True)  # of a list's faults: a list of a million would hold up every stream while its errors are written
+
+
+def few(said: Any) -> Any:
+    """Of too many biases none is looked at."""
+    if isinstance(said, dict) and len(said) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "at most {most} of them", {"most": MAX_BIASES})
+    return said
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def first_unknown(cls, said: Any) -> Any:
+        """Of many unknown fields one is enough to refuse a body."""
+        if not isinstance(said, dict) or len(said) <= len(cls.model_fields):
+            return said
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {*known, next(name for name in said if name not in known)}
+        return {name: value for name, value in said.items() if name in kept}
 
 
 class Open(BaseModel):
@@ -38,7 +62,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
 class Prediction(Body):
@@ -52,7 +76,9 @@ class Speculation(Body):
     """What this request wants of speculation."""
 
     method: str | None = Field(None, description="what drafts: `off`, `auto`, `ngram`, `draft_model`, ...")
-    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS, description="drafts per round; 0 is off")
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
+        None, description="drafts per round; 0 is off"
+    )
     acceptance: Acceptance | None = None
     stats: bool = Field(False, description="answer with the account of what speculation did")
 
@@ -92,20 +118,20 @@ class Sampling(Ignored):
     model: str | None = Field(None, description="as `/v1/models` lists it")
     temperature: Finite | None = None
     top_p: Finite | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: Finite | None = None
-    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    n: Samples | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[list[str], FIRST] | None = None
+    stop_token_ids: Annotated[list[TokenId], FIRST] | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     presence_penalty: Finite | None = None
     frequency_penalty: Finite | None = None
     repetition_penalty: Finite | None = None
-    logit_bias: dict[str, Finite] | None = Field(None, max_length=MAX_BIASES)
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, Finite], BeforeValidator(few)] | None = Field(None, max_length=MAX_BIASES)
+    bad_words: Annotated[list[str], FIRST] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -114,16 +140,19 @@ class Sampling(Ignored):
     speculation: Speculation | None = None
 
 
+TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
+
+
 class CompletionRequest(Sampling):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=MAX_SAMPLES, description="must equal n")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
+    best_of: Samples | None = Field(None, description="must equal n")
     suffix: None = Field(None, description="not supported")
 
 
@@ -142,7 +171,7 @@ class Message(Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FIRST] | None = None
     tool_call_id: str | None = None
 
 
@@ -168,21 +197,21 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampling):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FIRST] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
+    tools: Annotated[list[Tool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the checkpoint's template")
 
 
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = Field(None, description="this or `messages`")
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FIRST] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
 
 
@@ -194,7 +223,7 @@ class TokenizeResponse(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FIRST]
 
 
 class DetokenizeResponse(Body):
@@ -246,7 +275,7 @@ class SpeculationAccount(Open):
     reasons: dict[str, int]
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's
 
 
 class CompletionChoice(Body):

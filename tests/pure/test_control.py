@@ -1,0 +1,113 @@
+"""What the policy believes, and what it makes of it, in a world without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from speculon.control.auto import Auto
+from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.policy import Fixed
+from speculon.control.simulate import Way, World, play
+
+# measured with the demo pair, one thread: ms of a step, of a look-up, of a draft model's call
+STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
+LOOKUP: Callable[[int, int], float] = lambda texts, k: 0.02 * texts  # noqa: E731
+MODEL: Callable[[int, int], float] = lambda texts, k: (0.45 + 0.03 * texts) * k  # noqa: E731
+
+
+def world(accept: Callable[[int, int], float], texts: Callable[[int], int] = lambda number: 1, **more: object) -> World:
+    return World(STEP, {"model": Way(accept, MODEL)}, texts, **more)  # type: ignore[arg-type]
+
+
+def fixed(accept: float, texts: int, k: int) -> float:
+    return play(Fixed(), world(lambda *_: accept, lambda _: texts, most=k), 2000).rate()
+
+
+def plain(texts: int) -> float:
+    return texts / STEP(texts, 0)
+
+
+@pytest.mark.parametrize("truth", [0.1, 0.5, 0.9])
+def test_acceptance_is_learned(truth: float) -> None:
+    random, known = Random(1), Acceptance()
+    for _ in range(400):
+        accepted = next((i for i in range(8) if random.random() >= truth), 8)
+        known.observe([0] * 8, accepted, min(accepted + 1, 8))
+    assert known.chance(0) == pytest.approx(truth, abs=0.12)
+
+
+def test_what_was_never_judged_counts_for_nothing() -> None:
+    known, blind = Acceptance(), Acceptance()
+    for _ in range(50):
+        known.observe([0] * 8, 2, 3)
+        blind.observe([0] * 8, 2, 8)  # planted: what follows the first wrong draft is taken for wrong, too
+    assert known.chance(5) == pytest.approx(known.chance(15)) and known.chance(5) > blind.chance(5) + 0.3
+    assert known.chance(0) > 0.9 and known.chance(2) < 0.1
+
+
+def test_a_drafters_own_confidence_parts_its_drafts() -> None:
+    assert [grade(value) for value in (None, 0.01, 0.5, 0.67, 0.75, 0.8, 0.99)] == sorted({grade(v) for v in (None, 0.01, 0.5, 0.67, 0.75, 0.8, 0.99)})
+    known = Acceptance()
+    for _ in range(100):
+        known.observe([grade(0.95)], 1, 1)
+        known.observe([grade(0.2)], 0, 1)
+    assert known.chance(0, grade(0.95)) > 0.9 and known.chance(0, grade(0.2)) < 0.1
+
+
+def test_a_text_of_its_own_kind_is_found_out() -> None:
+    own = Own()
+    for _ in range(10):
+        own.observe([0.8], 0)
+    assert own.adjust(0.8) < 0.4 and Own().adjust(0.8) == pytest.approx(0.8)
+
+
+def test_step_costs_are_learned_and_never_fall_with_rows() -> None:
+    random, costs = Random(2), StepCost()
+    for _ in range(600):
+        texts, drafts = random.choice([1, 2, 4, 8]), random.choice([0, 0, 2, 4, 8, 16])
+        costs.observe(texts, drafts, STEP(texts, drafts) * random.gauss(1, 0.05) * random.choice([1] * 19 + [8]))
+    for texts, drafts in ((1, 0), (1, 4), (8, 0), (8, 16), (4, 8)):
+        assert costs.at(texts, drafts) == pytest.approx(STEP(texts, drafts), rel=0.2), (texts, drafts)
+    assert all(costs.at(3, drafts) <= costs.at(3, drafts + 1) for drafts in range(64))
+    again = StepCost()
+    again.restore(costs.state())
+    assert again.at(5, 7) == costs.at(5, 7)
+
+
+def test_proposal_costs_are_learned() -> None:
+    random, cost = Random(3), ProposalCost()
+    for _ in range(400):
+        k = random.choice([1, 2, 4, 8])
+        cost.observe(1, k, (0.3 + 0.5 * k) * random.gauss(1, 0.05))
+    assert [cost.at(1, k) for k in (1, 4, 8)] == pytest.approx([0.8, 2.3, 4.3], rel=0.2)
+
+
+@pytest.mark.parametrize("texts", [1, 8])
+@pytest.mark.parametrize("accept", [0.6, 0.8, 0.95])
+def test_auto_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts: int) -> None:
+    best = max(plain(texts), *(fixed(accept, texts, k) for k in (1, 2, 4, 6, 8, 12, 16)))
+    auto = play(Auto(), world(lambda *_: accept, lambda _: texts), 2000)
+    assert auto.rate(200) > 0.95 * best
+
+
+@pytest.mark.parametrize("texts", [1, 8])
+def test_a_drafter_that_never_helps_costs_next_to_nothing(texts: int) -> None:
+    auto = play(Auto(), world(lambda *_: 0.02, lambda _: texts), 3000)
+    assert auto.rate(200) > 0.98 * plain(texts)
+    assert fixed(0.02, texts, 4) < 0.9 * plain(texts), "the planted drafter does harm where nobody minds it"
+
+
+def test_a_drafter_that_comes_to_its_senses_is_used_again() -> None:
+    auto = play(Auto(), world(lambda number, _: 0.0 if number < 1000 else 0.8), 1600)
+    first = next(i for i in range(1000, 1600) if all(auto.drafted[i + j] for j in range(5)))
+    assert first - 1000 < 400
+    assert auto.rate(1450) > 0.9 * fixed(0.8, 1, 6)
+
+
+def test_a_drafter_that_collapses_is_out_soon() -> None:
+    auto = play(Auto(), world(lambda number, _: 0.8 if number < 500 else 0.0), 800)
+    assert sum(bool(drafted) for drafted in auto.drafted[520:]) < 15
+    assert all(auto.drafted[i] for i in range(480, 500))

@@ -1,0 +1,30 @@
+"""One real server for all tests that need a model: a process, a port, and the official client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.outside import REAL, Outside, started
+
+LIMIT = 256  # tokens that a text may have there
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    """`speculon serve` of the demo model; it has to end cleanly, too."""
+    folder: Path = tmp_path_factory.mktemp("server")
+    with started(folder, "--model", "demo", "--threads", "1", "--max-request-tokens", str(LIMIT), program=REAL) as server:
+        server.ready()
+        yield server
+        assert server.end() == 0, server.stderr
+        assert "Traceback" not in server.stderr and "never retrieved" not in server.stderr, server.stderr
+
+
+@pytest.fixture(scope="session")
+def client(real: Outside) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=real.url() + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

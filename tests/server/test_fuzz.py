@@ -1,0 +1,105 @@
+"""The server against its own description: whatever the OpenAPI schema allows or forbids, no 5xx, no hang, and true answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.core.failures import FailureGroup
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.server.inside import served
+from tests.server.outside import Outside
+
+SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
+MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}  # the fuzzer is to try requests, not to write texts
+OPERATIONS = {
+    "/v1/completions": "post",
+    "/v1/chat/completions": "post",
+    "/tokenize": "post",
+    "/detokenize": "post",
+    "/v1/models/{model}": "get",
+    "/v1/models": "get",
+    "/health": "get",
+    "/ready": "get",
+    "/metrics": "get",
+}
+
+
+class Fuzzed:
+    """A server and its description."""
+
+    def __init__(self, url: str, session: requests.Session):
+        self.url, self._session = url, session
+        self.schema = schemathesis.openapi.from_dict(session.get(url + "/openapi.json", timeout=SECONDS).json())
+
+    def cases(self, method: str, path: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
+        return self.schema[path][method.upper()].as_strategy(generation_mode=mode)
+
+    def try_it(self, case: Any) -> None:
+        """Sends a case and raises where the answer is not what the description promises."""
+        if isinstance(case.body, dict) and case.path.startswith("/v1"):
+            shorten(case.body)
+        # what the schema allows may still be refused by name: one field may depend on another
+        wrong = [positive_data_acceptance]
+        case.call_and_validate(base_url=self.url, session=self._session, timeout=SECONDS, excluded_checks=wrong)
+
+
+def shorten(body: dict[str, Any]) -> None:
+    """Fewer tokens, where the number is a valid one."""
+    for name, most in MOST.items():
+        value = body.get(name)
+        if type(value) is int and 0 < value < 2**31 and (name != "n" or value <= 64):
+            body[name] = min(value, most)
+    if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = MOST["max_tokens"]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(real: Outside) -> Iterator[Fuzzed]:
+    with requests.Session() as session:
+        session.trust_env = False
+        yield Fuzzed(real.url(), session)
+
+
+def fuzz(fuzzed: Fuzzed, method: str, path: str, mode: GenerationMode, examples: int = EXAMPLES) -> None:
+    @seed(SEED)
+    @settings(
+        max_examples=examples,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
+    @given(case=fuzzed.cases(method, path, mode))
+    def run(case: Any) -> None:
+        fuzzed.try_it(case)
+
+    run()
+
+
+@pytest.mark.parametrize("path", OPERATIONS)
+def test_answers_are_as_described(fuzzed: Fuzzed, path: str) -> None:
+    fuzz(fuzzed, OPERATIONS[path], path, GenerationMode.POSITIVE, EXAMPLES if OPERATIONS[path] == "post" else 5)
+
+
+@pytest.mark.parametrize("path", [path for path, method in OPERATIONS.items() if method == "post"])
+def test_what_is_not_as_described_is_refused(fuzzed: Fuzzed, path: str) -> None:
+    fuzz(fuzzed, "post", path, GenerationMode.NEGATIVE)
+
+
+def test_an_answer_that_is_not_as_described_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: a status that is not in the description, a field that has another type, and a fault."""
+    whole = {"id": "x", "object": "text_completion", "created": "today", "model": "m", "choices": [], "usage": {}}
+    with served() as inside, requests.Session() as session:
+        fuzzed = Fuzzed(inside.url, session)
+        for planted in (lambda *_: whole, lambda *_: 1 / 0):
+            monkeypatch.setattr("speculon.server.answer.Answer.whole", planted)
+            with pytest.raises((FailureGroup, ExceptionGroup)):
+                fuzz(fuzzed, "post", "/v1/completions", GenerationMode.POSITIVE)

@@ -1,0 +1,367 @@
+"""The official client against the real server over the demo model: what its users rely on."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.server.inside import served
+from tests.server.outside import Outside
+from tests.server.test_answers import check_alike
+
+CODE = "def add(a, b):\n"
+ASK: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
+EDIT = "def area(width, height):\n    result = width * height\n    return result\n"
+
+
+def complete(client: openai.OpenAI, prompt: Any = CODE, **more: Any) -> Any:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 24, **more}
+    return client.completions.create(prompt=prompt, **asked)
+
+
+def chat(client: openai.OpenAI, **more: Any) -> Any:
+    asked: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 24, **more}
+    return client.chat.completions.create(**asked)
+
+
+def spec(**asked: Any) -> dict[str, Any]:
+    return {"extra_body": {"speculation": {"stats": True, **asked}}}
+
+
+# texts
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = complete(client, temperature=0)
+    (choice,) = answer.choices
+    assert (answer.object, answer.model, choice.index, choice.finish_reason) == ("text_completion", "demo", 0, "length")
+    assert choice.text and answer.id.startswith("cmpl-") and answer.created > 1_700_000_000
+    usage = answer.usage
+    assert usage.completion_tokens == 24 and usage.total_tokens == usage.prompt_tokens + 24
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = chat(client, temperature=0)
+    (choice,) = answer.choices
+    assert (answer.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
+    assert choice.message.content and choice.message.refusal is None and choice.message.tool_calls is None
+    parts = [{"role": "user", "content": [{"type": "text", "text": ASK[0]["content"]}]}]
+    assert chat(client, temperature=0, messages=parts).choices[0].message.content == choice.message.content
+    assert chat(client, temperature=0, max_tokens=openai.omit, max_completion_tokens=5).usage.completion_tokens == 5
+
+
+def test_the_same_seed_gives_the_same_text_with_and_without_speculation(client: openai.OpenAI) -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        spec(method="off"),
+        spec(method="ngram", num_speculative_tokens=8),
+        spec(method="draft_model"),
+    ]
+    texts = {
+        seed: {complete(client, temperature=0.8, seed=seed, max_tokens=40, **way).choices[0].text for way in ways}
+        for seed in (1, 2)
+    }
+    assert all(len(found) == 1 for found in texts.values()) and texts[1] != texts[2]
+
+
+def test_speculation_is_steered_and_told(client: openai.OpenAI) -> None:
+    prompt, ask = EDIT * 3, {"temperature": 0, "max_tokens": 40}
+    on = complete(client, prompt, **ask, **spec(method="ngram")).speculation
+    assert on["method"] == "ngram" and on["accepted"] > 0 and on["tokens_per_target_call"] > 1.5
+    off = complete(client, prompt, **ask, **spec(method="off")).speculation
+    assert off["method"] == "off" and off["reasons"]["off_request"] > 0 and "rounds" not in off
+    assert not hasattr(complete(client, **ask), "speculation")
+
+
+def test_n_and_several_prompts(client: openai.OpenAI) -> None:
+    answer = complete(client, [CODE, "import "], n=2, seed=3, max_tokens=12)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    alone = [complete(client, prompt, n=2, seed=3, max_tokens=12).choices for prompt in (CODE, "import ")]
+    assert [choice.text for choice in answer.choices] == [choice.text for choices in alone for choice in choices]
+    assert answer.usage.completion_tokens <= 48
+    fresh = complete(client, "found in no cache but by each other " * 9, n=3, max_tokens=2)
+    assert fresh.usage.prompt_tokens_details.cached_tokens == 0
+    ids = httpx.post(str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, trust_env=False).json()[
+        "tokens"
+    ]
+    assert complete(client, [ids, ids], temperature=0).choices[1].text == complete(client, temperature=0).choices[0].text
+
+
+def test_stop(client: openai.OpenAI) -> None:
+    text = complete(client, temperature=0).choices[0].text
+    stop = text[10:14]
+    choice = complete(client, temperature=0, stop=[stop, "never there"]).choices[0]
+    assert choice.text == text[: text.index(stop)] and (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    ended = chat(client, temperature=0, max_tokens=200).choices[0]
+    assert (ended.finish_reason, ended.stop_reason is not None) == ("stop", True) or ended.finish_reason == "length"
+
+
+def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
+    answer = complete(client, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = answer.choices
+    assert choice.text == CODE and answer.usage.completion_tokens == 0 and choice.finish_reason == "length"
+    table = choice.logprobs
+    assert "".join(table.tokens) == CODE and table.token_logprobs[0] is None and len(table.top_logprobs[1]) in (2, 3)
+    assert [CODE[at] for at in table.text_offset] == [token[0] for token in table.tokens]
+    assert complete(client, max_tokens=3, echo=True, temperature=0).choices[0].text.startswith(CODE)
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    first = complete(client, temperature=0, logprobs=3, max_tokens=6).choices[0]
+    table = first.logprobs
+    assert "".join(table.tokens) == first.text and len(table.tokens) == 6
+    for token, logprob, top in zip(table.tokens, table.token_logprobs, table.top_logprobs, strict=True):
+        assert top[token] == logprob == max(top.values()) and sum(map(math.exp, top.values())) <= 1.0001
+    content = chat(client, temperature=0, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs.content
+    assert len(content) == 6 and all(len(entry.top_logprobs) == 2 for entry in content)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob and bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert chat(client, logprobs=True, max_tokens=1).choices[0].logprobs.content[0].top_logprobs == []
+
+
+def test_penalties_and_biases(client: openai.OpenAI) -> None:
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    (token,) = httpx.post(url, json={"prompt": "x"}, trust_env=False).json()["tokens"]
+    biased = complete(client, temperature=0, max_tokens=8, logit_bias={str(token): 100})
+    assert biased.choices[0].text == "x" * 8
+    repeating = {"prompt": "x x x x x x x x", "temperature": 0, "max_tokens": 30}
+    plain = complete(client, **repeating).choices[0].text
+    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"extra_body": {"repetition_penalty": 2.0}}):
+        assert complete(client, **repeating, **penalty).choices[0].text != plain
+
+
+# streams
+
+
+def events(stream: Any) -> list[dict[str, Any]]:
+    return [chunk.model_dump(exclude_unset=True) for chunk in stream]
+
+
+@pytest.mark.parametrize(
+    "case", [{}, {"n": 3}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": "return"}, {"max_tokens": 0}], ids=str
+)
+def test_streamed_and_whole_completions_are_alike(client: openai.OpenAI, case: dict[str, Any]) -> None:
+    ask = {"seed": 7, "temperature": 0.7, **spec(method="off"), **case}
+    complete(client, **ask)  # what is in the prefix cache is part of the usage
+    whole = complete(client, **ask).model_dump(exclude_unset=True)
+    streamed = events(complete(client, **ask, stream=True, stream_options={"include_usage": True}))
+    check_close(whole, streamed)
+
+
+@pytest.mark.parametrize("case", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["def"]}], ids=str)
+def test_streamed_and_whole_chats_are_alike(client: openai.OpenAI, case: dict[str, Any]) -> None:
+    ask = {"seed": 7, "temperature": 0.7, **spec(method="off"), **case}
+    chat(client, **ask)
+    whole = chat(client, **ask).model_dump(exclude_unset=True)
+    streamed = events(chat(client, **ask, stream=True, stream_options={"include_usage": True}))
+    check_close(whole, streamed)
+
+
+def check_close(whole: Any, streamed: Any) -> None:
+    """Alike, with floats to four digits: batches of other shapes add up in another order."""
+    check_alike(rounded(whole), rounded(streamed))
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list) else value
+
+
+def test_usage_comes_in_a_stream_only_when_asked_for(client: openai.OpenAI) -> None:
+    assert not [chunk for chunk in complete(client, stream=True) if chunk.usage]
+    *_, last = complete(client, temperature=0, stream=True, stream_options={"include_usage": True})
+    assert last.choices == [] and last.usage.completion_tokens == 24
+    *_, last = complete(client, stream=True, **spec())
+    assert last.choices == [] and last.speculation["method"] and last.usage is None
+
+
+def test_a_stream_may_be_left(client: openai.OpenAI, real: Outside) -> None:
+    def open_requests() -> float:
+        page = httpx.get(real.url() + "/metrics", trust_env=False).text.splitlines()
+        return sum(
+            float(line.split()[1]) for line in page if line.startswith(("speculon_requests_open", "speculon_texts_running"))
+        )
+
+    with complete(client, stream=True, max_tokens=256, n=4) as stream:
+        next(iter(stream))
+    real.wait_for(lambda: open_requests() == 0, seconds=10)
+
+
+# models and errors
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by, model.object) == ("demo", "speculon", "model")
+    assert client.models.retrieve("demo") == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found" and caught.value.request_id
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 257}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"top_p": 0}, "top_p"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"extra_body": {"top_k": 2**40}}, "top_k"),
+        ({"extra_body": {"colour": "red"}}, "colour"),
+        ({"extra_body": {"speculation": {"method": "telepathy"}}}, "speculation.method"),
+        ({"extra_body": {"speculation": {"num_speculative_tokens": 65}}}, "speculation.num_speculative_tokens"),
+    ],
+    ids=str,
+)
+def test_bad_requests_name_the_field(client: openai.OpenAI, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, **more)
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert param.rsplit(".", 1)[-1] in str(caught.value)
+
+
+def test_errors_have_the_classes_of_the_client(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        complete(client, model="other")
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, "x " * 5000)
+    assert caught.value.code == "context_length_exceeded"
+    with served(api_key="secret", max_queue=0, max_num_seqs=1, script={"step_seconds": 0.02}) as inside:
+        with (
+            openai.OpenAI(base_url=inside.url + "/v1", api_key="wrong", max_retries=0) as other,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            other.models.list()
+        with openai.OpenAI(base_url=inside.url + "/v1", api_key="secret", max_retries=0) as other:
+            with other.completions.create(model="scripted", prompt="x", max_tokens=2000, stream=True) as stream:
+                next(iter(stream))
+                with pytest.raises(openai.RateLimitError) as limited:
+                    other.completions.create(model="scripted", prompt="x")
+                assert limited.value.response.headers["retry-after"] == "1"
+
+
+def test_an_error_in_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = RuntimeError("planted")
+    with served(script={"faults": [None, None, fault, fault], "step_seconds": 0.1}) as inside:
+        with openai.OpenAI(base_url=inside.url + "/v1", api_key="x", max_retries=0) as other:
+            stream = other.completions.create(model="scripted", prompt="x", max_tokens=99, stream=True)
+            with pytest.raises(openai.APIError, match="planted"):
+                list(stream)
+
+
+# forms, tools, predictions
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "birth", "description": "A birth", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+    },
+]
+FORMED = {"max_tokens": 200, "seed": 5, "temperature": 0.8}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_text_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    answer = chat(client, **FORMED, response_format=form, stream=stream)
+    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    person = json.loads(text)
+    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99
+
+
+def test_a_text_is_a_json_object(client: openai.OpenAI) -> None:
+    choice = chat(client, max_tokens=200, seed=1, temperature=0.5, response_format={"type": "json_object"}).choices[0]
+    text = choice.message.content
+    assert text.lstrip().startswith("{") and (choice.finish_reason == "length" or isinstance(json.loads(text), dict))
+    assert chat(client, temperature=0, response_format={"type": "text"}).choices[0].finish_reason == "length"
+
+
+def test_a_schema_that_is_none_is_refused(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
+    with pytest.raises(openai.BadRequestError):
+        chat(client, response_format=form)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, spec(method="off"), spec(method="ngram", num_speculative_tokens=8)], ids=["default", "off", "ngram"]
+)
+def test_a_form_is_the_same_under_speculation(client: openai.OpenAI, way: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    plain = chat(client, **FORMED, response_format=form, **spec(method="off")).choices[0].message.content
+    assert chat(client, **FORMED, response_format=form, **way).choices[0].message.content == plain
+
+
+def test_tools_that_are_required(client: openai.OpenAI) -> None:
+    answer = chat(client, **FORMED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.id.startswith("call_") and call.function.name in ("birth", "now")
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_that_is_named(client: openai.OpenAI, stream: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "birth"}}
+    answer = chat(client, **FORMED, tools=TOOLS, tool_choice=choice, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        name, arguments = calls[0].function.name, "".join(call.function.arguments for call in calls)
+        reason = chunks[-1].finish_reason
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
+    assert (name, reason) == ("birth", "tool_calls") and set(json.loads(arguments)) == {"name", "age"}
+
+
+def test_tools_that_may_not_be_used(client: openai.OpenAI) -> None:
+    assert chat(client, tools=TOOLS, tool_choice="none", temperature=0).choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as caught:  # the demo model's template knows no tools
+        chat(client, tools=TOOLS)
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
+    assert caught.value.param == "tool_choice.function.name"
+
+
+def test_a_tool_answers_and_the_chat_goes_on(client: openai.OpenAI) -> None:
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    assert chat(client, messages=messages, temperature=0).choices[0].message.content
+
+
+def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
+    ask = {"temperature": 0, "max_tokens": 60}
+    plain = chat(client, **ask)
+    text = plain.choices[0].message.content
+    right = chat(client, **ask, prediction={"type": "content", "content": text})
+    assert right.choices[0].message.content == text
+    accepted = right.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted > plain.usage.completion_tokens * 0.6
+    wrong = chat(client, **ask, prediction={"type": "content", "content": [{"type": "text", "text": "xyz " * 40}]})
+    assert wrong.choices[0].message.content == text
+    details = wrong.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens < accepted / 4 and details.rejected_prediction_tokens >= 0
+    details = plain.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0

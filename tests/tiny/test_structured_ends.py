@@ -1,0 +1,250 @@
+"""Where structured texts end, what is refused at the door, and the masks themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import grammar as grammar_module
+from speculon.commands.options import pick
+from speculon.config import EngineConfig, SamplingParams, Structured
+from speculon.decoder import SpeculativeDecoder
+from speculon.engine.engine import Engine
+from speculon.errors import InvalidParameter
+from speculon.models.target import Target
+from speculon.text import Tokenizer
+from tests.tiny.conftest import tiny_model, tiny_target
+from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
+from tests.tiny.scripted import Letters, Result, drain
+from tests.tiny.test_structured import EOS, OFF, crowd, plain, spell, write
+
+# where texts end
+
+
+def one(structured: dict[str, Any] | None, speculation: Any = None, target: Target | None = None, **params: Any) -> Result:
+    """The text of one request, the same with forced drafts and without."""
+    found: list[Result] = []
+    for how in (OFF, speculation or {"method": "ngram"}):
+        engine = engine_of(target, None if target else "</s>")
+        asked = SamplingParams(**{"max_tokens": 60, "seed": 3, "structured": structured, **params})
+        engine.add_request([1, 30, 31], asked, how, "r")
+        found.append(drain(engine)["r", 0])
+    plainly, drafted = found
+    assert (plainly.tokens, plainly.finish) == (drafted.tokens, drafted.finish)
+    return drafted
+
+
+def without_eos() -> Target:
+    target = tiny_target("llama")
+    made = Target.__new__(Target)
+    made.__dict__.update({**target.__dict__, "eos_ids": frozenset()})
+    return made
+
+
+LETTERS = {"regex": "[a-f]{3,40}"}
+
+
+def test_a_text_that_can_go_on_ends_where_the_model_ends_it() -> None:
+    lengths = {seed: len(one(LETTERS, seed=seed, logit_bias={EOS: 3.0}).tokens) for seed in range(8)}
+    assert min(lengths.values()) >= 3 and max(lengths.values()) < 40
+    ended = one(LETTERS, logit_bias={EOS: 3.0})
+    assert ended.finish and ended.finish.matched == EOS
+
+
+@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 50}], ids=str)
+def test_who_does_not_want_to_end_goes_on_as_far_as_the_grammar_does(more: dict[str, Any]) -> None:
+    result = one(LETTERS, **more, logit_bias={EOS: 3.0})
+    assert 20 <= len(result.tokens) <= 40 and len(spell(result)) == 40
+    assert result.finish and (result.finish.reason, result.finish.matched) == ("stop", None)
+    check("choice", spell(one(FORMS["choice"], **more)))
+
+
+def test_a_complete_text_ends_without_another_call() -> None:
+    result = one({"regex": "abc"}, OFF)
+    assert spell(result) == "abc" and result.stats.target_calls == len(result.tokens)
+    exact = one({"regex": "abc"}, max_tokens=3)
+    assert exact.finish and exact.finish.reason == "stop"  # also where max_tokens ends it, too
+    assert one({"regex": "abc"}, max_tokens=2).finish.reason == "length"  # type: ignore[union-attr]
+
+
+def test_a_model_without_an_end_token_ends_by_completeness() -> None:
+    for name in ("strings", "nested", "choice", "regex"):
+        result = one(FORMS[name], target=without_eos())
+        assert result.finish and result.finish.reason == "stop", spell(result)
+        check(name, spell(result))
+    assert len(spell(one(LETTERS, target=without_eos()))) == 40
+    endless = one({"regex": "[a-f]+"}, target=without_eos())
+    assert endless.finish and endless.finish.reason == "length" and set(spell(endless)) <= set("abcdef")
+
+
+def test_a_dead_end_is_an_error_and_not_a_text() -> None:
+    """The vocabulary has no # in it, which llguidance learns when the text is there."""
+    result = one({"regex": "ab#c"})
+    assert result.finish and result.finish.reason == "error" and spell(result) == "ab"
+
+
+def test_stop_strings_and_stop_tokens_still_end_a_text() -> None:
+    whole = spell(one(FORMS["nested"]))
+    stopped = one(FORMS["nested"], stop=('"ok"',))
+    assert stopped.finish and stopped.finish.matched == '"ok"' and whole.startswith(spell(stopped)[:-4])
+    comma = words().encode(",", add_special_tokens=False)[0]
+    stopped = one(FORMS["nested"], stop_token_ids=(comma,))
+    assert stopped.finish and stopped.finish.matched == comma
+
+
+def test_the_grammar_wins_where_other_rules_leave_nothing() -> None:
+    banned = {token: -float("inf") for token in range(90)}
+    for params in ({"logit_bias": banned}, {"bad_words": tuple("abcdefghijklmnopqrstuvwxyz")}):
+        for temperature in (0.0, 1.0):
+            check("choice", spell(one(FORMS["choice"], temperature=temperature, **params)))
+
+
+def test_padded_ids_are_never_written() -> None:
+    """They are the likeliest of all here."""
+    bias = dict.fromkeys(range(words().vocab_size, 96), 50.0)
+    assert set(one(None, logit_bias=bias).tokens) <= set(bias)
+    for name in ("strings", "regex", "grammar"):
+        check(name, spell(one(FORMS[name], logit_bias=bias)))
+
+
+def test_log_probabilities_stay_raw() -> None:
+    with_form = one(FORMS["strings"], logprobs=0)
+    assert min(lp.rank for lp in with_form.logprobs) > 0 and max(lp.rank for lp in with_form.logprobs) > 1
+    assert with_form.logprobs[0].logprob < 0  # {" is the only token that is allowed
+
+
+# the door
+
+
+@pytest.mark.parametrize(
+    ("structured", "name", "limit"),
+    [
+        ({"regex": "a("}, "structured.regex", "unclosed group"),
+        ({"grammar": "start: foo"}, "structured.grammar", "unknown name"),
+        ({"json_schema": {"type": "strin"}}, "structured.json_schema", "Invalid type: strin"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "structured.json_schema", "Unimplemented keys"),
+        ({"json_schema": {"$ref": "https://example.com/a.json"}}, "structured.json_schema", "example.com"),
+        ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}}, "structured.json_schema", "minLength"),
+        ({"choice": [""]}, "structured.choice", "no text but the empty one"),
+        ({"regex": "#"}, "structured.regex", "in this vocabulary"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_at_the_door(structured: dict[str, Any], name: str, limit: str) -> None:
+    engine = engine_of()
+    with pytest.raises(InvalidParameter, match=limit) as caught:
+        engine.add_request([1, 2], SamplingParams(structured=structured))
+    assert caught.value.name == name and not engine.has_work
+    assert caught.value.value == next(iter(structured.values())) or name == "structured.choice"
+
+
+def test_a_schema_that_is_too_deep_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(InvalidParameter, match=r"structured\.json_schema"):
+        engine_of().add_request([1, 2], SamplingParams(structured={"json_schema": deep}))
+
+
+def test_without_a_fast_tokenizer_forms_are_refused() -> None:
+    for tokenizer, complaint in ((None, "need a tokenizer"), (Tokenizer(Letters()), "a fast one")):
+        engine = Engine(tiny_target("llama"), tokenizer, EngineConfig(block_size=4))
+        with pytest.raises(InvalidParameter, match=complaint):
+            engine.add_request([1, 2], SamplingParams(structured={"json_object": True}))
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    engine = engine_of()
+    for seed in range(5):
+        engine.add_request([1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]}))
+    assert len(engine.grammars._compiled) == 1
+    for i in range(grammar_module.KEPT + 9):
+        engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
+    assert len(engine.grammars._compiled) == grammar_module.KEPT
+    drain(engine)
+
+
+def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither alone nor beside others that do; the logits of its rows are the same bits."""
+    alone = [one for one in crowd("sampled") if one.id.startswith("free")]
+    calls: list[int] = []
+    honest = grammar_module.Grammars.allowed
+    monkeypatch.setattr(grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted))
+    engine = engine_of()
+    for asked in alone:
+        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    drain(engine)
+    assert not calls and engine.grammars._inner is None
+    write(crowd("sampled"))
+    assert calls
+
+
+def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    honest = grammar_module.Grammars.allowed
+    monkeypatch.setattr(
+        grammar_module.Grammars, "allowed", lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted)
+    )
+    engine = engine_of()
+    for asked in crowd("greedy"):
+        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    before = len(sizes)
+    drain(engine)
+    assert len(sizes) - before <= engine.counters.steps and max(sizes[before:]) > 5
+
+
+def test_an_object_may_have_a_thousand_optional_keys() -> None:
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "boolean"} for i in range(1000)}, "additionalProperties": False}
+    result = one({"json_schema": schema}, max_tokens=12)
+    assert result.finish and result.finish.reason in ("stop", "length"), spell(result)
+
+
+def test_json_objects_and_any_json() -> None:
+    for form, kind in (({"json_object": True}, dict), ({"json_schema": True}, object)):
+        for seed in range(6):
+            result = one(form, seed=seed, max_tokens=100)
+            if result.finish and result.finish.reason == "stop":
+                assert isinstance(json.loads(spell(result)), kind)
+            assert form != {"json_object": True} or spell(result).startswith("{")
+
+
+def test_masks_are_those_of_a_walk_token_by_token() -> None:
+    engine = engine_of()
+    params = SamplingParams(structured=FORMS["nested"])
+    matcher = engine.grammars.matcher(params)
+    assert matcher is not None
+    draft = tuple(plain("sampled")["nested 2", 0].tokens)
+    masks = grammar_module.forbid([(matcher, draft), (matcher.fork(), ())], torch.device("cpu"))
+    assert masks.shape == (len(draft) + 2, 96)
+    walker = matcher.fork()
+    for row, token in enumerate(draft):
+        (mask,) = grammar_module.forbid([(walker, ())], torch.device("cpu"))
+        assert torch.equal(mask, masks[row]) and not mask[token]
+        walker.consume([token])
+    assert torch.equal(masks[-1], masks[0])
+
+
+def test_a_form_can_be_a_flag() -> None:
+    given = pick(SamplingParams, {"structured": '{"choice": ["a", "b"]}'})
+    assert SamplingParams(**given).structured == Structured(choice=("a", "b"))
+    with pytest.raises(InvalidParameter, match="not JSON"):
+        pick(SamplingParams, {"structured": "json"})
+
+
+def test_rounds_by_hand_add_up_to_the_text() -> None:
+    """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
+    decoder = SpeculativeDecoder(tiny_model("llama"), method="ngram", tokenizer=words().inner, block_size=4)
+    params = SamplingParams(max_tokens=60, seed=3, structured=FORMS["nested"])
+    prompt = [1, 30, 31]
+    text, finish, rounds = list(prompt), None, 0
+    while finish is None:
+        verdict = decoder.verify(text, [40, 41, 42], params, prompt_len=3) if rounds % 2 else None
+        step = decoder.step(text, params, prompt_len=3)
+        assert verdict is None or verdict.tokens[0] == step.emitted_tokens[0]
+        text += step.emitted_tokens
+        finish, rounds = step.verdict.finish, rounds + 1
+    assert text[3:] == one(FORMS["nested"]).tokens and rounds < len(text) - 3
+    with pytest.raises(InvalidParameter, match="does not follow it"):
+        decoder.step([*prompt, 40, 41], params, prompt_len=3)
