@@ -89,14 +89,8 @@ def test_names_resolve_to_methods(monkeypatch: pytest.MonkeyPatch):
     proposers = Proposers(SpeculationConfig(), FACTS)
     assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("suffix",), ("ngram",)]
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
-<<<<<<< HEAD
     known = "off, auto, draft_model, grammar, ngram, prediction, suffix, synthetic"
     with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
-=======
-    with pytest.raises(
-        UnknownMethod, match="method = 'eagle9': known are off, auto, draft_model, grammar, ngram, prediction, synthetic"
-    ):
->>>>>>> main
         proposers.lacking("eagle9")
 
 

@@ -23,17 +23,12 @@ PANELS: dict[type[BaseModel], str] = {
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
-<<<<<<< HEAD
-NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT"}
+NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT"}
 VLLM_NAMES = {
     "model": "draft",
     "suffix_decoding_max_spec_factor": "suffix_max_factor",
     "suffix_decoding_min_token_prob": "suffix_min_probability",
 }
-=======
-NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT"}
-VLLM_NAMES = {"model": "draft"}
->>>>>>> main
 
 Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
 
