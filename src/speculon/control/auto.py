@@ -92,21 +92,33 @@ class Auto:
     def _call(self, method: str, seqs: list[Sequence]) -> list[tuple[Sequence, int, float]]:
         """(text, K, gain in tokens) of one call of a method, for the texts it pays for; none where it does not."""
         now, cost = self._round, self._know(method).cost
-        best: tuple[float, list[tuple[Sequence, int, float]]] = (0.0, [])
-        survivals = {seq.id: self._survival(seq, method, [0] * min(seq.most(method), seq.room - 1)) for seq in seqs}
-        row = self._row_ms(now.texts, len(seqs))
-        for k in range(1, max(map(len, survivals.values()), default=0) + 1):
-            chosen = []
-            for seq in seqs:
-                reach = min(k, len(survivals[seq.id]))
-                gain = sum(survivals[seq.id][:reach]) - now.rate * row * reach
-                if gain > 0:
-                    chosen.append((seq, reach, gain))
-            call = cost.at(len(chosen), k)
-            net = sum(gain for *_, gain in chosen) - now.rate * call
-            if net > best[0] and net > (MARGIN - 1) * len(chosen):
-                best = net, [(seq, reach, gain - now.rate * call / len(chosen)) for seq, reach, gain in chosen]
-        return best[1]
+        price = now.rate * self._row_ms(now.texts, len(seqs))
+        slots = [(seq, found) for seq in seqs if (found := self._worth(seq, method, price))]
+        if not slots:
+            return []
+        marginal = [0.0] * max(len(found) for _, found in slots)
+        for _, found in slots:
+            for position, survival in enumerate(found):
+                marginal[position] += survival - price
+        calls = [now.rate * cost.at(len(slots), k) for k in range(1, len(marginal) + 1)]
+        nets = [gain - call for gain, call in zip(accumulate(marginal), calls, strict=True)]
+        best = max(range(len(nets)), key=nets.__getitem__)
+        if nets[best] <= (MARGIN - 1) * len(slots):
+            return []
+        share = calls[best] / len(slots)
+        return [(seq, len(kept), sum(kept) - price * len(kept) - share) for seq, found in slots if (kept := found[: best + 1])]
+
+    def _worth(self, seq: Sequence, method: str, price: float) -> list[float]:
+        """Survival of the drafts that a text should have of a method, whose confidence is not known yet."""
+        own = self._own.get((seq.id, method))
+        shift = own.shift if own else 1.0
+        survival, found = 1.0, []
+        for chance in self._know(method).acceptance.chances(min(seq.most(method), seq.room - 1)):
+            survival *= chance * shift / (1 - chance + chance * shift)
+            if survival <= price:
+                break
+            found.append(survival)
+        return found
 
     # after the drafts
 
@@ -184,7 +196,8 @@ class Auto:
         """P(d_1..d_j all stand), j = 1..K."""
         acceptance, own = self._know(method).acceptance, self._own.get((seq.id, method))
         chances = (acceptance.chance(i, g) for i, g in enumerate(grades))
-        return list(accumulate((own.adjust(c) if own else c for c in chances), mul))
+        shift = own.shift if own else 1.0
+        return list(accumulate((c * shift / (1 - c + c * shift) for c in chances), mul))
 
     def _row_ms(self, texts: int, more: int) -> float:
         """Of one more row where `more` texts have a few."""

@@ -54,6 +54,7 @@ class Acceptance:
     def __init__(self, prior: float = PRIOR) -> None:
         self._overall = Share(prior * PRIOR_TRIES, PRIOR_TRIES)
         self._at: dict[tuple[int, int], Share] = {}
+        self._table: list[float] = []
 
     def chance(self, position: int, grade: int = 0) -> float:
         """Of the draft at `position` (from 0), for a text that nothing is known of."""
@@ -61,8 +62,15 @@ class Acceptance:
         by_grade = self._share(POSITIONS, grade).mean(overall, PRIOR_TRIES) if grade else overall
         return self._share(min(position, POSITIONS - 1), grade).mean(by_grade, PRIOR_TRIES)
 
+    def chances(self, k: int) -> list[float]:
+        """Of the first `k` drafts of a text whose drafter says nothing of its confidence; read once for all texts of a round."""
+        while len(self._table) < k:
+            self._table.append(self.chance(len(self._table)))
+        return self._table[:k]
+
     def observe(self, grades: Iterable[int], accepted: int, judged: int) -> None:
         """A draft with these classes of which the first `judged` were judged and the first `accepted` stood."""
+        self._table = []
         for position, (grade, _) in enumerate(zip(grades, range(judged), strict=False)):
             hit = float(position < accepted)
             self._overall.add(hit, FADE)
@@ -72,6 +80,7 @@ class Acceptance:
 
     def doubt(self) -> None:
         """Everything known weighs half: something has changed."""
+        self._table = []
         for share in (self._overall, *self._at.values()):
             share.hits, share.tries = share.hits / 2, share.tries / 2
 
@@ -89,23 +98,25 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Own:
-    """How one text departs from what is expected of a method: hits against expected hits, as a shift of the odds."""
+    """How one text departs from what is expected of a method: hits against expected hits, as a factor of the odds."""
 
     hits: float = 0.0
     expected: float = 0.0
     tries: float = 0.0
+    shift: float = 1.0
 
     def observe(self, chances: Iterable[float], accepted: int) -> None:
         for position, chance in enumerate(chances):
             self.hits = self.hits * OWN_FADE + (position < accepted)
             self.expected = self.expected * OWN_FADE + chance
             self.tries = self.tries * OWN_FADE + 1.0
+        self.shift = self._odds(self.hits) / self._odds(self.expected)
 
     def adjust(self, chance: float) -> float:
-        seen = (self.hits + OWN_TRIES / 2) / (self.tries - self.hits + OWN_TRIES / 2)
-        wanted = (self.expected + OWN_TRIES / 2) / (self.tries - self.expected + OWN_TRIES / 2)
-        odds = chance / max(1 - chance, 1e-9) * seen / wanted
-        return odds / (1 + odds)
+        return chance * self.shift / (1 - chance + chance * self.shift)
+
+    def _odds(self, hits: float) -> float:
+        return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
 
 
 class StepCost:
