@@ -6,8 +6,8 @@ All of it fades: old evidence loses weight with every new one, so that what has 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import exp, log, log2
+from dataclasses import dataclass
+from math import log
 from typing import Any
 
 POSITIONS = 16  # deeper ones are taken for the last
@@ -17,10 +17,11 @@ PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
-SIZES = 10  # powers of two: up to 512 texts, up to 512 rows of drafts
-LEARN = 0.15  # weight of a new measurement
-NEAR = 0.7  # of how far a measurement speaks for neighbours, in powers of two
-OUTLIER = 2.0  # times the estimate: another process took the core; a quarter of the weight
+BASE_ROWS = 12  # guess
+UNSURE = 1.0  # of a first guess, as a share of it
+NOISE = 0.01  # variance of one measurement, relative
+DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
+OUTLIER = 2.0  # times the estimate
 
 
 def grade(confidence: float | None) -> int:
@@ -119,76 +120,74 @@ class Own:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
 
 
-class StepCost:
-    """Milliseconds of a step that decodes `texts` texts with `drafts` rows of drafts in all.
-
-    A grid over powers of two of both, read between its points. A measurement moves the points beside it and, less, those
-    further away: a machine that has become slower has done so everywhere.
-    """
+class Fit:
+    """Milliseconds as a sum of positive parts: recursive least squares on relative errors, with fading (Ljung 1999, 11.2)."""
 
     def __init__(self) -> None:
-        self._ms: dict[tuple[int, int], float] = {}
+        self.parts: list[float] = []  # ms of each feature
+        self._p: list[list[float]] = []  # how uncertain they are
+
+    def at(self, features: tuple[float, ...]) -> float:
+        return sum(max(part, 0.0) * x for part, x in zip(self.parts, features, strict=True))
+
+    def guess(self, parts: list[float]) -> None:
+        self.parts = parts
+        self._p = [[(UNSURE * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(parts)]
+
+    def observe(self, features: tuple[float, ...], ms: float) -> None:
+        x = [value / ms for value in features]  # what is fitted is 1
+        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._p]
+        error = 1.0 - sum(v * part for v, part in zip(x, self.parts, strict=True))
+        slow = ms > OUTLIER * self.at(features)  # another process took the core
+        total = NOISE * (16.0 if slow else 1.0) + sum(v * w for v, w in zip(x, px, strict=True))
+        self.parts = [part + w / total * error for part, w in zip(self.parts, px, strict=True)]
+        for i, row in enumerate(self._p):
+            self._p[i] = [p - px[i] * other / total for p, other in zip(row, px, strict=True)]
+            self._p[i][i] += (DRIFT * self.parts[i]) ** 2  # it may change with time
+
+
+class StepCost:
+    """Of a step that decodes `texts` texts with `drafts` rows of drafts in all: base + per text + per draft. In ms."""
+
+    def __init__(self) -> None:
+        self._fit = Fit()
 
     @property
     def known(self) -> bool:
-        return bool(self._ms)
+        return bool(self._fit.parts)
 
     def at(self, texts: int, drafts: int) -> float:
         """Never less for more rows."""
-        return self._read(log2(max(texts, 1)), log2(1 + drafts))
+        return self._fit.at((1.0, texts, drafts))
 
     def observe(self, texts: int, drafts: int, ms: float) -> None:
-        x, y = log2(max(texts, 1)), log2(1 + drafts)
-        if not self._ms:
-            self._seed(x, y, ms)
-            return
-        ratio = ms / self._read(x, y)
-        learn = LEARN / 4 if ratio > OUTLIER else LEARN
-        for (a, b), old in self._ms.items():
-            near = exp(-((a - x) ** 2 + (b - y) ** 2) / NEAR)
-            self._ms[a, b] = old * (1 + learn * max(near, 0.1) * (ratio - 1))
+        if not self.known:
+            row = ms / (BASE_ROWS + texts + drafts)
+            self._fit.guess([BASE_ROWS * row, row, row])
+        self._fit.observe((1.0, texts, drafts), ms)
 
-    def _seed(self, x: float, y: float, ms: float) -> None:
-        """Guess: a row more costs a twelfth of a step of one; corrected by everything that is measured."""
-        one = ms / (1 + (2**x - 1 + 2**y - 1) / 12)
-        self._ms = {(a, b): one * (1 + (2**a - 1 + 2**b - 1) / 12) for a in range(SIZES) for b in range(SIZES)}
+    def state(self) -> list[float]:
+        return list(self._fit.parts)
 
-    def _read(self, x: float, y: float) -> float:
-        x, y = min(x, SIZES - 1.0), min(y, SIZES - 1.0)
-        a, b = min(int(x), SIZES - 2), min(int(y), SIZES - 2)
-        u, v = 2 ** (x - a) - 1, 2 ** (y - b) - 1  # linear in texts and rows, not in their logarithms
-        below = self._ms[a, b] * (1 - u) + self._ms[a + 1, b] * u
-        above = self._ms[a, b + 1] * (1 - u) + self._ms[a + 1, b + 1] * u
-        return below + max(0.0, above - below) * v
-
-    def state(self) -> list[list[float]]:
-        return [[*key, ms] for key, ms in self._ms.items()]
-
-    def restore(self, state: list[list[float]]) -> None:
-        self._ms = {(int(a), int(b)): ms for a, b, ms in state}
+    def restore(self, state: list[float]) -> None:
+        self._fit.guess(list(state))
 
 
-@dataclass(slots=True)
 class ProposalCost:
-    """Milliseconds of one proposal: a call for `texts` texts of up to `k` drafts each, as base + slope x k x texts^(1/2)."""
+    """Of one proposal for `texts` texts of up to `k` drafts each: base + per draft + per draft of each text. In ms."""
 
-    base: float | None = None
-    per_draft: float = 0.0
-    _mean_k: float = field(default=0.0)
+    def __init__(self) -> None:
+        self._fit = Fit()
+
+    @property
+    def known(self) -> bool:
+        return bool(self._fit.parts)
 
     def at(self, texts: int, k: int) -> float:
-        if self.base is None or not texts or not k:
-            return 0.0
-        return self.base + self.per_draft * k * float(texts**0.5)
+        """Nothing before the first was seen: so it is seen."""
+        return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0
 
     def observe(self, texts: int, k: int, ms: float) -> None:
-        work = k * texts**0.5
-        if self.base is None:
-            self.base, self.per_draft = ms / 2, ms / 2 / max(work, 1.0)
-            return
-        error = ms - self.at(texts, k)
-        if error > OUTLIER * ms:
-            error /= 4
-        share = LEARN / (1 + work * work)  # a normalised step of least mean squares
-        self.base = max(0.0, self.base + share * error)
-        self.per_draft = max(0.0, self.per_draft + share * work * error)
+        if not self.known:
+            self._fit.guess([0.2 * ms, 0.5 * ms / k, 0.3 * ms / (k * texts)])  # guess
+        self._fit.observe((1.0, k, k * texts), ms)
