@@ -347,27 +347,31 @@ class Terminal:
                 seen += os.read(self.ours, 4096)
         return seen.decode()
 
+    def interrupt(self, before: str = "") -> str:
+        """Ctrl-C, up to the prompt after it."""
+        self.write(before + "\x03")
+        if not select.select([self.ours], [], [], 8)[0]:
+            self.write("\x03")  # Python's input() sees a signal that came just before it waited with the next key only
+        return self.read(PROMPT)
+
 
 def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) -> None:
     stderr = tmp_path / "stderr"
     flags = ["--draft", str(folder), "--temperature", "0", "--ignore-eos", "--threads", "1", "--show-drafts"]
     terminal = Terminal(stderr, "chat", "--model", str(folder), *flags)
     terminal.read(PROMPT)
-    terminal.write("dropped\x03")
-    terminal.read(PROMPT)
+    terminal.interrupt("dropped")
     terminal.write('"""\nWrite a\n')
     terminal.read("Write a")
     terminal.write('class.\n"""\n')
     text = terminal.read("\x1b[36m")  # it is on its way
-    terminal.write("\x03")
-    text += terminal.read(PROMPT)
+    text += terminal.interrupt()
     shown = SGR.sub("", text.removesuffix(PROMPT)).rpartition("\x1b[?2004l\r")[2].replace("\r\n", "\n").replace("^C", "")
     terminal.write("/stats\n")
     terminal.read(PROMPT)
     terminal.write("\x1b[200~two\nlines\x1b[201~\n")  # pasted
     terminal.read("\x1b[36m")
-    terminal.write("\x03")
-    terminal.read(PROMPT)
+    terminal.interrupt()
     terminal.write("\x04")
     assert terminal.process.wait(30) == 0
     os.close(terminal.ours)

@@ -27,6 +27,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")  # probes have no key
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+PATIENCE = 8  # times the limit: as much of a body is read, and thrown away, before it is refused
 SHOWN_PATH = 200  # characters of it in the log
 CLIENT_GONE = 499  # in the log alone: nobody is left to read it
 
@@ -96,18 +97,18 @@ class Door:
         """The body; None once it is too large."""
         limit = int(self._config.max_body_mb * 1e6)
         said = headers.get("content-length", "0")
-        if said.isdecimal() and int(said) > limit:
+        if said.isdecimal() and int(said) > PATIENCE * limit:
             return None
-        body = bytearray()
-        while True:
+        body, size, more = bytearray(), 0, True
+        while more and size <= PATIENCE * limit:  # read to its end, or a client that still writes would never see the answer
             message = await receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > limit:
-                return None
-            if not message.get("more_body", False):
-                return bytes(body)
+            piece, more = message.get("body", b""), message.get("more_body", False)
+            size += len(piece)
+            if size <= limit:
+                body += piece
+        return bytes(body) if size <= limit else None
 
 
 def record_of(scope: Message, headers: Headers) -> Record:
