@@ -23,7 +23,6 @@ SECONDS = {  # powers of two: any sum tells its parts
     "decide": ("decide", 2),
     "reserve": ("prepare", 4),
     "propose": ("propose", 8),
-    "trim": ("decide", 16),
     "pack": ("prepare", 32),
     "view": ("prepare", 64),
     "forward": ("forward", 128),
@@ -60,7 +59,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, float]:
         patch.setattr(telemetry, "perf_counter", clock)
         owners: dict[object, tuple[str, ...]] = {
             engine.scheduler: ("plan", "settle"),
-            engine.policy: ("decide", "trim"),
+            engine.policy: ("decide",),
             engine.leases: ("reserve",),
             engine.proposers: ("propose", "observe"),
             Batch: ("pack",),
