@@ -52,7 +52,7 @@ class Auto:
     def __init__(self, probe_share: float = PROBE_SHARE) -> None:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
-        self._own: dict[tuple[int, str], Own] = {}
+        self._own: dict[int, dict[str, Own]] = {}  # text -> by method
         self._share = probe_share
         self._gain = 1.0  # tokens per ms, as a multiple of plain decoding's, of late
         self._round = Round()
@@ -110,11 +110,10 @@ class Auto:
 
     def _worth(self, seq: Sequence, method: str, price: float) -> list[float]:
         """Survival of the drafts that a text should have of a method, whose confidence is not known yet."""
-        own = self._own.get((seq.id, method))
-        shift = own.shift if own else 1.0
+        own = self._owned(seq, method)
         survival, found = 1.0, []
         for chance in self._know(method).acceptance.chances(min(seq.most(method), seq.room - 1)):
-            survival *= chance * shift / (1 - chance + chance * shift)
+            survival *= own.adjust(chance)
             if survival <= price:
                 break
             found.append(survival)
@@ -158,8 +157,7 @@ class Auto:
             known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
 
     def forget(self, seq: Sequence) -> None:
-        for method in seq.methods:
-            self._own.pop((seq.id, method), None)
+        self._own.pop(seq.id, None)
 
     def _judge(self, seq: Sequence, draft: Draft, verdict: Verdict) -> None:
         method, grades = draft.sources[0], grades_of(draft)
@@ -167,7 +165,7 @@ class Auto:
         judged = min(verdict.accepted + (not ended), len(grades))
         chances = [self._know(method).acceptance.chance(i, g) for i, g in enumerate(grades[:judged])]
         self._know(method).acceptance.observe(grades, verdict.accepted, judged)
-        self._own.setdefault((seq.id, method), Own()).observe(chances, verdict.accepted)
+        self._own.setdefault(seq.id, {}).setdefault(method, Own()).observe(chances, verdict.accepted)
         if seq.id in self._round.probes:
             known = self._know(method)
             worked = 2 * verdict.accepted >= judged
@@ -194,10 +192,12 @@ class Auto:
 
     def _survival(self, seq: Sequence, method: str, grades: list[int]) -> list[float]:
         """P(d_1..d_j all stand), j = 1..K."""
-        acceptance, own = self._know(method).acceptance, self._own.get((seq.id, method))
-        chances = (acceptance.chance(i, g) for i, g in enumerate(grades))
-        shift = own.shift if own else 1.0
-        return list(accumulate((c * shift / (1 - c + c * shift) for c in chances), mul))
+        acceptance, own = self._know(method).acceptance, self._owned(seq, method)
+        return list(accumulate((own.adjust(acceptance.chance(i, g)) for i, g in enumerate(grades)), mul))
+
+    def _owned(self, seq: Sequence, method: str) -> Own:
+        """What the text itself has shown of the method; nothing yet: as all others."""
+        return self._own.get(seq.id, {}).get(method) or Own()
 
     def _row_ms(self, texts: int, more: int) -> float:
         """Of one more row where `more` texts have a few."""

@@ -135,6 +135,8 @@ class Fit:
         self._p = [[(UNSURE * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(parts)]
 
     def observe(self, features: tuple[float, ...], ms: float) -> None:
+        if ms <= 0:  # a clock too coarse for it
+            return
         x = [value / ms for value in features]  # what is fitted is 1
         px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._p]
         error = 1.0 - sum(v * part for v, part in zip(x, self.parts, strict=True))

@@ -73,7 +73,8 @@ class Policies:
             policy.observe(spans, verdicts, timing)
 
     def forget(self, seq: Sequence) -> None:
-        self._of(seq.policy).forget(seq)
+        for policy in self._made.values():  # each has seen what became of every sequence
+            policy.forget(seq)
 
     def _of(self, name: str) -> Policy:
         if name not in self._made:

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,7 +28,6 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready")  # probes have no key
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
-PATIENCE = 8  # times the limit: as much of a body is read, and thrown away, before it is refused
 SHOWN_PATH = 200  # characters of it in the log
 CLIENT_GONE = 499  # in the log alone: nobody is left to read it
 
@@ -74,7 +74,7 @@ class Door:
     async def _pass(self, scope: Message, headers: Headers, record: Record, receive: Receive, send: Send) -> None:
         async def refuse(status: int, message: str, code: str) -> None:
             record.reason = message
-            await failure(status, message, code)(scope, receive, send)
+            await failure(status, message, code)(scope, receive, lingering(receive, send, self._config.body_timeout))
 
         if not self._may_enter(scope, headers):
             return await refuse(401, "a valid API key is needed, as a bearer token", "invalid_api_key")
@@ -97,18 +97,32 @@ class Door:
         """The body; None once it is too large."""
         limit = int(self._config.max_body_mb * 1e6)
         said = headers.get("content-length", "0")
-        if said.isdecimal() and int(said) > PATIENCE * limit:
+        if said.isdecimal() and int(said) > limit:
             return None
-        body, size, more = bytearray(), 0, True
-        while more and size <= PATIENCE * limit:  # read to its end, or a client that still writes would never see the answer
+        body, more = bytearray(), True
+        while more and len(body) <= limit:
             message = await receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            piece, more = message.get("body", b""), message.get("more_body", False)
-            size += len(piece)
-            if size <= limit:
-                body += piece
-        return bytes(body) if size <= limit else None
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        return bytes(body) if len(body) <= limit else None
+
+
+def lingering(receive: Receive, send: Send, seconds: float) -> Send:
+    """Keeps the connection, once all is said, until the body has come: closed before, the answer could be lost with it."""
+
+    async def patient(message: Message) -> None:
+        if message["type"] != "http.response.body" or message.get("more_body", False):
+            return await send(message)
+        await send({**message, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
+
+    return patient
 
 
 def record_of(scope: Message, headers: Headers) -> Record:
