@@ -198,6 +198,7 @@ class Sequence:
     given_k: int = 0  # their most drafts in a round
     methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
     policy: str = "fixed"  # how far it is drafted for
+    kind: str = ""  # what sort of text it is, as far as the request tells: texts of one kind are believed to be alike
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
     pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
     grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always

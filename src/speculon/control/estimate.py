@@ -5,9 +5,9 @@ All of it fades: old evidence loses weight with every new one, so that what has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, log2
 from typing import Any
 
 POSITIONS = 16  # deeper ones are taken for the last
@@ -15,10 +15,14 @@ EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds th
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
-FADE = 0.98  # per observation and position of a method
+FADE = 0.985  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
-BASE_ROWS = 12  # guess
-UNSURE = 1.0  # of a first guess, as a share of it
+REFRESH = 4  # drafts after which chances are computed anew
+KINDS = 10  # of texts, to either side of the usual one
+SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
+HOPE = 0.3  # guess: tokens that a look-up brings in a text that nothing is known of
+HOPE_FADE = 0.05  # per look-up
+UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
 OUTLIER = 2.0  # times the estimate
@@ -39,8 +43,8 @@ class Share:
     hits: float = 0.0
     tries: float = 0.0
 
-    def add(self, hit: float, fade: float) -> None:
-        self.hits, self.tries = self.hits * fade + hit, self.tries * fade + 1.0
+    def add(self, hits: float, tries: float, fade: float) -> None:
+        self.hits, self.tries = self.hits * fade + hits, self.tries * fade + tries
 
     def mean(self, prior: float, weight: float) -> float:
         return (self.hits + weight * prior) / (self.tries + weight)
@@ -52,41 +56,54 @@ class Acceptance:
     What lies beyond the first wrong draft, or beyond the end of a text, was never judged and counts for nothing.
     """
 
-    def __init__(self, prior: float = PRIOR) -> None:
-        self._overall = Share(prior * PRIOR_TRIES, PRIOR_TRIES)
-        self._at: dict[tuple[int, int], Share] = {}
-        self._table: list[float] = []
+    def __init__(self, wider: Acceptance | None = None) -> None:
+        self._wider = wider  # what is known of texts of every kind: believed until there is more
+        self._overall = Share()
+        self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
+        self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
+        self._survivals: dict[int, list[float]] = {}
+        self._stale = 0
 
     def chance(self, position: int, grade: int = 0) -> float:
         """Of the draft at `position` (from 0), for a text that nothing is known of."""
-        overall = self._overall.mean(PRIOR, PRIOR_TRIES)
-        by_grade = self._share(POSITIONS, grade).mean(overall, PRIOR_TRIES) if grade else overall
-        return self._share(min(position, POSITIONS - 1), grade).mean(by_grade, PRIOR_TRIES)
+        key = position if position < POSITIONS else POSITIONS - 1, grade
+        found = self._chances.get(key)
+        if found is None:
+            found = self._chances[key] = self._share(*key).mean(self._of(grade), PRIOR_TRIES)
+        return found
 
-    def chances(self, k: int) -> list[float]:
-        """Of the first `k` drafts of a text whose drafter says nothing of its confidence; read once for all texts of a round."""
-        while len(self._table) < k:
-            self._table.append(self.chance(len(self._table)))
-        return self._table[:k]
+    def _of(self, grade: int) -> float:
+        """Of a draft of this class at any position."""
+        if grade:
+            return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
+        return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
 
-    def observe(self, grades: Iterable[int], accepted: int, judged: int) -> None:
+    def survival(self, own: Own, k: int) -> list[float]:
+        """P(d_1..d_j all stand), j = 1 to at least `k`, where the drafter has said nothing of its confidence yet."""
+        found = self._survivals.setdefault(own.kind, [])
+        while len(found) < k:
+            found.append((found[-1] if found else 1.0) * own.adjust(self.chance(len(found))))
+        return found
+
+    def observe(self, grades: Sequence[int], accepted: int, judged: int) -> None:
         """A draft with these classes of which the first `judged` were judged and the first `accepted` stood."""
-        self._table = []
-        for position, (grade, _) in enumerate(zip(grades, range(judged), strict=False)):
-            hit = float(position < accepted)
-            self._overall.add(hit, FADE)
-            self._share(min(position, POSITIONS - 1), grade).add(hit, FADE)
+        if self._wider:
+            self._wider.observe(grades, accepted, judged)
+        self._stale += 1
+        if self._stale >= REFRESH:
+            self._refresh()
+        self._overall.add(accepted, judged, FADE**judged)
+        for position in range(judged):
+            grade, hit = grades[position], position < accepted
+            self._share(position if position < POSITIONS else POSITIONS - 1, grade).add(hit, 1.0, FADE)
             if grade:
-                self._share(POSITIONS, grade).add(hit, FADE)
+                self._share(POSITIONS, grade).add(hit, 1.0, FADE)
 
     def doubt(self) -> None:
         """Everything known weighs half: something has changed."""
-        self._table = []
+        self._refresh()
         for share in (self._overall, *self._at.values()):
             share.hits, share.tries = share.hits / 2, share.tries / 2
-
-    def _share(self, position: int, grade: int) -> Share:
-        return self._at.setdefault((position, grade), Share())
 
     def state(self) -> dict[str, Any]:
         cells = [[*key, share.hits, share.tries] for key, share in self._at.items()]
@@ -95,6 +112,18 @@ class Acceptance:
     def restore(self, state: dict[str, Any]) -> None:
         self._overall = Share(*state["overall"])
         self._at = {(position, grade): Share(hits, tries) for position, grade, hits, tries in state["cells"]}
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._stale = 0
+        self._chances.clear()
+        self._survivals.clear()
+
+    def _share(self, position: int, grade: int) -> Share:
+        found = self._at.get((position, grade))
+        if found is None:
+            found = self._at[position, grade] = Share()
+        return found
 
 
 @dataclass(slots=True)
@@ -104,17 +133,29 @@ class Own:
     hits: float = 0.0
     expected: float = 0.0
     tries: float = 0.0
-    shift: float = 1.0
+    kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
+    worth: float = HOPE  # tokens that asking has brought of late, less those that its rows could have written
 
-    def observe(self, chances: Iterable[float], accepted: int) -> None:
-        for position, chance in enumerate(chances):
-            self.hits = self.hits * OWN_FADE + (position < accepted)
-            self.expected = self.expected * OWN_FADE + chance
-            self.tries = self.tries * OWN_FADE + 1.0
-        self.shift = self._odds(self.hits) / self._odds(self.expected)
+    def observe(self, chances: Sequence[float], accepted: int) -> None:
+        fade = OWN_FADE ** len(chances)
+        self.hits = self.hits * fade + accepted
+        self.expected = self.expected * fade + sum(chances)
+        self.tries = self.tries * fade + len(chances)
+        self._sort()
+
+    def doubt(self) -> None:
+        self.hits, self.expected, self.tries = self.hits / 4, self.expected / 4, self.tries / 4
+        self._sort()
+
+    def _sort(self) -> None:
+        self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
 
     def adjust(self, chance: float) -> float:
-        return chance * self.shift / (1 - chance + chance * self.shift)
+        shifted = chance * SHIFTS[self.kind]
+        return shifted / (1 - chance + shifted)
+
+    def asked(self, worth: float) -> None:
+        self.worth += HOPE_FADE * (worth - self.worth)
 
     def _odds(self, hits: float) -> float:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
@@ -130,9 +171,10 @@ class Fit:
     def at(self, features: tuple[float, ...]) -> float:
         return sum(max(part, 0.0) * x for part, x in zip(self.parts, features, strict=True))
 
-    def guess(self, parts: list[float]) -> None:
+    def guess(self, parts: list[float], spread: list[float]) -> None:
+        """A beginning, and its standard deviations."""
         self.parts = parts
-        self._p = [[(UNSURE * part) ** 2 * (i == j) for j in range(len(parts))] for i, part in enumerate(parts)]
+        self._p = [[spread[i] ** 2 * (i == j) for j in range(len(parts))] for i in range(len(parts))]
 
     def observe(self, features: tuple[float, ...], ms: float) -> None:
         if ms <= 0:  # a clock too coarse for it
@@ -149,7 +191,8 @@ class Fit:
 
 
 class StepCost:
-    """Of a step that decodes `texts` texts with `drafts` rows of drafts in all: base + per text + per draft. In ms."""
+    """Of a step that decodes `texts` texts, `drafting` of them with `drafts` rows of drafts in all: base + per text
+    + per drafting text + per draft. In ms. A first draft costs more than the next ones: single rows have faster ways."""
 
     def __init__(self) -> None:
         self._fit = Fit()
@@ -158,21 +201,32 @@ class StepCost:
     def known(self) -> bool:
         return bool(self._fit.parts)
 
-    def at(self, texts: int, drafts: int) -> float:
-        """Never less for more rows."""
-        return self._fit.at((1.0, texts, drafts))
+    @property
+    def first(self) -> float:
+        """What a text's first draft costs beyond its row."""
+        return max(0.0, self._fit.parts[2])
 
-    def observe(self, texts: int, drafts: int, ms: float) -> None:
+    @property
+    def row(self) -> float:
+        return max(0.0, self._fit.parts[3])
+
+    def at(self, texts: int, drafting: int, drafts: int) -> float:
+        """Never less for more rows."""
+        return self._fit.at((1.0, texts, drafting, drafts))
+
+    def observe(self, texts: int, drafting: int, drafts: int, ms: float) -> None:
         if not self.known:
-            row = ms / (BASE_ROWS + texts + drafts)
-            self._fit.guess([BASE_ROWS * row, row, row])
-        self._fit.observe((1.0, texts, drafts), ms)
+            alone = ms / (1 + 0.1 * texts)
+            self._fit.guess(
+                [0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone], [alone, 0.1 * alone, 0.1 * alone, 0.05 * alone]
+            )
+        self._fit.observe((1.0, texts, drafting, drafts), ms)
 
     def state(self) -> list[float]:
         return list(self._fit.parts)
 
     def restore(self, state: list[float]) -> None:
-        self._fit.guess(list(state))
+        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
 
 
 class ProposalCost:
@@ -185,11 +239,18 @@ class ProposalCost:
     def known(self) -> bool:
         return bool(self._fit.parts)
 
-    def at(self, texts: int, k: int) -> float:
+    def at(self, texts: float, k: int) -> float:
         """Nothing before the first was seen: so it is seen."""
         return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0
 
+    def state(self) -> list[float]:
+        return list(self._fit.parts)
+
+    def restore(self, state: list[float]) -> None:
+        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
+
     def observe(self, texts: int, k: int, ms: float) -> None:
         if not self.known:
-            self._fit.guess([0.2 * ms, 0.5 * ms / k, 0.3 * ms / (k * texts)])  # guess
+            parts = [0.2 * ms, 0.5 * ms / k, 0.3 * ms / (k * texts)]  # guess
+            self._fit.guess(parts, parts)
         self._fit.observe((1.0, k, k * texts), ms)

@@ -43,6 +43,7 @@ class Text:
     room: int = 1 << 30
     plain: bool = False
     off: Reason | None = None
+    kind: str = ""
 
     def most(self, method: str) -> int:
         return self.k

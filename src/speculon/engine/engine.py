@@ -172,6 +172,7 @@ class Engine:
                 given=given,
                 methods=self.proposers.methods_of(given, method),
                 policy=speculation.policy or self.config.speculation.policy,
+                kind="greedy" if params.greedy else "sampled",
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
                 pool=speculation.pool,
