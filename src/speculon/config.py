@@ -7,10 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from tomllib import TOMLDecodeError
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -33,7 +44,23 @@ GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
 MAX_CHOICES = 1024
 
-POLICIES = {"fixed": 4, "auto": 16}  # how far to speculate -> most drafts of a round where nobody says a number
+# how far to speculate -> most drafts of a round where nobody says a number
+USUAL_DRAFTS: Mapping[str, Callable[[SpeculationConfig], int]] = {
+    "fixed": lambda config: 4,
+    "adaptive": lambda config: config.adaptive_max,
+    "solo": lambda config: 4,
+    "shadow": lambda config: 4,
+    "auto": lambda config: 16,
+}
+
+
+def known_policy(name: str) -> str:
+    if name not in USUAL_DRAFTS:
+        raise ValueError(f"known are {', '.join(USUAL_DRAFTS)}")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection"]
 
@@ -155,6 +182,30 @@ class SamplingParams(Checked):
         return self.temperature == 0
 
 
+class AdaptiveConfig(Checked):
+    """How a number of drafts follows what was accepted; see `control.adaptive`. As settings: `adaptive_` and the name."""
+
+    initial: int = Field(5, le=MAX_DRAFTS, description="drafts of the first rounds")
+    min: int = Field(2, ge=1, description="fewest drafts of a round")
+    max: int = Field(12, le=MAX_DRAFTS, description="most drafts of a round")
+    alpha: float = Field(0.2, ge=0, le=1, description="weight of the latest round; 0.1 to 0.3 serve well")
+    cooldown_steps: int = Field(4, ge=0, description="rounds between two looks at the mean")
+
+    @model_validator(mode="after")
+    def _orders(self) -> AdaptiveConfig:
+        if self.max < self.min:
+            raise InvalidParameter("max", self.max, f"must be at least min, {self.min}")
+        if not self.min <= self.initial <= self.max:
+            raise InvalidParameter("initial", self.initial, f"goes from min, {self.min}, to max, {self.max}")
+        return self
+
+
+def as_adaptive(name: str) -> Any:
+    """The field of `AdaptiveConfig` as a setting beside others."""
+    field = AdaptiveConfig.model_fields[name]
+    return Field(field.default, description=f"adaptive: {field.description}")
+
+
 @runtime_checkable
 class ModelObject(Protocol):
     """A transformers model in memory, as far as settings know it."""
@@ -168,16 +219,28 @@ class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
     method: str = Field("auto", description="off | suffix | ngram | synthetic | auto, or a plug-in's name")
-    policy: str = Field("fixed", description="how far to speculate: fixed (K drafts), or auto (as far as it pays)")
+    policy: PolicyName = Field(
+        "fixed",
+        description="how far to speculate: fixed (K drafts) | adaptive (K follows what was accepted) | solo (fixed, "
+        "while one text is written alone) | shadow (drafts are watched, not used) | auto (as far as it pays)",
+    )
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
     )
     num_speculative_tokens: int | None = Field(
-        None, ge=0, le=MAX_DRAFTS, description="drafts per round (K), at most; 0 equals off; None: 4, and 16 with policy auto"
+        None,
+        ge=0,
+        le=MAX_DRAFTS,
+        description="drafts per round (K), at most; 0 equals off; None: 4, adaptive_max with policy adaptive, 16 with auto",
     )
     acceptance: Acceptance = Field(
         "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
     )
+    adaptive_initial: int = as_adaptive("initial")
+    adaptive_min: int = as_adaptive("min")
+    adaptive_max: int = as_adaptive("max")
+    adaptive_alpha: float = as_adaptive("alpha")
+    adaptive_cooldown_steps: int = as_adaptive("cooldown_steps")
     prompt_lookup_min: int = Field(2, ge=1, le=32, description="ngram: shortest match in tokens")
     prompt_lookup_max: int = Field(5, ge=1, le=32, description="ngram: longest match in tokens")
     suffix_max_factor: float = Field(
@@ -201,7 +264,13 @@ class SpeculationConfig(Checked):
 
     def most(self, policy: str | None = None) -> int:
         """The most drafts of a round under a policy, or under the one that is set."""
-        return POLICIES[policy or self.policy] if self.num_speculative_tokens is None else self.num_speculative_tokens
+        usual = USUAL_DRAFTS[policy or self.policy]
+        return usual(self) if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
+    def adaptive(self) -> AdaptiveConfig:
+        """The settings of policy `adaptive`, as it takes them."""
+        return AdaptiveConfig(**{name: getattr(self, f"adaptive_{name}") for name in AdaptiveConfig.model_fields})
 
     @property
     def drafts(self) -> dict[str, str | ModelObject]:
@@ -212,14 +281,11 @@ class SpeculationConfig(Checked):
     def _orders(self) -> SpeculationConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}")
+        try:
+            assert self.adaptive
+        except InvalidParameter as error:
+            raise InvalidParameter(f"adaptive_{error.name}", error.value, error.limit) from None
         return self
-
-    @field_validator("policy")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise ValueError(f"known are {', '.join(POLICIES)}")
-        return value
 
 
 class RequestSpeculation(Checked):
@@ -227,7 +293,7 @@ class RequestSpeculation(Checked):
 
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
-    policy: Literal["fixed", "auto"] | None = None
+    policy: PolicyName | None = None
     acceptance: Acceptance | None = None
     prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
     pool: str | None = Field(

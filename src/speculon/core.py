@@ -35,6 +35,7 @@ class Reason(StrEnum):
     COST = "cost"
     LOAD = "load"
     SOLO = "solo"
+    SHADOW = "shadow"
     NO_PAGES = "no_pages"
     MEMORY = "memory"
     CONTEXT_LIMIT = "context_limit"
@@ -135,12 +136,13 @@ class Decision:
     k: int
     reason: Reason | None = None
     asks: tuple[Ask, ...] = field(default=(), compare=False)
+    unused: Reason = field(default=Reason.COST, compare=False)  # why there is no draft where `trim` keeps nothing of any
 
     @classmethod
-    def of(cls, asks: Iterable[Ask]) -> Decision:
+    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST) -> Decision:
         """Drafts by the first of these that has any; there is at least one, and K is at least 1."""
         asked = tuple(asks)
-        return cls(asked[0].method, max(ask.k for ask in asked), None, asked)
+        return cls(asked[0].method, max(ask.k for ask in asked), None, asked, unused)
 
     def __post_init__(self) -> None:
         assert (self.k > 0) == (self.reason is None), self

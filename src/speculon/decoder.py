@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculon.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
-from speculon.control.policy import Fixed
-from speculon.core import Decision, Draft, Event, Plan, Reason, Span, Verdict
+from speculon.control.fixed import Fixed
+from speculon.core import Decision, Draft, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_draft, read_ids
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
@@ -87,7 +87,7 @@ class SpeculativeDecoder:
         *,
         method: str = "auto",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int | None = None,
         **settings: Any,
     ):
         if not isinstance(model, PreTrainedModel):
@@ -108,6 +108,7 @@ class SpeculativeDecoder:
         target = wrap_model(model, max_context=limit, fused=fuse, compile=compile)
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
+        self._text: Sequence | None = None  # of the last step, as the policy knows it
         self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
         self._plain_ms: float | None = None
         self._stats = RequestStats()
@@ -156,13 +157,15 @@ class SpeculativeDecoder:
 
         What has been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
         """
-        with self._last_span(ids, params, prompt_len) as span:
+        with self._last_span(ids, params, prompt_len, goes_on=True) as span:
             seq = span.seq
             self._last = list(seq.tokens), seq.params
             began = perf_counter()
             (verdict,) = self.engine.round(alone(span), self.engine.stopwatch())
             ms = (perf_counter() - began) * 1e3
         self._stats.add(seq.stats)
+        if verdict.finish:
+            self._forget_text()
         self._clock(ms, len(verdict.tokens))
         reason = next(iter(seq.stats.reasons), None)
         return StepResult(span.draft, verdict, reason, seq.stats.draft_ms, ms - seq.stats.draft_ms)
@@ -233,7 +236,8 @@ class SpeculativeDecoder:
         return self._plain_ms * self._tokens / self._ms
 
     def reset_stats(self) -> None:
-        """Zeroes the counters and forgets the plain cost. Texts do not depend on it."""
+        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not depend on it."""
+        self._forget_text()
         self._stats = RequestStats()
         self._ms, self._tokens, self._plain_ms = 0.0, 0, None
 
@@ -270,8 +274,13 @@ class SpeculativeDecoder:
         engine.check_integrity()
 
     @contextmanager
-    def _last_span(self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None) -> Iterator[Span]:
-        """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are nobody's."""
+    def _last_span(
+        self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None, goes_on: bool = False
+    ) -> Iterator[Span]:
+        """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are nobody's.
+
+        With `goes_on` the policy is to know it by the name it had, if it is the last step's.
+        """
         engine, params, tokens = self.engine, params or SamplingParams(), self._encode(ids)
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a round carries one text")
@@ -279,6 +288,8 @@ class SpeculativeDecoder:
             raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
         at = len(tokens) if prompt_len is None else prompt_len
         (seq,) = engine.prepare(tokens[:at], params, {"num_speculative_tokens": k}, "round", written=tokens[at:])
+        if goes_on:
+            self._go_on(seq)
         engine.pool.attach(seq)
         try:
             most = self.config.max_batch_tokens
@@ -288,6 +299,22 @@ class SpeculativeDecoder:
         finally:
             engine.proposers.release(seq)
             engine.pool.release(seq)
+
+    def _go_on(self, seq: Sequence) -> None:
+        last = self._text
+        if last and (last.prompt_len, last.params, last.tokens) == (seq.prompt_len, seq.params, seq.tokens[: len(last.tokens)]):
+            seq.id = last.id
+        else:
+            self._forget_text()
+        self._text = seq
+
+    def _forget_text(self) -> None:
+        """What the policy has still to say of the last step's text is counted."""
+        if self._text is not None:
+            self._text.stats = RequestStats()
+            self.engine.policy.forget(self._text)
+            self._stats.add(self._text.stats)
+            self._text = None
 
     def _encode(self, ids: Ids) -> list[int]:
         if isinstance(ids, str) and self.tokenizer is not None:

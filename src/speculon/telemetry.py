@@ -37,9 +37,9 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """The account of one request (or of an engine). None stands in its place when no round ran."""
+    """The account of one request (or of an engine). None stands in its place when no round ran and none was watched."""
 
-    rounds: int  # target calls that verified a draft
+    rounds: int  # target calls that verified a draft; where there is none, shares and means are 0.0
     drafted: int
     accepted: int
     rejected: int
@@ -56,6 +56,8 @@ class SpeculationStats:
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
     saved_ms: float | None  # emitted tokens at the plain cost of a row, less the time spent; None before a plain step was seen
+    # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were only watched
+    shadow: dict[str, dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,6 +79,9 @@ class RequestStats:
     accepted_at: Counter[int] = field(default_factory=Counter)
     drafted_from: Counter[str] = field(default_factory=Counter)  # source -> drafts
     accepted_from: Counter[str] = field(default_factory=Counter)
+    watched: Counter[str] = field(default_factory=Counter)  # method -> drafts that were watched instead of verified
+    watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # method, position -> drafted tokens of them
+    stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     draft_ms: float = 0.0
@@ -115,6 +120,12 @@ class RequestStats:
         if verdict.kind is not None:
             self.kinds[verdict.kind.value] += 1
 
+    def watch(self, method: str, drafted: int, accepted: int) -> None:
+        """A draft that nobody verified, when it is known how many of its tokens would have stood."""
+        self.watched[method] += 1
+        self.watched_at.update((method, i) for i in range(drafted))
+        self.stood_at.update((method, i) for i in range(accepted))
+
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None, emitted: int) -> None:
         """Time of one proposal and of the round it led to, if any, and what the same tokens would have cost plainly."""
         self.draft_ms += draft_ms
@@ -131,7 +142,7 @@ class RequestStats:
                 setattr(self, name, (mine or 0) + theirs)
 
     def speculation(self) -> SpeculationStats | None:
-        if not self.rounds:
+        if not self.rounds and not self.watched:
             return None
         drafted = self.drafted_at.total()
         return SpeculationStats(
@@ -143,16 +154,23 @@ class RequestStats:
             draft_calls=self.draft_calls,
             verified_positions=self.verified_positions,
             emitted=self.emitted,
-            acceptance_rate=self.accepted / drafted,
-            tokens_per_target_call=self.emitted / self.target_calls,
-            mean_accepted_per_round=self.accepted / self.rounds,
+            acceptance_rate=self.accepted / max(1, drafted),
+            tokens_per_target_call=self.emitted / max(1, self.target_calls),
+            mean_accepted_per_round=self.accepted / max(1, self.rounds),
             per_position=[self.accepted_at[i] / n for i, n in sorted(self.drafted_at.items())],
             by_source={s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()},
             span_kinds=dict(self.kinds),
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
             saved_ms=self.saved_ms,
+            shadow={method: self._in_shadow(method, rounds) for method, rounds in self.watched.items()},
         )
+
+    def _in_shadow(self, method: str, rounds: int) -> dict[str, Any]:
+        drafted = [n for (name, _), n in sorted(self.watched_at.items()) if name == method]
+        accepted = [self.stood_at[method, i] for i in range(len(drafted))]
+        shares = [n / of for n, of in zip(accepted, drafted, strict=True)]
+        return {"rounds": rounds, "drafted": sum(drafted), "accepted": sum(accepted), "per_position": shares}
 
 
 @dataclass(slots=True)
@@ -213,8 +231,13 @@ def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) 
     line = f"{request_id} {stats.emitted} tok {seconds:.2f} s {rate:.1f} tok/s {finish}"
     if done := stats.speculation():
         saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
-        sources = "+".join(done.by_source)
-        line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts {done.tokens_per_target_call:.2f}/call{saved}"
+        if done.rounds:
+            sources = "+".join(done.by_source)
+            line += (
+                f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts {done.tokens_per_target_call:.2f}/call{saved}"
+            )
+        for method, seen in done.shadow.items():
+            line += f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
     if stats.reasons:
         line += " | " + " ".join(f"{reason} {n}" for reason, n in stats.reasons.most_common())
     return line

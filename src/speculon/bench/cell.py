@@ -68,7 +68,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     for one in everything:
         stats.add(one.stats)
     done = stats.speculation()
-    if mode.speculates and done is None:
+    if mode.speculates and not stats.rounds:
         raise BenchError(
             f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is nothing to compare; "
             f"reasons: {dict(stats.reasons)}"

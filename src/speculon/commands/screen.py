@@ -28,6 +28,12 @@ MEANING: Mapping[str, str] = {
     "no_drafter": "there is no drafter",
     "not_ready": "the drafter was not ready",
     "no_match": "the text's end had not occurred before",
+    "cold": "nothing was known yet of what a step costs",
+    "cost": "drafts were not believed to pay",
+    "load": "others' drafts left no room in the step",
+    "solo": "other texts were written or waited",
+    "shadow": "drafts were only watched",
+    "memory": "the drafter did not fit into memory",
     "no_pages": "no free pages for drafts",
     "context_limit": "the context was full",
     "max_tokens": "only one token was left to write",
@@ -101,12 +107,21 @@ def bar(
 def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     """What speculation did, and why not, in one line for a person."""
     why = "; ".join(f"{MEANING.get(reason, reason)} ({n}x)" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
-    if done is None:
-        return f"no speculation: {why or 'the text ended before a round could run'}"
+    if done is None or not done.rounds:
+        none = f"no speculation: {why or 'the text ended before a round could run'}"
+        return "; ".join([none, *(in_shadow(method, seen) for method, seen in (done.shadow.items() if done else ()))])
     line = (
         f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
         f"{done.tokens_per_target_call:.2f} per call; {done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
     )
     if done.saved_ms is not None:
         line += f"; {'saved' if done.saved_ms >= 0 else 'lost'} about {abs(done.saved_ms) / 1e3:.2f} s"
+    line = "; ".join([line, *(in_shadow(method, seen) for method, seen in done.shadow.items())])
     return f"{line}; plain rounds: {why}" if why else line
+
+
+def in_shadow(method: str, seen: Mapping[str, Any]) -> str:
+    """What drafts that were only watched would have brought."""
+    each = 1 + seen["accepted"] / seen["rounds"]
+    share = seen["accepted"] / seen["drafted"]
+    return f"{method} in shadow: {share:.0%} of {seen['drafted']} drafts would have stood, {each:.2f} tokens per round with them"

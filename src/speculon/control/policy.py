@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from speculon.config import SpeculationConfig
+from speculon.control.adaptive import Adaptive
 from speculon.control.auto import Auto
+from speculon.control.fixed import Fixed, Solo
+from speculon.control.shadow import ShadowPolicy
 from speculon.control.timing import Timing
-from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, Verdict
+from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
 
 
 class Policy(Protocol):
@@ -26,36 +30,21 @@ class Policy(Protocol):
         """The sequence has ended."""
 
 
-class Fixed:
-    """The same K in every round, as far as max_tokens lets it."""
-
-    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return [self._one(seq) for seq in seqs]
-
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return draft
-
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        """A fixed policy does not learn."""
-
-    def forget(self, seq: Sequence) -> None:
-        """It knows none."""
-
-    def _one(self, seq: Sequence) -> Decision:
-        if seq.plain:
-            return Decision(None, 0, seq.off)
-        if seq.room <= 1:  # the last token needs no draft: the target's own one is enough
-            return Decision(None, 0, Reason.MAX_TOKENS)
-        return Decision.of(Ask(method, min(seq.most(method), seq.room - 1)) for method in seq.methods)
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {"fixed": Fixed, "auto": Auto}
+# name -> how it is made from the settings; `config.USUAL_DRAFTS` has the same names
+POLICIES: Mapping[str, Callable[[SpeculationConfig], Policy]] = {
+    "fixed": lambda config: Fixed(),
+    "adaptive": lambda config: Adaptive(config.adaptive),
+    "solo": lambda config: Solo(),
+    "shadow": lambda config: ShadowPolicy(),
+    "auto": lambda config: Auto(),
+}
 
 
 class Policies:
     """The policies of one engine: each sequence is decided for by its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
         self._made: dict[str, Policy] = {}
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
@@ -78,5 +67,5 @@ class Policies:
 
     def _of(self, name: str) -> Policy:
         if name not in self._made:
-            self._made[name] = POLICIES[name]()
+            self._made[name] = POLICIES[name](self._config)
         return self._made[name]

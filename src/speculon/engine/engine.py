@@ -81,7 +81,7 @@ class Engine:
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
-        self.policy = Policies()
+        self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
         self._plain_cost = PlainCost()
@@ -270,7 +270,7 @@ class Engine:
         self.counters.steps += 1
         self.counters.rows += rows
         if rows == len(decisions):
-            self._plain_cost.observe(rows, step_ms)
+            self._plain_cost.observe(rows, step_ms - draft_ms)  # proposals that led to nothing are no part of it
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         drafting = sum(decision.method is not None for decision in decisions)
         plain_ms = self._plain_cost.per_row(len(decisions)) if drafting else None

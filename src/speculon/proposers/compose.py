@@ -91,8 +91,11 @@ class Proposers:
             for method, rooms in groups.items():
                 for i, draft in self._ask(method, rooms, spans, lease).items():
                     drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
-                    reason = Reason.COST if len(drafts[i].tokens) < len(draft.tokens) else Reason.NO_MATCH
-                    outcome[i] = replace(outcome[i], reason=reason)
+                    unused = decisions[i].unused
+                    if len(drafts[i].tokens) < len(draft.tokens):
+                        outcome[i] = replace(outcome[i], reason=unused)
+                    elif outcome[i].reason is not unused:  # else there was a draft, if not this one
+                        outcome[i] = replace(outcome[i], reason=Reason.NO_MATCH)
             for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.plain]:
                 del waiting[i]
         for i, draft in enumerate(drafts):

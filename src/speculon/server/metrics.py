@@ -90,6 +90,10 @@ class EngineCollector(Collector):
         yield counter("step_seconds", "time in steps, by part", parts, "part")
         yield counter("draft_tokens", "drafts verified, by what guessed them", by(totals.drafted_from), "source")
         yield counter("accepted_tokens", "drafts accepted, by what guessed them", by(totals.accepted_from), "source")
+        tokens = "tokens of drafts that were only watched, by method"
+        yield counter("shadow_rounds", "drafts that were watched instead of verified, by method", by(totals.watched), "method")
+        yield counter("shadow_draft_tokens", tokens, by(by_method(totals.watched_at)), "method")
+        yield counter("shadow_accepted_tokens", f"{tokens}, as the text went on", by(by_method(totals.stood_at)), "method")
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
         yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
@@ -127,6 +131,14 @@ class EngineCollector(Collector):
 
 def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
     return {(name,): count for name, count in counts.items()}
+
+
+def by_method(counts: Mapping[tuple[str, int], int]) -> Mapping[str, int]:
+    """Sums over positions."""
+    sums: dict[str, int] = {}
+    for (method, _), count in counts.items():
+        sums[method] = sums.get(method, 0) + count
+    return sums
 
 
 def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:

@@ -80,6 +80,7 @@ class Speculation(Body):
         None, description="drafts per round; 0 is off"
     )
     acceptance: Acceptance | None = None
+    policy: str | None = Field(None, description="how far to speculate: `fixed`, `adaptive`, `solo`, `shadow`, `auto`")
     stats: bool = Field(False, description="answer with the account of what speculation did")
 
 
@@ -269,7 +270,7 @@ class Usage(Body):
 
 
 class SpeculationAccount(Open):
-    """What speculation did for this request; counts are null where no round ran, and `reasons` say why."""
+    """What speculation did for this request; there are no counts where no round ran and none was watched, `reasons` say why."""
 
     method: str
     reasons: dict[str, int]

@@ -1,0 +1,116 @@
+"""The number of drafts follows how many were accepted of late: one more than their mean.
+
+There is no price in it: at least `min` tokens are drafted in every round, whatever they bring. So nothing is ever
+switched off, and nothing has to find its way back; where drafts do not pay, `auto` is the policy that stops.
+"""
+
+from __future__ import annotations
+
+from math import floor
+
+from speculon.config import AdaptiveConfig
+from speculon.control.fixed import ask_all
+from speculon.control.timing import Timing
+from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
+
+__all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]
+
+
+class AdaptiveLookahead:
+    """How many tokens to draft next, from an exponentially weighted mean s of those that were accepted.
+
+    >>> lookahead = AdaptiveLookahead(AdaptiveConfig(initial=4, min=2, max=10, alpha=0.3, cooldown_steps=2))
+    >>> lookahead.observe(proposed=4, accepted=4)
+
+    After `a` accepted tokens s <- alpha a + (1 - alpha) s, and s = a at first. Every `cooldown_steps` + 1 observations
+    the lookahead becomes s + 1, rounded to the nearest (a half goes up), within min and max: one place beyond what is
+    accepted, so that there is always one to find out about.
+    """
+
+    def __init__(self, config: AdaptiveConfig | None = None):
+        self.config = config or AdaptiveConfig()
+        self._lookahead: int
+        self._cooldown: int  # observations until it is looked at again
+        self._mean: float
+        self._observations: int
+        self._updates: int
+        self.reset()
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens to draft."""
+        return self._lookahead
+
+    @property
+    def mean_accepted(self) -> float:
+        """s; 0.0 before any observation."""
+        return self._mean
+
+    @property
+    def observations(self) -> int:
+        return self._observations
+
+    @property
+    def updates(self) -> int:
+        """How often the lookahead has changed."""
+        return self._updates
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        """A round that verified `proposed` drafts, `accepted` of which stood; more than proposed count as all."""
+        if proposed < 0 or accepted < 0:
+            raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
+        reached = float(min(accepted, proposed))
+        alpha = self.config.alpha
+        self._mean = alpha * reached + (1 - alpha) * self._mean if self._observations else reached
+        self._observations += 1
+        if self._cooldown:
+            self._cooldown -= 1
+            return
+        wanted = max(self.config.min, min(self.config.max, floor(self._mean + 1 + 0.5)))  # `round` would go to the even one
+        self._updates += wanted != self._lookahead
+        self._lookahead, self._cooldown = wanted, self.config.cooldown_steps
+
+    def reset(self) -> None:
+        """As if new."""
+        self._lookahead, self._cooldown = self.config.initial, self.config.cooldown_steps
+        self._mean, self._observations, self._updates = 0.0, 0, 0
+
+
+class Adaptive:
+    """The policy `adaptive`: a lookahead for each text, for all of its methods; its K is a limit beside it.
+
+    What a round is evidence of:
+
+    - No draft, none: then the text's next one is as long, whenever it comes. Nothing waits for a number of rounds.
+    - A window that stood from end to end says only `at least so many`. It is observed as it is: the place beyond the
+      mean makes the next window longer, until one does not stand.
+    - A shorter draft that stood says less: it ended where the drafter, max_tokens or the text did, or free pages. It is
+      observed only where it does not pull the mean down.
+    """
+
+    def __init__(self, config: AdaptiveConfig | None = None):
+        self.config = config or AdaptiveConfig()
+        self.texts: dict[int, AdaptiveLookahead] = {}  # sequence id -> its own
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        return [ask_all(seq, self._of(seq).lookahead) for seq in seqs]
+
+    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+        return draft
+
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        for span, verdict in zip(spans, verdicts, strict=True):
+            text, drafted = self.texts.get(span.seq.id), len(span.draft.tokens)
+            if text is None or not drafted:  # it is not ours, or there is nothing to learn
+                continue
+            cut_short = verdict.accepted == drafted < text.lookahead
+            if not cut_short or verdict.accepted >= text.mean_accepted:
+                text.observe(drafted, verdict.accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        self.texts.pop(seq.id, None)
+
+    def _of(self, seq: Sequence) -> AdaptiveLookahead:
+        if seq.id not in self.texts:
+            self.texts[seq.id] = AdaptiveLookahead(self.config)
+        return self.texts[seq.id]

@@ -1,0 +1,43 @@
+"""The same number of drafts in every round: always, or while one text is written alone."""
+
+from __future__ import annotations
+
+from speculon.config import MAX_DRAFTS
+from speculon.control.timing import Timing
+from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, Verdict
+
+
+def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST) -> Decision:
+    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is asked."""
+    if seq.plain:
+        return Decision(None, 0, seq.off)
+    if seq.room <= 1:  # the last token needs no draft: the target's own one is enough
+        return Decision(None, 0, Reason.MAX_TOKENS)
+    most = min(limit, seq.room - 1)
+    return Decision.of((Ask(method, min(seq.most(method), most)) for method in seq.methods), unused)
+
+
+class Fixed:
+    """The policy `fixed`: the same K in every round, as far as max_tokens lets it."""
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        return [ask_all(seq) for seq in seqs]
+
+    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+        return draft
+
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        """A fixed policy does not learn."""
+
+    def forget(self, seq: Sequence) -> None:
+        """It knows none."""
+
+
+class Solo(Fixed):
+    """The policy `solo`: as `fixed` while no other text is written or waits, plain decoding in a crowd."""
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        decisions = super().decide(seqs, load)
+        if load.running + load.waiting <= 1:
+            return decisions
+        return [Decision(None, 0, Reason.SOLO) if decision.k else decision for decision in decisions]

@@ -1,0 +1,118 @@
+"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing is at risk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from speculon.config import MAX_DRAFTS
+from speculon.control.fixed import ask_all
+from speculon.control.timing import Timing
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Verdict
+
+WATCHED = MAX_DRAFTS  # most drafts of a method that a text can have open: settled at each token, none is open for longer
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of a draft that was watched; its tokens beyond the text's end are as if never drafted."""
+
+    method: str
+    drafted: int
+    accepted: int  # equal to the text from the first one on
+    judged: int  # those, and the one that differed: what follows it was never put to the question
+    confidence: tuple[float, ...] | None  # of the `drafted` tokens, where the method says any
+    overlaps: bool  # it begins inside an earlier draft of its method, or in that one's correction or bonus
+
+
+@dataclass(slots=True)
+class Watch:
+    """The open drafts of one method for one text, by the position of their first token."""
+
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    leader: int | None = None  # the draft whose round it would be now, had they been verified
+    free: int = 0  # first position at which the next round could begin
+
+
+class Shadow:
+    """Follows drafts of many texts until their fate is known.
+
+    A text gives one token at a time where drafts are not verified, so drafts begin at each of its positions, and overlap.
+    All of them are judged; those that do not overlap are the rounds that verification would have had with this
+    method alone. A mean over all of them would count a long run once for each of its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[int, dict[str, Watch]] = {}  # sequence id -> method
+
+    def __len__(self) -> int:
+        """Open drafts."""
+        return sum(len(watch.drafts) for text in self._texts.values() for watch in text.values())
+
+    def watch(self, seq: Sequence, method: str, draft: Draft) -> None:
+        """Remembers a draft of what follows `seq.tokens`; one of the same method and place takes its place.
+
+        Beyond `WATCHED` open ones of a method a draft is not watched: `settle` was not called for as many tokens.
+        """
+        watch = self._texts.setdefault(seq.id, {}).setdefault(method, Watch())
+        start = len(seq.tokens)
+        if not draft.tokens or (len(watch.drafts) >= WATCHED and start not in watch.drafts):
+            return
+        if watch.leader is None and start >= watch.free:
+            watch.leader = start
+        watch.drafts[start] = Draft(draft.tokens, draft.sources, None, draft.confidence)  # without q: [K, V] is large
+
+    def settle(self, seq: Sequence, ended: bool = False) -> list[Judged]:
+        """The drafts whose fate the committed tokens tell, and all that are open where the text has ended. Each is told once."""
+        found = []
+        for method, watch in self._texts.get(seq.id, {}).items():
+            for start, draft in list(watch.drafts.items()):
+                written = seq.tokens[start : start + len(draft.tokens)]
+                accepted = common(draft.tokens, written)
+                differs = accepted < len(written)
+                if not (differs or ended or len(written) == len(draft.tokens)):
+                    continue
+                leads = watch.leader == start
+                if leads:
+                    watch.leader, watch.free = None, start + accepted + 1
+                del watch.drafts[start]
+                drafted = len(draft.tokens) if differs else len(written)
+                confidence = draft.confidence and draft.confidence[:drafted]
+                if drafted:
+                    found.append(Judged(method, drafted, accepted, accepted + differs, confidence, not leads))
+        return found
+
+    def forget(self, seq: Sequence) -> None:
+        self._texts.pop(seq.id, None)
+
+
+class ShadowPolicy:
+    """The policy `shadow`: asks as `fixed` does, and verifies nothing. Each method of a cascade is asked, and measured."""
+
+    def __init__(self) -> None:
+        self.shadow = Shadow()
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        return [ask_all(seq, unused=Reason.SHADOW) for seq in seqs]
+
+    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+        self.shadow.watch(seq, method, draft)
+        return NO_DRAFT
+
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        for span in spans:
+            self._account(span.seq)
+
+    def forget(self, seq: Sequence) -> None:
+        self._account(seq, ended=True)
+        self.shadow.forget(seq)
+
+    def _account(self, seq: Sequence, ended: bool = False) -> None:
+        """Counts what verification would have met; overlapping drafts it would not have."""
+        for judged in self.shadow.settle(seq, ended):
+            if not judged.overlaps:
+                seq.stats.watch(judged.method, judged.drafted, judged.accepted)
+
+
+def common(a: tuple[int, ...], b: list[int]) -> int:
+    """Length of their common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

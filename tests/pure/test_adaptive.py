@@ -1,0 +1,250 @@
+"""The lookahead follows its formulas to the letter; the policy feeds it what a round is evidence of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
+from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
+from speculon.control.fixed import Fixed
+from speculon.control.simulate import Way, World, play
+from speculon.control.timing import Timing
+from speculon.core import Draft, Load, Reason, Sequence, Span, Verdict
+from speculon.errors import ConfigError, InvalidParameter
+from tests.builders import make_sequence
+
+ALONE = Load(1, 0, 100)
+Rounds = list[tuple[int, int]]  # proposed, accepted
+
+
+def reference(config: AdaptiveConfig, rounds: Rounds) -> list[tuple[int, float, int]]:
+    """(lookahead, mean, updates) after each round, written down once more and rounded in decimals."""
+    found, mean, looks, updates, lookahead = [], 0.0, config.cooldown_steps, 0, config.initial
+    for number, (proposed, accepted) in enumerate(rounds):
+        reached = min(proposed, accepted)
+        mean = reached if number == 0 else config.alpha * reached + (1 - config.alpha) * mean
+        if looks > 0:
+            looks -= 1
+        else:
+            wanted = int(Decimal(mean + 1).quantize(Decimal(1), rounding=ROUND_HALF_UP))
+            wanted = sorted((config.min, wanted, config.max))[1]
+            updates, lookahead, looks = updates + (wanted != lookahead), wanted, config.cooldown_steps
+        found.append((lookahead, mean, updates))
+    return found
+
+
+def followed(kind: type[AdaptiveLookahead], config: AdaptiveConfig, rounds: Rounds) -> list[tuple[int, float, int]]:
+    lookahead, found = kind(config), []
+    for one in rounds:
+        lookahead.observe(*one)
+        found.append((lookahead.lookahead, lookahead.mean_accepted, lookahead.updates))
+    return found
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AdaptiveConfig:
+    low = draw(st.integers(1, 8))
+    high = draw(st.integers(low, 20))
+    alpha = draw(st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.5, 1.0]) | st.floats(0, 1))
+    return AdaptiveConfig(
+        initial=draw(st.integers(low, high)), min=low, max=high, alpha=alpha, cooldown_steps=draw(st.integers(0, 5))
+    )
+
+
+ROUNDS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 25)), max_size=60)
+
+
+@given(configs(), ROUNDS)
+def test_the_formulas_hold(config: AdaptiveConfig, rounds: Rounds) -> None:
+    assert followed(AdaptiveLookahead, config, rounds) == reference(config, rounds)
+
+
+class Bankers(AdaptiveLookahead):
+    """Planted: rounds a half to the even number."""
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        before = self._cooldown
+        super().observe(proposed, accepted)
+        if not before:
+            self._lookahead = max(self.config.min, min(self.config.max, round(self._mean + 1)))
+
+
+class FromNothing(AdaptiveLookahead):
+    """Planted: the first observation is weighed against a mean of nothing."""
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        self._observations += 1
+        super().observe(proposed, accepted)
+
+
+class Greedy(AdaptiveLookahead):
+    """Planted: accepted tokens beyond the proposed ones count."""
+
+    def observe(self, proposed: int, accepted: int) -> None:
+        super().observe(accepted, accepted)
+
+
+HALVES: Rounds = [(4, 2), (4, 1), (4, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("planted", [Bankers, FromNothing, Greedy])
+def test_a_planted_error_in_the_formulas_is_seen(planted: type[AdaptiveLookahead]) -> None:
+    config = AdaptiveConfig(initial=4, min=1, max=10, alpha=0.5, cooldown_steps=0)
+    for rounds in (HALVES, [(2, 5)]):
+        assert followed(AdaptiveLookahead, config, rounds) == reference(config, rounds)
+    assert any(followed(planted, config, rounds) != reference(config, rounds) for rounds in (HALVES, [(2, 5)]))
+
+
+@pytest.mark.parametrize(("accepted", "lookahead"), [(0, 2), (1, 2), (2, 3), (6, 7), (11, 12), (12, 12), (40, 12)])
+def test_it_comes_to_what_is_accepted_and_one_more(accepted: int, lookahead: int) -> None:
+    follow = AdaptiveLookahead()
+    for _ in range(60):
+        follow.observe(40, accepted)
+    assert (follow.lookahead, follow.observations) == (lookahead, 60) and follow.mean_accepted == pytest.approx(accepted)
+
+
+def test_it_is_looked_at_every_so_many_observations() -> None:
+    follow = AdaptiveLookahead(AdaptiveConfig(alpha=1.0))
+    seen = []
+    for accepted in range(1, 16):
+        follow.observe(20, accepted)
+        seen.append(follow.lookahead)
+    assert seen == [5] * 4 + [6] * 5 + [11] * 5 + [12] and follow.updates == 3
+
+
+def test_reset_is_as_new() -> None:
+    follow = AdaptiveLookahead()
+    assert (follow.lookahead, follow.mean_accepted, follow.observations, follow.updates) == (5, 0.0, 0, 0)
+    for _ in range(9):
+        follow.observe(2, 2)
+    assert follow.updates == 1 and follow.mean_accepted == 2.0
+    follow.reset()
+    assert vars(follow) == vars(AdaptiveLookahead())
+    with pytest.raises(ValueError, match="proposed = 4, accepted = -1"):
+        follow.observe(4, -1)
+
+
+WRONG = [
+    ("min", 0, {}, "greater than or equal to 1"),
+    ("max", 1, {}, "at least min, 2"),
+    ("max", 65, {}, "less than or equal to 64"),
+    ("initial", 1, {}, "from min, 2, to max, 12"),
+    ("initial", 13, {}, "from min, 2, to max, 12"),
+    ("alpha", -0.1, {}, "greater than or equal to 0"),
+    ("alpha", 1.1, {}, "less than or equal to 1"),
+    ("alpha", float("nan"), {}, "less than or equal to 1|greater than"),
+    ("cooldown_steps", -1, {}, "greater than or equal to 0"),
+    ("initial", 6, {"max": 5}, "from min, 2, to max, 5"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "more", "limit"), WRONG)
+def test_a_wrong_setting_is_named_wherever_it_is_said(name: str, value: Any, more: dict[str, Any], limit: str) -> None:
+    with pytest.raises(InvalidParameter, match=limit) as caught:
+        AdaptiveConfig(**{name: value, **more})
+    assert caught.value.name == name
+    settings = {f"adaptive_{key}": said for key, said in {name: value, **more}.items()}
+    with pytest.raises(InvalidParameter, match=limit) as caught:
+        SpeculationConfig(**settings)
+    assert caught.value.name == f"adaptive_{name}"
+    with pytest.raises(ConfigError, match=rf"^speculation.adaptive_{name} = "):
+        EngineConfig(speculation=settings)
+
+
+def test_the_settings_reach_the_policy() -> None:
+    config = SpeculationConfig(adaptive_initial=4, adaptive_min=2, adaptive_max=10, adaptive_alpha=0.3, adaptive_cooldown_steps=2)
+    assert config.adaptive == AdaptiveConfig(initial=4, min=2, max=10, alpha=0.3, cooldown_steps=2)
+    assert SpeculationConfig().adaptive == AdaptiveConfig()
+    assert (config.most("adaptive"), config.most("fixed")) == (10, 4)
+    assert SpeculationConfig(policy="adaptive", num_speculative_tokens=3).most() == 3
+    assert RequestSpeculation(policy="adaptive").policy == "adaptive"
+
+
+# the policy
+
+
+def text(k: int = 12, **fields: Any) -> Sequence:
+    return make_sequence([1, 2, 3], k=k, **fields)
+
+
+def told(policy: Adaptive, seq: Sequence, drafted: int, accepted: int) -> None:
+    span = Span(seq, 2, 1, Draft((0,) * drafted, ("ngram",) * drafted))
+    policy.observe([span], [Verdict((0,) * (accepted + 1), accepted)], Timing())
+
+
+def k_of(policy: Adaptive, seq: Sequence) -> int:
+    (decision,) = policy.decide([seq], ALONE)
+    return decision.k
+
+
+def test_each_text_has_its_own_lookahead_and_is_forgotten() -> None:
+    policy, good, bad = Adaptive(), text(), text()
+    assert [k_of(policy, seq) for seq in (good, bad)] == [5, 5]
+    for _ in range(30):
+        told(policy, good, k_of(policy, good), k_of(policy, good))
+        told(policy, bad, k_of(policy, bad), 0)
+    assert [k_of(policy, seq) for seq in (good, bad)] == [11, 2]
+    policy.forget(good)
+    assert policy.texts.keys() == {bad.id} and k_of(policy, good) == 5
+
+
+def test_a_full_window_makes_the_next_one_longer_up_to_the_limit() -> None:
+    policy, seq = Adaptive(), text()
+    for _ in range(300):
+        told(policy, seq, k_of(policy, seq), k_of(policy, seq))
+    assert k_of(policy, seq) == 12
+
+
+def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
+    policy, seq = Adaptive(), text()
+    for _ in range(20):
+        told(policy, seq, k_of(policy, seq), 4)
+    before = policy.texts[seq.id].mean_accepted
+    for _ in range(20):
+        told(policy, seq, 1, 1)
+    assert policy.texts[seq.id].mean_accepted == before
+    told(policy, seq, 1, 0)
+    assert policy.texts[seq.id].mean_accepted < before, "a short draft that did not stand is a miss like any other"
+
+
+@pytest.mark.parametrize(
+    ("seq", "k", "reason"),
+    [
+        pytest.param(text(k=3), 3, None, id="the K of the request"),
+        pytest.param(text(k=1), 1, None, id="a K below the minimum"),
+        pytest.param(make_sequence([1], max_tokens=3, k=12), 2, None, id="what max_tokens leaves"),
+        pytest.param(make_sequence([1], max_tokens=1, k=12), 0, Reason.MAX_TOKENS, id="the last token"),
+        pytest.param(text(method=None, off=Reason.OFF_REQUEST), 0, Reason.OFF_REQUEST, id="off"),
+    ],
+)
+def test_other_limits_hold_beside_it(seq: Sequence, k: int, reason: Reason | None) -> None:
+    (decision,) = Adaptive().decide([seq], ALONE)
+    assert (decision.k, decision.reason) == (k, reason)
+
+
+def test_rounds_without_a_draft_leave_it_where_it_is() -> None:
+    policy, seq = Adaptive(), text()
+    k_of(policy, seq)
+    for _ in range(50):
+        told(policy, seq, 0, 0)
+    assert k_of(policy, seq) == 5 and policy.texts[seq.id].observations == 0
+    told(policy, text(), 4, 4)
+    assert policy.texts.keys() == {seq.id}, "texts of other policies are none of its own"
+
+
+STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
+
+
+def test_in_a_world_of_good_drafts_it_beats_a_short_window_and_in_one_of_bad_drafts_a_long_one() -> None:
+    def rate(policy: Any, accept: float, most: int) -> float:
+        world = World(STEP, {"any": Way(lambda *_: accept, lambda texts, k: 0.02)}, lambda _: 1, most=most)
+        return play(policy, world, 3000, seed=4).rate(200)
+
+    assert rate(Adaptive(), 0.95, 12) > 1.2 * rate(Fixed(), 0.95, 4)
+    assert rate(Adaptive(), 0.2, 12) > 1.2 * rate(Fixed(), 0.2, 12)

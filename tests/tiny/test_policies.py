@@ -1,0 +1,403 @@
+"""Whatever the policy, the text is the plain one: each policy of the table is held to it, a new one by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from speculon import SpeculativeDecoder
+from speculon.config import USUAL_DRAFTS, SamplingParams
+from speculon.control import shadow as shadow_module
+from speculon.control.policy import POLICIES
+from speculon.engine.engine import Engine
+from speculon.errors import InvalidParameter
+from speculon.proposers import registry
+from tests.tiny.conftest import tiny_model, tiny_target
+from tests.tiny.drafting import DRAFT, doubting, use_draft
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import MODES, Texts, assert_same, crowd, plain
+from tests.tiny.test_requests import check_account
+
+LLAMA = "llama"
+SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "few pages": {"num_blocks": 40}, "chunked": {"max_batch_tokens": 7}}
+NAMES = list(POLICIES)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("draft_model", None)
+
+
+def under(policy: str | list[str], mode: str, method: str | None = None) -> list[Request]:
+    """The crowd with one policy, or with these in turn; methods alternate where none is named."""
+    names = [policy] if isinstance(policy, str) else policy
+    methods = [method] if method else ["scripted", "ngram", "suffix", "auto"]
+    return [
+        replace(r, speculation={"method": methods[i % len(methods)], "policy": names[i % len(names)]})
+        for i, r in enumerate(crowd(mode))
+    ]
+
+
+def texts(results: dict[Key, Result]) -> Texts:
+    return {key: result.tokens for key, result in results.items()}
+
+
+def unknown_to(engine: Engine) -> bool:
+    """Whether no policy remembers a text."""
+    return all(
+        not getattr(known, name)
+        for policy in engine.policy._made.values()
+        for known in (policy, getattr(policy, "shadow", policy))
+        for name in ("texts", "_texts", "_own")
+        if hasattr(known, name)
+    )
+
+
+def test_both_tables_have_the_same_policies() -> None:
+    assert NAMES == list(USUAL_DRAFTS)
+    assert {"fixed", "adaptive", "solo", "shadow", "auto"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_crowd_writes_the_plain_texts(policy: str, mode: str, setting: str) -> None:
+    script(plain(mode))
+    engine = make_engine(tiny_target(LLAMA), **SETTINGS[setting])
+    for request in under(policy, mode):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    results = drain(engine)
+    assert_same(crowd(mode), results, plain(mode))
+    assert all(result.stats.rounds + result.stats.reasons.total() > 0 for result in results.values())
+    assert unknown_to(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", NAMES)
+def test_texts_alone_are_the_plain_ones(policy: str, mode: str) -> None:
+    script(plain(mode))
+    results: dict[Key, Result] = {}
+    for request in under(policy, mode, "scripted"):
+        results |= run(tiny_target(LLAMA), [request])
+    assert_same(crowd(mode), results, plain(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_of_different_policies_stand_beside_each_other(mode: str) -> None:
+    script(plain(mode))
+    for turn in range(len(NAMES)):
+        results = run(tiny_target(LLAMA), under(NAMES[turn:] + NAMES[:turn], mode))
+        assert_same(crowd(mode), results, plain(mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str) -> None:
+    doubting()
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy})
+    for request in under(policy, mode, "auto"):
+        engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
+    assert texts(drain(engine)) == plain(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_request_may_say_its_own_policy(mode: str) -> None:
+    """One engine, one text after the other, each under another policy than the engine's."""
+    script(plain(mode))
+    engine = make_engine(tiny_target(LLAMA), speculation={"policy": "shadow"})
+    results: dict[Key, Result] = {}
+    for i, request in enumerate(under(NAMES, mode, "scripted")):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+        results |= drain(engine)
+        assert ("shadow" in results[request.id, 0].stats.reasons) == (NAMES[i % len(NAMES)] == "shadow")
+    assert_same(crowd(mode), results, plain(mode))
+
+
+def test_a_policy_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, auto"):
+        make_engine(tiny_target(LLAMA)).add_request([5], SamplingParams(), {"policy": "reckless"})
+
+
+# a planted error: a policy that keeps what it should not
+
+
+def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a policy does with drafts cannot change a text; what it does with the text can, and parity goes red."""
+    script(plain("greedy"))
+    engine = make_engine(tiny_target(LLAMA))
+    trim = engine.policy.trim
+
+    def spoil(seq: Any, method: str, draft: Any) -> Any:
+        if len(seq.tokens) == seq.prompt_len + 5:
+            seq.tokens[-1] ^= 1
+        return trim(seq, method, draft)
+
+    monkeypatch.setattr(engine.policy, "trim", lambda *args: replace(trim(*args), tokens=tuple(t ^ 1 for t in args[2].tokens)))
+    for request in under("fixed", "greedy", "scripted"):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    assert texts(drain(engine)) == plain("greedy")
+    monkeypatch.setattr(engine.policy, "trim", spoil)
+    for request in under("fixed", "greedy", "scripted"):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    assert texts(drain(engine)) != plain("greedy")
+
+
+# adaptive
+
+
+def test_adaptive_drafts_more_where_drafts_stand_and_less_where_they_do_not() -> None:
+    long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    prompt = crowd("greedy")[2].prompt
+    truth = texts(run(tiny_target(LLAMA), [Request(prompt, long, {"method": "off"})]))
+    asked = Request(prompt, long, {"method": "scripted", "policy": "adaptive"})
+    script(truth, lambda position: False)
+    good = run(tiny_target(LLAMA), [asked])["r", 0]
+    script(truth, lambda position: True)
+    bad = run(tiny_target(LLAMA), [asked])["r", 0]
+    assert texts({("r", 0): good}) == texts({("r", 0): bad}) == truth
+    assert max(good.stats.drafted_at) + 1 > 6 and good.stats.rounds < 20
+    assert max(bad.stats.drafted_at) + 1 == 5, "the first rounds draft `initial`, K or not"
+    assert bad.stats.drafted_at[1] == bad.stats.rounds - 1, "never less than `min`, but for the last round"
+    assert bad.stats.drafted_at[2] == 5, "the fifth observation is the first that is looked at"
+
+
+def test_adaptive_settings_and_the_request_s_k_hold() -> None:
+    script(plain("greedy"), lambda position: False)
+    settings = {"policy": "adaptive", "adaptive_initial": 3, "adaptive_min": 3, "adaptive_max": 3}
+    results = run(
+        tiny_target(LLAMA), [replace(r, speculation={"method": "scripted"}) for r in crowd("greedy")], speculation=settings
+    )
+    assert {max(r.stats.drafted_at) + 1 for r in results.values()} == {3}
+    asked = {"method": "scripted", "policy": "adaptive", "num_speculative_tokens": 2}
+    results = run(tiny_target(LLAMA), [replace(r, speculation=asked) for r in crowd("greedy")])
+    assert {max(r.stats.drafted_at) + 1 for r in results.values()} == {2}
+
+
+# solo
+
+
+def test_solo_speculates_exactly_while_nobody_else_is_there() -> None:
+    script(plain("greedy"))
+    engine = make_engine(tiny_target(LLAMA), max_num_seqs=2)
+    first, second, third = under("solo", "greedy", "scripted")[:3]
+    results: dict[Key, Result] = {}
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            for event in engine.step():
+                results.setdefault((event.request_id, event.sample), Result()).take(event)
+
+    engine.add_request(first.prompt, first.params, first.speculation, first.id)
+    step(4)
+    seq = engine.scheduler.running[0]
+    assert seq.stats.rounds == 3 and not seq.stats.reasons
+    engine.add_request(second.prompt, second.params.model_copy(update={"max_tokens": 5}), second.speculation, second.id)
+    step(3)
+    assert seq.stats.rounds == 3 and seq.stats.reasons == {"solo": 3}
+    step(2)
+    assert len(engine.scheduler.running) == 1
+    step(1)
+    assert seq.stats.rounds == 4, "alone again"
+    engine.add_request(third.prompt, third.params, third.speculation, third.id)
+    drain(engine, results)
+    assert results[first.id, 0].tokens == plain("greedy")[first.id, 0]
+    assert results[third.id, 0].tokens == plain("greedy")[third.id, 0]
+
+
+def test_solo_counts_those_who_wait() -> None:
+    script(plain("greedy"))
+    engine = make_engine(tiny_target(LLAMA), max_num_seqs=1)
+    for request in under("solo", "greedy", "scripted")[:2]:
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    results = drain(engine)
+    assert results["q0", 0].stats.rounds == 0 and set(results["q0", 0].stats.reasons) == {"solo", "max_tokens"}
+    assert results["q1", 0].stats.rounds > 0 and "solo" not in results["q1", 0].stats.reasons
+
+
+# shadow
+
+
+def verified(mode: str, method: str, **settings: Any) -> dict[Key, Result]:
+    return run(tiny_target(LLAMA), under("fixed", mode, method), **settings)
+
+
+def watched(mode: str, method: str, **settings: Any) -> dict[Key, Result]:
+    return run(tiny_target(LLAMA), under("shadow", mode, method), **settings)
+
+
+def difference(seen: dict[Key, Result], done: dict[Key, Result], method: str) -> list[Key]:
+    """Texts whose account in the shadow is not the one that verification had."""
+    wrong = []
+    for key, result in done.items():
+        stats, account = result.stats, seen[key].stats.speculation()
+        told = account.shadow[method] if account else {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
+        real = stats.speculation()
+        wanted = (stats.rounds, stats.drafted_at.total(), stats.accepted, real.per_position if real else [])
+        if (told["rounds"], told["drafted"], told["accepted"], told["per_position"]) != wanted:
+            wrong.append(key)
+    return wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_the_account_in_the_shadow_is_the_one_that_verification_has(method: str, mode: str) -> None:
+    """Drafts that depend on the text alone are the same ones whether verified or watched."""
+    use_draft(tiny_target(LLAMA))
+    settings = {"speculation": {**DRAFT, "suffix_pools": 0}}
+    seen, done = watched(mode, method, **settings), verified(mode, method, **settings)
+    assert texts(seen) == texts(done) == plain(mode)
+    assert difference(seen, done, method) == []
+    assert sum(result.stats.rounds for result in done.values()) > 0
+    for result in seen.values():
+        assert (result.stats.rounds, result.stats.accepted) == (0, 0)
+        assert result.stats.verified_positions == result.stats.target_calls, "nothing was verified"
+
+
+def test_a_shadow_that_counts_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"speculation": {"suffix_pools": 0}}
+    done = verified("greedy", "ngram", **settings)
+    assert difference(watched("greedy", "ngram", **settings), done, "ngram") == []
+    true = shadow_module.common
+    monkeypatch.setattr(shadow_module, "common", lambda a, b: true(a[1:], b[1:]))
+    assert difference(watched("greedy", "ngram", **settings), done, "ngram")
+
+
+def test_every_method_of_a_cascade_is_measured() -> None:
+    use_draft(tiny_target(LLAMA))
+    prompt = [5, 6, 7, 8] * 4
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    result = run(tiny_target(LLAMA), [Request(prompt, params, {"method": "auto", "policy": "shadow"})], speculation=DRAFT)["r", 0]
+    done = result.stats.speculation()
+    assert done is not None and set(done.shadow) == {"suffix", "draft_model"}
+    model = done.shadow["draft_model"]
+    assert model["accepted"] == model["drafted"] > 30 and set(model["per_position"]) == {1.0}
+    assert set(result.stats.reasons) == {"shadow", "max_tokens"} and result.stats.reasons["max_tokens"] == 1
+    assert result.stats.drafted_from.total() == 0
+
+
+def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
+    """Its keys and values of drafted positions go with the lease, what was written is computed once."""
+    model = doubting(doubt=0.5)
+    made = make_engine(tiny_target(LLAMA), speculation=DRAFT)
+    prompt = list(range(3, 30))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    made.add_request(prompt, params, {"method": "draft_model", "policy": "shadow"}, "r")
+    while made.has_work:
+        made.step()
+        for seq in made.scheduler.running:
+            assert seq.drafted.get("draft_model", 0) <= seq.committed
+    assert model.calls[0] == len(prompt) + 1 and set(model.calls[1:]) == {1}
+    made.check_integrity()
+
+
+def test_a_text_that_is_stopped_or_aborted_is_accounted_for() -> None:
+    truth = plain("greedy")["q0", 0]
+    script({("q0", 0): truth}, lambda position: False)
+    (request,) = under("shadow", "greedy", "scripted")[:1]
+    engine = make_engine(tiny_target(LLAMA))
+    stop = request.params.model_copy(update={"stop_token_ids": (truth[6],), "ignore_eos": True})
+    engine.add_request(request.prompt, stop, request.speculation, request.id)
+    result = drain(engine)[request.id, 0]
+    at = truth.index(truth[6])
+    done = result.stats.speculation()
+    assert result.tokens == truth[:at] and done is not None
+    assert done.shadow["scripted"]["drafted"] == done.shadow["scripted"]["accepted"] == at - 1 - (at - 1) // 5
+    assert engine.counters.totals.speculation() == done and unknown_to(engine)
+    engine = make_engine(tiny_target(LLAMA))
+    engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    for _ in range(3):
+        engine.step()
+    (event,) = engine.abort(request.id)
+    assert event.stats and event.stats.watched_at.total() == 2, "of the first draft two tokens were written"
+    assert engine.counters.totals.watched_at.total() == 2 and unknown_to(engine)
+
+
+def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = plain("greedy")
+    script(truth, lambda position: False)
+    engine = make_engine(tiny_target(LLAMA))
+    (request,) = under("shadow", "greedy", "scripted")[:1]
+    engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    forward, calls = engine.target.forward, 0
+
+    def fail_sometimes(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise MemoryError("planted")
+        return forward(*args)
+
+    try:
+        engine.target.forward = fail_sometimes  # type: ignore[method-assign]
+        results: dict[Key, Result] = {}
+        for _ in range(500):
+            if engine.has_work:
+                try:
+                    for event in engine.step():
+                        results.setdefault((event.request_id, event.sample), Result()).take(event)
+                except MemoryError:
+                    pass
+    finally:
+        del engine.target.forward
+    script(truth, lambda position: False)
+    done = run(tiny_target(LLAMA), [replace(request, speculation={**request.speculation, "policy": "fixed"})])  # type: ignore[dict-item]
+    assert results[request.id, 0].tokens == truth[request.id, 0]
+    assert difference(results, done, "scripted") == []
+    check_account(done[request.id, 0])
+
+
+# a text that goes on step by step
+
+STEPPED = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+REPEATED = [5, 6, 7, 8] * 4
+
+
+def stepped(policy: str, **settings: Any) -> tuple[list[int], SpeculativeDecoder]:
+    """A text written by `step` alone, and who wrote it."""
+    options = {"block_size": 4, "method": "ngram", "suffix_pools": 0, **settings}
+    decoder = SpeculativeDecoder(tiny_model(LLAMA), policy=policy, **options)
+    ids, result = list(REPEATED), None
+    while result is None or not result.verdict.finish:
+        result = decoder.step(ids, STEPPED, prompt_len=len(REPEATED))
+        ids += result.emitted_tokens
+    assert unknown_to(decoder.engine)
+    return ids[len(REPEATED) :], decoder
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_step_by_step_the_text_is_the_plain_one(policy: str) -> None:
+    text, decoder = stepped(policy)
+    assert text == SpeculativeDecoder(tiny_model(LLAMA), method="off").generate(REPEATED, STEPPED).token_ids
+    decoder.step(REPEATED, STEPPED)
+    decoder.step([9, 9, 9], STEPPED)
+    decoder.reset_stats()
+    assert unknown_to(decoder.engine) and decoder.stats is None
+
+
+def test_step_by_step_the_account_in_the_shadow_is_the_one_that_verification_has() -> None:
+    fixed, seen = (stepped(policy)[1].stats for policy in ("fixed", "shadow"))
+    assert fixed is not None and seen is not None
+    told = seen.shadow["ngram"]
+    assert (told["rounds"], told["drafted"], told["accepted"]) == (fixed.rounds, fixed.drafted, fixed.accepted)
+    assert told["per_position"] == fixed.per_position and seen.rounds == 0
+
+
+def test_step_by_step_adaptive_remembers_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def longest() -> int:
+        settings = {"adaptive_cooldown_steps": 0, "adaptive_alpha": 1.0}
+        _, decoder = stepped("adaptive", draft=tiny_model(LLAMA), method="draft_model", **settings)
+        assert decoder.stats is not None
+        return len(decoder.stats.per_position)
+
+    def as_new(self: SpeculativeDecoder, seq: Any) -> None:
+        self._forget_text()
+        self._text = seq
+
+    assert longest() > 7
+    monkeypatch.setattr(SpeculativeDecoder, "_go_on", as_new)  # planted: every step is a text of its own
+    assert longest() == 5
