@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import mul
 
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
@@ -110,6 +111,7 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
+        self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
 
@@ -209,9 +211,9 @@ class Auto:
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where another method promises more."""
-        now, text, grades = self._round, self._text(seq), grades_of(draft)
+        now, text, grades = self._round, self._text(seq), grades_of(draft.confidence, len(draft.tokens))
         acceptance, own = self._know(method).of(seq.kind), text.of(method)
-        now.kept[seq.id] = usual = [acceptance.chance(i, grade) for i, grade in enumerate(grades)]
+        chances = (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
         if seq.id in now.probes:
             return draft
         tokens = now.tokens - text.cheap.tokens - text.costly.tokens
@@ -220,10 +222,12 @@ class Auto:
         promise = now.promise.get(seq.id)
         if promise is not None and promise.ask.method != method:
             rate = max(rate, (tokens + promise.tokens) / (ms + promise.ms))
-        for k, survival in enumerate(accumulate(map(own.adjust, usual), mul), 1):
+        for k, survival in enumerate(accumulate(chances, mul), 1):
             tokens, row = tokens + survival, row + now.row_ms
             if tokens > rate * row:
                 best, rate = k, tokens / row
+        if not best:
+            self._shadow.watch(seq, method, draft)
         return draft.cut(best)
 
     # learning
@@ -239,17 +243,25 @@ class Auto:
             if method in now.costly:
                 known.reach += OF_LATE * (texts / len(now.costly[method]) - known.reach)
         for span, verdict in zip(spans, verdicts, strict=True):
-            if span.draft.tokens:
-                self._judge(span.seq, span.draft, verdict)
-            if span.seq.id in self._texts:
-                self._learn(self._texts[span.seq.id], span, verdict, timing)
+            seq, draft = span.seq, span.draft
+            if draft.tokens:
+                ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
+                judged = min(verdict.accepted + (not ended), len(draft.tokens))
+                self._judge(seq, draft.sources[0], draft.confidence, len(draft.tokens), verdict.accepted, judged)
+                if seq.id in now.probes:
+                    self._conclude(seq, draft.sources[0], 2 * verdict.accepted >= judged)
+            if seq.id in self._texts:
+                self._learn(self._texts[seq.id], span, verdict, timing)
+                for fate in self._shadow.settle(seq):
+                    if not fate.overlaps:
+                        self._judge(seq, fate.method, fate.confidence, fate.drafted, fate.accepted, fate.judged)
         for known in self.methods.values():
             known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
-        now.kept.clear()  # a round of which `decide` heard nothing may come next
-        now.probes.clear()
+        now.probes.clear()  # a round of which `decide` heard nothing may come next
 
     def forget(self, seq: Sequence) -> None:
         self._texts.pop(seq.id, None)
+        self._shadow.forget(seq)
 
     def _learn(self, text: Text, span: Span, verdict: Verdict, timing: Timing) -> None:
         """What the text has added to the round, by which kind of method."""
@@ -267,21 +279,24 @@ class Auto:
         for name in now.cheap.intersection(span.seq.methods):
             text.of(name).asked(accepted - now.rate * rows if name == method else 0.0)
 
-    def _judge(self, seq: Sequence, draft: Draft, verdict: Verdict) -> None:
-        method, grades = draft.sources[0], grades_of(draft)
+    def _judge(
+        self, seq: Sequence, method: str, confidence: tuple[float, ...] | None, drafted: int, accepted: int, judged: int
+    ) -> None:
+        """Of a draft's tokens the first `judged` were held against the text, and the first `accepted` are in it."""
+        grades = grades_of(confidence, drafted)
+        known = self._know(method).of(seq.kind)
+        if seq.id in self._texts:
+            self._texts[seq.id].of(method).observe([known.chance(i, grade) for i, grade in enumerate(grades[:judged])], accepted)
+        known.observe(grades, accepted, judged)
+
+    def _conclude(self, seq: Sequence, method: str, worked: bool) -> None:
+        """What a probe has shown."""
         known = self._know(method)
-        ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
-        judged = min(verdict.accepted + (not ended), len(grades))
-        known.of(seq.kind).observe(grades, verdict.accepted, judged)
-        if seq.id in self._round.kept:
-            self._text(seq).of(method).observe(self._round.kept[seq.id][:judged], verdict.accepted)
-        if seq.id in self._round.probes:
-            worked = 2 * verdict.accepted >= judged
-            known.distance = 1.0 if worked else min(LONGEST, known.distance * BACK_OFF)
-            if worked:  # at once again: a surprise is either luck or news
-                for evidence in (known.acceptance, known.of(seq.kind), self._text(seq).of(method)):
-                    evidence.doubt()
-                known.saved_ms = float("inf")
+        known.distance = 1.0 if worked else min(LONGEST, known.distance * BACK_OFF)
+        if worked:  # at once again: a surprise is either luck or news
+            known.saved_ms = float("inf")
+            for evidence in (known.acceptance, known.of(seq.kind), self._text(seq).of(method)):
+                evidence.doubt()
 
     def _probe(self, seqs: list[Sequence], asks: dict[int, list[Ask]]) -> None:
         """Has one text try a costly method that nobody is asked for, when time has been saved for it."""
@@ -319,5 +334,5 @@ class Auto:
         return Decision(None, 0, reason)
 
 
-def grades_of(draft: Draft) -> list[int]:
-    return [grade(value) for value in draft.confidence] if draft.confidence else [0] * len(draft.tokens)
+def grades_of(confidence: tuple[float, ...] | None, drafted: int) -> list[int]:
+    return [grade(value) for value in confidence] if confidence else [0] * drafted

@@ -44,6 +44,7 @@ class Text:
     plain: bool = False
     off: Reason | None = None
     kind: str = ""
+    tokens: list[int] = field(default_factory=lambda: [0])
 
     def most(self, method: str) -> int:
         return self.k
