@@ -92,9 +92,8 @@ class EngineCollector(Collector):
         yield counter("accepted_tokens", "drafts accepted, by what guessed them", by(totals.accepted_from), "source")
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
-        yield counter(
-            "changes", "rounds that went another way than the last one", dict(totals.changes), "from", "to", "reason"
-        )
+        changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
+        yield counter("changes", "rounds that went another way than the text's last", changes, "from", "to", "reason")
         yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
         saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
         yield gauge("saved_seconds", "saved by speculation, by its own estimate; negative where it cost more", saved)
