@@ -290,7 +290,7 @@ class EngineConfig(BaseSettings):
     )
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     events: Path | None = Field(
-        None, description="a file that gets a JSON line per round: numbers, reasons and request ids, no text and no token ids"
+        None, description="a file that gets a line of JSON per round: numbers, reasons, request ids; no text, no token ids"
     )
     events_limit_mb: float = Field(
         256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"

@@ -19,7 +19,7 @@ from speculon.errors import InvalidParameter
 from speculon.events import read
 
 PLAIN = "plain"
-FITTED = "the same, at fitted costs"
+FITTED = "at fitted costs"
 FIXED = "fixed"
 SEVERAL = (1, 2, 4, 8, 16)  # K of `fixed` alone
 ALWAYS = (

@@ -107,7 +107,7 @@ class Replay:
             running = [text for text in running if text.room]
             work = ended + sum(text.written for text in running)
             while waiting and (not running or waiting[0][1].begins <= work):
-                running.append(self._text(*waiting.popleft()))
+                running.append(self.text(waiting.popleft()[0]))
             if not running:
                 return
             yield running
@@ -154,7 +154,9 @@ class Replay:
             done.fitted_ms += sum(self.proposal_ms(method, n, k) for method, (n, k, _) in round_.proposals.items())
         return done
 
-    def _text(self, number: int, past: Past) -> Text:
+    def text(self, number: int) -> Text:
+        """A text of the record, from its beginning."""
+        past = self.past[number]
         methods = tuple(method for method in past.limits if method in self.asked)
         off = Reason.OFF_REQUEST if self._k == 0 else None if methods else past.off or Reason.NO_DRAFTER
         most = max(past.limits.values(), default=0)
