@@ -166,6 +166,20 @@ def bench(
 
 @app.command()
 @answered
+def replay(
+    file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
+    policy: Annotated[str, typer.Option(metavar="LIST", help="of auto, fixed, fixed:K; fixed alone is several K")] = "auto,fixed",
+    seed: Annotated[int, typer.Option(help="of the luck that the record leaves open")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Say what a record of rounds reached, and what other policies would have, by simulation without a model."""
+    from speculon.commands.replay import run
+
+    run(file, policy, seed, as_json)
+
+
+@app.command()
+@answered
 @settings_from(EngineConfig)
 def demo(
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -354,12 +355,25 @@ class EngineConfig(BaseSettings):
         None, gt=0, allow_inf_nan=False, description="memory of the page pool; None: at most 30 % of what is free"
     )
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
+    events: Path | None = Field(
+        None, description="a file that gets a line of JSON per round: numbers, reasons, request ids; no text, no token ids"
+    )
+    events_limit_mb: float = Field(
+        256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"
+    )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
     file: ClassVar[str] = "speculon.toml"
+
+    @field_validator("events")
+    @classmethod
+    def _can_be_a_file(cls, value: Path | None) -> Path | None:
+        if value is not None and (not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())):
+            raise ValueError("a file, in a folder that is there")
+        return value
 
     def __init__(self, /, **values: Any):
         unknown = {k for k in os.environ if k.startswith("SPECULON_")} - set(self._env_names())

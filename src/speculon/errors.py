@@ -17,6 +17,7 @@ SpeculonError
 │   ├── CorruptWeights              truncated, or not what its header says
 │   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
 │   └── UnsupportedModel            an architecture trait this engine cannot carry, by name
+├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays whole
     ├── NotReady                    the model is being loaded, or the server is about to end
     └── BenchError                  a benchmark that would have reported an untrue figure
@@ -110,6 +111,10 @@ class UnsafeCheckpoint(ModelError):
 
 class UnsupportedModel(ModelError):
     """An architecture trait that cannot be carried exactly, named."""
+
+
+class RecordError(SpeculonError, ValueError):
+    """A record of rounds that cannot be read, or says too little; names the file, and the line where there is one."""
 
 
 class EngineError(SpeculonError, RuntimeError):

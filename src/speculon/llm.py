@@ -43,6 +43,11 @@ class Completion:
         return dict(self.stats.reasons)
 
     @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Changes of mind: from speculating to plain or back, or from one method to another, why, and how often."""
+        return self.stats.change_list()
+
+    @property
     def speculation(self) -> SpeculationStats | None:
         """What speculation did; None when no round ran."""
         return self.stats.speculation()
@@ -89,6 +94,7 @@ class RequestOutput:
                 "stop": one.stop,
                 "logprobs": one.logprobs and [asdict(lp) for lp in one.logprobs],
                 "reasons": one.reasons,
+                "changes": one.changes,
                 "speculation": one.speculation and one.speculation.to_dict(),
             }
             for one in self.outputs

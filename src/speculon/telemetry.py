@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from speculon.core import Decision, Draft, Verdict
+from speculon.core import Decision, Draft, Reason, Verdict
 
 EMA = 0.1  # guess: weight of a new plain step in the plain cost
+PLAIN = "plain"  # how a round goes without a draft
+EARLIER = "earlier"  # why a method drafts in the place of another: it is asked before it, and had a draft again
 PARTS = ("prepare", "decide", "propose", "forward", "verify", "commit", "settle")  # of a step's wall time
 
 
@@ -84,9 +86,11 @@ class RequestStats:
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (from, to, reason): changes of mind
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     saved_ms: float | None = None
+    last: tuple[str, str] | None = field(default=None, compare=False)  # how the last round went, and why so: of one text
 
     @property
     def accepted_prediction_tokens(self) -> int:
@@ -108,6 +112,7 @@ class RequestStats:
             return
         if decision.method:
             self.draft_calls += 1
+        self._change(decision, draft)
         if decision.reason is not None:
             self.reasons[decision.reason.value] += 1
             return
@@ -126,6 +131,30 @@ class RequestStats:
         self.watched_at.update((method, i) for i in range(drafted))
         self.stood_at.update((method, i) for i in range(accepted))
 
+    def _change(self, decision: Decision, draft: Draft) -> None:
+        """Counts it when a text goes from speculating to plain or back, or from one method to another.
+
+        To plain for that round's reason, back when the reason of the round before has passed; from a method to one that
+        is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with `cost` when the policy
+        no longer asked the former.
+        """
+        names = [ask.method for ask in decision.asks]
+        if decision.reason is not None:
+            now, why = PLAIN, decision.reason.value
+        else:
+            source = draft.sources[0]
+            now, why = source if source in names else names[-1], ""  # a plug-in may have words of its own
+        before, self.last = self.last, (now, why)
+        if before is None or before[0] == now:
+            return
+        if not why:
+            why = before[1] or why_another(names, before[0], now)
+        self.changes[before[0], now, why] += 1
+
+    def change_list(self) -> list[dict[str, Any]]:
+        """Changes of mind as plain data, the most frequent first."""
+        return [{"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()]
+
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None, emitted: int) -> None:
         """Time of one proposal and of the round it led to, if any, and what the same tokens would have cost plainly."""
         self.draft_ms += draft_ms
@@ -135,6 +164,8 @@ class RequestStats:
 
     def add(self, other: RequestStats) -> None:
         for name in self.__slots__:
+            if name == "last":  # a sum of texts has none
+                continue
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, Counter):
                 mine.update(theirs)
@@ -204,6 +235,7 @@ class EngineCounters:
             "cached_tokens": self.totals.cached_tokens,
             "preemptions": self.totals.preemptions,
             "reasons": dict(self.totals.reasons),
+            "changes": self.totals.change_list(),
             "speculation": stats and stats.to_dict(),
         }
 
@@ -223,6 +255,13 @@ class PlainCost:
         if not self._ms:
             return None
         return self._ms[min(self._ms, key=lambda seen: abs(seen - rows))]
+
+
+def why_another(asked: list[str], before: str, now: str) -> str:
+    """Why a text goes from one method to another, by the order in which this round asked."""
+    if before not in asked:
+        return Reason.COST.value
+    return Reason.NO_MATCH.value if asked.index(before) < asked.index(now) else EARLIER
 
 
 def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) -> str:

@@ -69,7 +69,8 @@ def test_step_costs_are_learned_and_never_fall_with_rows() -> None:
     random, costs = Random(2), StepCost()
     for _ in range(600):
         texts, drafts = random.choice([1, 2, 4, 8]), random.choice([0, 0, 2, 4, 8, 16])
-        costs.observe(texts, texts if drafts else 0, drafts, STEP(texts, drafts) * random.gauss(1, 0.05) * random.choice([1] * 19 + [8]))
+        ms = STEP(texts, drafts) * random.gauss(1, 0.05) * random.choice([1] * 19 + [8])
+        costs.observe(texts, texts if drafts else 0, drafts, ms)
     for texts, drafts in ((1, 0), (1, 4), (8, 0), (8, 16), (4, 8)):
         assert costs.at(texts, texts if drafts else 0, drafts) == pytest.approx(STEP(texts, drafts), rel=0.2), (texts, drafts)
     assert all(costs.at(3, 3, drafts) <= costs.at(3, 3, drafts + 1) for drafts in range(64))

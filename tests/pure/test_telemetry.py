@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Decision, Draft, Reason, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Reason, SpanKind, Verdict
 from speculon.telemetry import EngineCounters, PlainCost, RequestStats, SpeculationStats, log_line
 
 KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
@@ -60,6 +61,42 @@ def test_the_figures_of_known_rounds() -> None:
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 
+def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> tuple[Decision, Draft, Verdict]:
+    """A round in which `ngram` was asked, then `model`; `source` had the draft, or nobody."""
+    asks = (Ask("ngram", 4), Ask("model", 2))
+    if source is None:
+        return Decision("ngram", 0, reason, asks), Draft(), Verdict((7,))
+    return Decision("ngram", 2, None, asks), Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY)
+
+
+CHANGES = [
+    pytest.param([plain(), plain(), PROMPT, plain()], {}, id="plain all along"),
+    pytest.param([PROMPT, speculative(4), speculative(0)], {}, id="one method all along"),
+    pytest.param([speculative(4), plain(Reason.COST, None)], {("ngram", "plain", "cost"): 1}, id="given up"),
+    pytest.param([plain(Reason.COLD, None), plain(), speculative(1)], {("plain", "ngram", "no_match"): 1}, id="taken up"),
+    pytest.param([by_chain("ngram"), by_chain("model")], {("ngram", "model", "no_match"): 1}, id="the next in turn"),
+    pytest.param([by_chain("model"), by_chain("ngram")], {("model", "ngram", "earlier"): 1}, id="back to the first"),
+    pytest.param([speculative(1), speculative(1, source="other")], {("ngram", "other", "cost"): 1}, id="another is asked"),
+    pytest.param(
+        [by_chain("ngram"), by_chain(None), by_chain("ngram"), by_chain(None)],
+        {("ngram", "plain", "no_match"): 2, ("plain", "ngram", "no_match"): 1},
+        id="there and back",
+    ),
+    pytest.param([by_chain("a word"), by_chain("another"), plain()], {("model", "plain", "no_match"): 1}, id="a plug-in's words"),
+]
+
+
+@pytest.mark.parametrize(("rounds", "changes"), CHANGES)
+def test_changes_of_mind_are_counted_by_their_reason(rounds: list[Any], changes: dict[tuple[str, str, str], int]) -> None:
+    stats = recorded(*rounds)
+    assert stats.changes == changes
+    assert sum(one["count"] for one in stats.change_list()) == sum(changes.values())
+    total = RequestStats()
+    for _ in range(2):
+        total.add(stats)
+    assert total.changes == {change: 2 * n for change, n in changes.items()} and total.last is None
+
+
 def test_a_joined_draft_is_credited_token_by_token() -> None:
     draft = Draft((1, 2, 3, 4), ("ngram", "ngram", "model", "model"))
     stats = recorded((Decision("ngram", 4), draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL)))
@@ -83,7 +120,10 @@ def test_sums_of_accounts_are_accounts_of_all_rounds(parts: list[list[tuple[Deci
     total = RequestStats()
     for part in parts:
         total.add(recorded(*part))
-    assert total == recorded(*(one for part in parts for one in part))
+    whole = recorded(*(one for part in parts for one in part))
+    assert total.changes <= whole.changes, "where one text ends and another begins nobody changes his mind"
+    whole.changes = total.changes
+    assert total == whole
 
 
 def test_adding_leaves_the_added_alone_and_sums_the_times() -> None:
@@ -120,6 +160,7 @@ def test_a_snapshot_is_plain_data_and_does_not_move() -> None:
     counters.totals.add(recorded(speculative(3), plain()))
     counters.finished["stop"] += 1
     assert before["emitted"] == 5 and before["finished"] == {"stop": 1} and before["reasons"] == {"no_match": 1}
+    assert before["changes"] == [{"from": "ngram", "to": "plain", "reason": "no_match", "count": 1}]
     assert before["speculation"]["rounds"] == 1 and counters.snapshot()["speculation"]["rounds"] == 2
     assert EngineCounters().snapshot()["speculation"] is None
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from speculon.events import read
 from tests.server.outside import REAL, Outside, started
 
+EVENTS = "events.jsonl"
 LIMIT = 256  # tokens that a text may have there
 
 
@@ -17,10 +19,13 @@ LIMIT = 256  # tokens that a text may have there
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     """`speculon serve` of the demo model; it has to end cleanly, too."""
     folder: Path = tmp_path_factory.mktemp("server")
-    with started(folder, "--model", "demo", "--threads", "1", "--max-request-tokens", str(LIMIT), program=REAL) as server:
+    options = ("--threads", "1", "--max-request-tokens", str(LIMIT), "--events", EVENTS)
+    with started(folder, "--model", "demo", *options, program=REAL) as server:
         server.ready()
         yield server
         assert server.end() == 0, server.stderr
+        recording = read(folder / EVENTS)
+        assert recording.rounds and not recording.cut, "the record is whole at the end"
         assert "Traceback" not in server.stderr and "never retrieved" not in server.stderr, server.stderr
 
 

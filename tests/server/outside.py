@@ -24,6 +24,7 @@ PATIENCE = 90.0  # seconds to load the model on a busy machine
 class Outside:
     def __init__(self, folder: Path, arguments: tuple[str, ...], program: tuple[str, ...], **env: str):
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._log = folder / "stderr.txt"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SPECULON_")}
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])

@@ -15,7 +15,7 @@ from typing import Any
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core import Event, Finish, Load, Reason, TokenLogprobs
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
-from speculon.telemetry import EngineCounters, RequestStats
+from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
 
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
@@ -139,6 +139,7 @@ class ScriptedEngine:
         text.stats.emitted += len(new)
         text.stats.target_calls += 1
         text.stats.reasons[Reason.NO_MATCH.value] += 1
+        text.stats.changes["ngram", PLAIN, Reason.NO_MATCH.value] += 1
         tops = text.params.logprobs
         lps = None if tops is None else tuple(TokenLogprobs(t, LP, 1, ((t, LP), (EOS, -2.0))[:tops]) for t in new)
         if finish:
@@ -163,6 +164,9 @@ class ScriptedEngine:
             self.aborted.append(request_id)
             self._end(text, finish)
         return [Event(request_id, text.sample, (), finish=finish, stats=text.stats) for text in ended]
+
+    def close(self) -> None:
+        """It records nothing."""
 
     def check_integrity(self) -> None:
         assert not self.running and not self.waiting

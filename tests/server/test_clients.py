@@ -163,14 +163,34 @@ def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
 
 def test_requests_end_when_their_time_is_over() -> None:
     with served(request_timeout=0.3, script={"step_seconds": 0.02}) as inside:
-        whole = inside.post("completions", **LONG).json()
+        whole = inside.post("completions", **LONG, speculation={"stats": True}).json()
         choice = whole["choices"][0]
+        rounds = whole["speculation"]["reasons"]["no_match"]
+        assert rounds > 3 and whole["speculation"]["changes"][0]["count"] == rounds, "it comes with its account"
         assert choice["finish_reason"] == "abort" and choice["text"].startswith("abc")
         assert whole["usage"]["completion_tokens"] == len(choice["text"])
         streamed = inside.post("completions", **LONG, stream=True).text
         assert '"finish_reason":"abort"' in streamed and streamed.endswith("data: [DONE]\n\n")
         wait_until(lambda: not inside.engine.has_work)
         assert len(inside.engine.aborted) == 2 and inside.metric('speculon_requests_total{finish="abort"}') == 2
+
+
+def test_requests_end_in_time_though_the_engine_has_no_time_for_them() -> None:
+    with served(request_timeout=0.1, script={"step_seconds": 3.0}) as inside:
+        began = time.monotonic()
+        whole = inside.post("completions", **LONG, speculation={"stats": True}).json()
+        assert time.monotonic() - began < 2.5 and whole["choices"][0]["finish_reason"] == "abort"
+        assert whole["speculation"]["reasons"] == {}, "nobody has told yet"
+
+
+def test_changes_of_mind_are_counted_by_way_and_reason() -> None:
+    with served() as inside:
+        told = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()["speculation"]
+        (change,) = told["changes"]
+        assert change == {"from": "ngram", "to": "plain", "reason": "no_match", "count": told["reasons"]["no_match"]}
+        label = 'speculon_changes_total{from="ngram",reason="no_match",to="plain"}'
+        inside.eventually(lambda: inside.metric(label) == change["count"])
+        assert inside.metric("speculon_changes_total{") == change["count"], "no other way was gone"
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
 
+from speculon.events import TextRound, read
+from tests.server.conftest import EVENTS
 from tests.server.inside import served
 from tests.server.outside import Outside
 from tests.server.test_answers import check_alike
@@ -76,6 +80,22 @@ def test_speculation_is_steered_and_told(client: openai.OpenAI) -> None:
     off = complete(client, prompt, **ask, **spec(method="off")).speculation
     assert off["method"] == "off" and off["reasons"]["off_request"] > 0 and "rounds" not in off
     assert not hasattr(complete(client, **ask), "speculation")
+
+
+def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Outside) -> None:
+    answer = complete(client, EDIT * 3, temperature=0, max_tokens=40, **spec(method="ngram"))
+    told = answer.speculation
+    path = real.folder / EVENTS
+
+    def lines() -> list[TextRound]:
+        return [text for one in read(path).rounds for text in one.texts if text.id == f"{answer.id}-0"]
+
+    real.wait_for(lambda: lines() and lines()[-1].finish, 10)
+    assert sum(one.drafted for one in lines()) == told["drafted"] and sum(one.accepted for one in lines()) == told["accepted"]
+    assert Counter(one.reason for one in lines() if one.reason) == told["reasons"]
+    ways = ["plain" if one.reason else one.drafts[0][0] for one in lines() if not one.prompt]
+    assert sum(one["count"] for one in told["changes"]) == sum(a != b for a, b in pairwise(ways))
+    assert EDIT[:12] not in path.read_text() and answer.choices[0].text[:12] not in path.read_text()
 
 
 def test_n_and_several_prompts(client: openai.OpenAI) -> None:

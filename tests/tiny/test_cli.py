@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -130,6 +131,36 @@ def test_one_text_is_shown_and_then_explained(folder: Path, llm: LLM) -> None:
     assert (done.exit_code, done.stdout) == (0, expected.text + "\n")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ngram: 24 tokens in ")
+
+
+def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "events.jsonl"
+    flags = ["--method", "ngram", "--events", str(record), "-p", PROMPT * 3, *GREEDY]
+    assert speculon("generate", "--model", str(folder), *flags).exit_code == 0
+    gc.collect()  # in a process of its own its end does that
+    done = speculon("replay", str(record), "--policy", "auto,fixed:2,fixed", "--json")
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0 and told["record"]["model"] == str(folder)
+    names = ["as recorded", "at fitted costs", "plain", "auto", *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16))]
+    assert [one["policy"] for one in told["policies"]] == names
+    assert {one["tokens"] for one in told["policies"]} == {23} and told["policies"][2]["rounds"] == 23
+    shown = speculon("replay", str(record))
+    assert shown.exit_code == 0 and "fixed:16" in shown.stdout and "ngram was always asked for 4" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.jsonl"], "RecordError: nowhere.jsonl: No such file or directory"),
+        (["novel.txt"], "RecordError: novel.txt, line 1: no record of rounds begins like this"),
+        (["novel.txt", "--policy", "telepathy"], "InvalidParameter: policy = 'telepathy': known are fixed, auto"),
+        (["novel.txt", "--policy", "fixed:0"], "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "novel.txt").write_text("It was a dark night\n")
+    done = speculon("replay", *arguments)
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", said + "\n")
 
 
 def test_json_is_one_object_per_prompt_and_nothing_else(folder: Path, llm: LLM) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,7 +24,7 @@ PANELS: dict[type[BaseModel], str] = {
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
-NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT"}
+NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",
     "suffix_decoding_max_spec_factor": "suffix_max_factor",

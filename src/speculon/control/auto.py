@@ -16,7 +16,7 @@ from operator import mul
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 16  # rounds between two look-ups of a text in which they find nothing

@@ -1,24 +1,77 @@
 """A world without a model: how often each method's drafts stand and what everything costs is given, a policy plays in it.
 
 So policies are compared in seconds, on costs that were measured, at any load, with drafters that change in the middle.
+`World` is made of formulas; `control.replay` makes one of a record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count, islice
 from random import Random
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from speculon.control.policy import Policy
 from speculon.control.timing import Timing
 from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Span, SpanKind, Verdict
 
+ENDLESS = 1 << 30
+FALLS, STANDS, UNKNOWN = range(3)  # the tokens of drafts say their fate; what is written is STANDS, so that all can be judged
+
+
+@dataclass(slots=True, eq=False)
+class Text:
+    """What a policy, and a span, see of a sequence."""
+
+    id: int
+    methods: tuple[str, ...]
+    k: int  # the most drafts of a round
+    room: int = ENDLESS  # tokens it may still write
+    off: Reason | None = None
+    kind: str = ""
+    limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
+    written: int = 0
+    tokens: list[int] = field(default_factory=lambda: [STANDS])
+
+    @property
+    def plain(self) -> bool:
+        return self.off is not None
+
+    def most(self, method: str) -> int:
+        return self.limits.get(method, self.k)
+
+
+class Scene(Protocol):
+    """What a policy plays in. Times in ms."""
+
+    noise: float  # standard deviation of a measured time of the target, as a share of it
+
+    def crowds(self) -> Iterator[list[Text]]:
+        """Who runs, round by round; it goes by what the texts have written meanwhile."""
+        ...
+
+    def step_ms(self, texts: int, drafts: int, /) -> float:
+        """Of a step of the target, with so many rows of drafts in all."""
+        ...
+
+    def proposal_ms(self, method: str, texts: int, k: int) -> float:
+        """Of one proposal, with at most `k` drafts for each text."""
+        ...
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        """What a method guesses in round `number`, as FALLS, STANDS and UNKNOWN."""
+        ...
+
+    def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
+        """P(the draft at `position` stands | those before it did)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A method of drafting in the world; both are asked in every round."""
+    """A method of drafting. All are there in every round; which are asked is the policy's choice."""
 
     accept: Callable[[int, int], float]  # (round, text) -> P(a draft stands | those before it did)
     ms: Callable[[int, int], float]  # (texts, most drafts of one) -> of a proposal
@@ -26,28 +79,31 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class World:
+    """A scene of formulas, in which texts have no end."""
+
     step_ms: Callable[[int, int], float]  # (texts, rows of drafts in all) -> of the target
     ways: Mapping[str, Way]
     texts: Callable[[int], int]  # round -> texts that run
     most: int = 16  # drafts of a text in a round
-    noise: float = 0.05  # standard deviation of a measured time, as a share of it
+    noise: float = 0.05
 
+    def crowds(self) -> Iterator[list[Text]]:
+        running: list[Text] = []
+        for number in count():
+            wanted = self.texts(number)
+            new = (Text(i, tuple(self.ways), self.most) for i in range(len(running), wanted))
+            running = [*running[:wanted], *new]
+            yield running
 
-@dataclass(slots=True, eq=False)
-class Text:
-    """What a policy sees of a sequence."""
+    def proposal_ms(self, method: str, texts: int, k: int) -> float:
+        return self.ways[method].ms(texts, k)
 
-    id: int
-    methods: tuple[str, ...]
-    k: int
-    room: int = 1 << 30
-    plain: bool = False
-    off: Reason | None = None
-    kind: str = ""
-    tokens: list[int] = field(default_factory=lambda: [0])
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        chance = self.ways[method].accept(number, text.id)
+        return Draft(tuple(STANDS if random.random() < chance else FALLS for _ in range(k)), (method,) * k)
 
-    def most(self, method: str) -> int:
-        return self.k
+    def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
+        return float(draft.tokens[position])
 
 
 @dataclass(slots=True)
@@ -57,6 +113,7 @@ class Played:
     tokens: int = 0
     ms: float = 0.0
     drafted: list[Counter[str]] = field(default_factory=list)  # per round: method -> drafts that were verified
+    accepted: int = 0
     rates: list[tuple[int, float, float]] = field(default_factory=list)  # per round: texts, tokens, ms
 
     def rate(self, first: int = 0, last: int | None = None) -> float:
@@ -65,42 +122,34 @@ class Played:
         return sum(tokens for _, tokens, _ in rounds) / sum(ms for _, _, ms in rounds)
 
 
-def play(policy: Policy, world: World, rounds: int, seed: int = 0) -> Played:
-    """Lets the policy decide for `rounds` rounds; the same seed is the same luck."""
-    played, random, texts = Played(), Random(seed), dict[int, Text]()
-    for number in range(rounds):
-        count = world.texts(number)
-        for gone in [text for i, text in texts.items() if i >= count]:
-            policy.forget(cast(Any, texts.pop(gone.id)))
-        for new in range(len(texts), count):
-            texts[new] = Text(new, tuple(world.ways), world.most)
-        running = list(texts.values())
-        decisions = policy.decide(cast(Any, running), Load(count, 0, 1 << 20))
-        drafts, proposals = propose(policy, world, running, decisions)
+def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0) -> Played:
+    """Lets the policy decide for `rounds` rounds, or until all texts have ended; the same seed is the same luck."""
+    played, random, before = Played(), Random(seed), list[Text]()
+    for number, running in enumerate(islice(scene.crowds(), rounds)):
+        for gone in (text for text in before if text not in running):
+            policy.forget(cast(Any, gone))
+        before = list(running)
+        decisions = policy.decide(cast(Any, running), Load(len(running), 0, 1 << 20))
+        drafts, proposals = propose(policy, scene, number, running, decisions, random)
         rows = sum(len(draft.tokens) for draft in drafts)
-        target_ms = world.step_ms(count, rows) * max(0.5, random.gauss(1, world.noise))
-        verdicts = [judge(draft, text, number, world, random) for draft, text in zip(drafts, running, strict=True)]
-        spans = [Span(cast(Any, Seen(text)), 0, 1, draft) for text, draft in zip(running, drafts, strict=True)]
+        target_ms = scene.step_ms(len(running), rows) * max(0.5, random.gauss(1, scene.noise))
+        verdicts = [judge(draft, text, number, scene, random) for draft, text in zip(drafts, running, strict=True)]
+        for text, verdict in zip(running, verdicts, strict=True):
+            text.written += len(verdict.tokens)
+            text.tokens += verdict.tokens
+            text.room -= len(verdict.tokens)
+        spans = [Span(cast(Any, text), 0, 1, draft) for text, draft in zip(running, drafts, strict=True)]
         policy.observe(spans, verdicts, Timing(target_ms, proposals))
         tokens, ms = sum(len(verdict.tokens) for verdict in verdicts), target_ms + sum(ms for _, _, ms in proposals.values())
         played.tokens, played.ms = played.tokens + tokens, played.ms + ms
-        played.rates.append((count, tokens, ms))
+        played.accepted += sum(verdict.accepted for verdict in verdicts)
+        played.rates.append((len(running), tokens, ms))
         played.drafted.append(Counter(source for draft in drafts for source in draft.sources))
     return played
 
 
-class Seen:
-    """A text as a span wants it."""
-
-    def __init__(self, text: Text):
-        self.text, self.tokens = text, [0]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.text, name)
-
-
 def propose(
-    policy: Policy, world: World, running: list[Text], decisions: list[Decision]
+    policy: Policy, scene: Scene, number: int, running: list[Text], decisions: list[Decision], random: Random
 ) -> tuple[list[Draft], dict[str, tuple[int, int, float]]]:
     """As the engine asks: one method after the other, until one has a draft that is kept."""
     drafts = [NO_DRAFT] * len(running)
@@ -108,15 +157,16 @@ def propose(
     for i, (text, decision) in enumerate(zip(running, decisions, strict=True)):
         for ask in decision.asks:
             asked.setdefault(ask.method, []).append(ask.k)
-            drafts[i] = policy.trim(cast(Any, text), ask.method, Draft((0,) * ask.k, (ask.method,) * ask.k))
+            draft = scene.draft(number, text, ask.method, ask.k, random)
+            drafts[i] = policy.trim(cast(Any, text), ask.method, draft) if draft.tokens else draft
             if drafts[i].tokens:
                 break
-    return drafts, {m: (len(ks), max(ks), world.ways[m].ms(len(ks), max(ks))) for m, ks in asked.items()}
+    return drafts, {m: (len(ks), max(ks), scene.proposal_ms(m, len(ks), max(ks))) for m, ks in asked.items()}
 
 
-def judge(draft: Draft, text: Text, number: int, world: World, random: Random) -> Verdict:
+def judge(draft: Draft, text: Text, number: int, scene: Scene, random: Random) -> Verdict:
     k, accepted = len(draft.tokens), 0
-    while accepted < k and random.random() < world.ways[draft.sources[accepted]].accept(number, text.id):
+    while accepted < k and random.random() < scene.chance(number, text, draft, accepted):
         accepted += 1
     kind = None if not k else SpanKind.FULL if accepted == k else SpanKind.EARLY
-    return Verdict((0,) * (accepted + 1), accepted, kind)
+    return Verdict((STANDS,) * (accepted + 1), accepted, kind)

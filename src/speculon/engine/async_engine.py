@@ -67,6 +67,11 @@ class Mailbox:
         self._error = error
         self._came.set()
 
+    def abort(self) -> None:
+        """Ends what has not ended by itself; the last news are still to be taken."""
+        for request_id in (request_id for request_id, texts in self._open.items() if texts):
+            self._engine.abort(request_id)
+
     def close(self) -> None:
         """Ends what has not ended by itself; its pages are free after the running step."""
         for request_id, texts in self._open.items():
@@ -146,12 +151,12 @@ class AsyncEngine:
 
     def forget(self, request_id: str, *, abort: bool) -> None:
         if self._open.pop(request_id, None) is not None and abort:
-            self._abort(request_id)
+            self.abort(request_id)
 
     def abort_all(self) -> None:
         """Ends every request, as far as it has come; its mailbox hears so."""
         for request_id in self._open:
-            self._abort(request_id)
+            self.abort(request_id)
 
     async def idle(self) -> None:
         """Returns once no request is open."""
@@ -183,7 +188,9 @@ class AsyncEngine:
         except (OSError, RuntimeError) as error:  # the process is gone, or the server is about to be
             raise self.error or EngineError(f"the engine cannot be reached: {error}") from None
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
+        """Asks for a request's end; its mailbox hears of it."""
+
         async def send() -> None:
             with contextlib.suppress(SpeculonError):  # there is nothing left to end
                 await self._send(Abort(request_id))

@@ -20,6 +20,7 @@ from speculon.control.policy import Policies
 from speculon.control.timing import Timing
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
+from speculon.engine.events import Events
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
@@ -84,6 +85,7 @@ class Engine:
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
+        self.events = Events.of(config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages)
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
         self._ids, self._names = itertools.count(), itertools.count()
@@ -203,7 +205,8 @@ class Engine:
         watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
-            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, self.policy.trim)
+            trim = self.policy.trim if self.events is None else self.events.watch(self.policy.trim)
+            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim)
             for span, draft in zip(plan.decoding, drafts, strict=True):
                 span.draft = draft
             draft_ms = watch.lap("propose")
@@ -216,11 +219,15 @@ class Engine:
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
         watch.lap("settle")
+        target_ms = watch.ms - draft_ms
         alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
-        timing = Timing(watch.ms - draft_ms if alone else None, self.proposers.timings)
+        timing = Timing(target_ms if alone else None, self.proposers.timings)
         self.policy.observe(plan.decoding, [verdict_of[span.seq.id] for span in plan.decoding], timing)
         watch.lap("decide")
         self._account(plan, decisions, verdicts, draft_ms, watch.ms)
+        if self.events is not None:
+            asked, profile = lease.decisions, self.counters.profile
+            self.events.round(load, plan, asked, decisions, verdicts, timing.proposals, target_ms, profile)
         return verdicts
 
     def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
@@ -243,6 +250,11 @@ class Engine:
         events, ended = self.scheduler.abort(request_id)
         self._forget(ended)
         return events
+
+    def close(self) -> None:
+        """Writes out what the record of rounds still holds, and ends it. Everything else goes with the object."""
+        if self.events is not None:
+            self.events.close()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is accounted for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import closing
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ def main(inbox: Connection, settings: dict[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         llm = LLM(progress=lambda stage: inbox.send(Stage(stage)), **settings)
-        Worker(llm.engine, inbox).run()
+        with closing(llm.engine):  # what a process of multiprocessing leaves behind is not finalised
+            Worker(llm.engine, inbox).run()
     except SpeculonError as error:
         inbox.send(Refused("", error))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -157,10 +157,11 @@ class Answer:
         }
 
     def account(self) -> dict[str, Any]:
-        """The `speculation` object; with its reasons also where no round ran."""
+        """The `speculation` object; with its reasons and changes also where no round ran."""
         stats = self.stats
         done = stats.speculation()
-        return {"method": self.job.method, "reasons": dict(stats.reasons), **(done.to_dict() if done else {})}
+        why = {"reasons": dict(stats.reasons), "changes": stats.change_list()}
+        return {"method": self.job.method, **why, **(done.to_dict() if done else {})}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before any token: a chat's answers name their role."""

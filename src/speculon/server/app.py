@@ -29,6 +29,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "Whole, or with stream = true as server-sent events", "content": {"text/event-stream": {}}}
 }
 T = TypeVar("T")
+LAST_WORDS = 1.0  # guess: seconds that a request out of time waits for the engine's account of it
 
 log = logging.getLogger("speculon.server")
 
@@ -170,14 +171,19 @@ class Session:
 
     async def pieces(self, record: Record) -> AsyncIterator[list[Any]]:
         """What the texts gain, in batches; at the time limit the last pieces say `abort`."""
+        ending = False
         while True:
             try:
                 async with asyncio.timeout_at(self._until):  # never around a yield: it would strike whoever reads
                     events = await self._mailbox.take()
             except TimeoutError:
-                self.close()
-                yield self.answer.abort()
-                return
+                if ending:
+                    self.close()
+                    yield self.answer.abort()
+                    return
+                ending, self._until = True, asyncio.get_running_loop().time() + LAST_WORDS
+                self._mailbox.abort()  # its last news carry the account
+                continue
             if not events:
                 return
             record.hear(events)

@@ -96,6 +96,8 @@ class EngineCollector(Collector):
         yield counter("shadow_accepted_tokens", f"{tokens}, as the text went on", by(by_method(totals.stood_at)), "method")
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
+        changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
+        yield counter("changes", "rounds that went another way than the text's last", changes, "from", "to", "reason")
         yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
         saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
         yield gauge("saved_seconds", "saved by speculation, by its own estimate; negative where it cost more", saved)

@@ -269,11 +269,21 @@ class Usage(Body):
     completion_tokens_details: CompletionDetails
 
 
+class Change(Open):
+    """Rounds that went another way than the text's last one: plain, or by that method."""
+
+    before: str = Field(alias="from")
+    to: str
+    reason: str
+    count: int
+
+
 class SpeculationAccount(Open):
     """What speculation did for this request; there are no counts where no round ran and none was watched, `reasons` say why."""
 
     method: str
     reasons: dict[str, int]
+    changes: list[Change]
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's

@@ -1,0 +1,79 @@
+"""What the policy `auto` takes to decide, to trim and to learn: medians in µs of this thread's own time, without a model.
+
+python -m recipes.control.decide               # two cheap methods and a costly one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from random import Random
+from statistics import median
+from time import thread_time_ns
+from typing import Any
+
+from speculon.control.policy import POLICIES
+from speculon.control.simulate import Text, Way, World, play
+from speculon.core import Draft
+
+CROWDS = (1, 8, 64, 256)
+WAYS = {
+    "suffix": Way(lambda number, text: 0.5, lambda texts, k: 0.02 * texts),
+    "ngram": Way(lambda number, text: 0.4, lambda texts, k: 0.02 * texts),
+    "model": Way(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
+}
+
+
+class Lookups(World):
+    """Two of three lookups find nothing; the model says how sure it is."""
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        if method == "model":
+            return Draft((0,) * k, (method,) * k, confidence=tuple(0.5 + random.random() / 2 for _ in range(k)))
+        return Draft((0,) * k, (method,) * k) if random.random() < 1 / 3 else Draft()
+
+
+class Timed:
+    """A policy, and what each of its calls took."""
+
+    def __init__(self, policy: Any):
+        self.policy = policy
+        self.us: dict[str, list[float]] = {"decide": [], "trim": [], "observe": []}  # per round
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.policy, name)
+        if name not in self.us:
+            return call
+
+        def timed(*args: Any) -> Any:
+            began = thread_time_ns()
+            result = call(*args)
+            took = (thread_time_ns() - began) / 1e3
+            if name == "trim":
+                self.us[name][-1] += took
+            else:
+                self.us[name].append(took)
+                self.us["trim"].extend([0.0] * (name == "decide"))
+            return result
+
+        return timed
+
+
+def measure(policy: str, texts: int, rounds: int) -> dict[str, float]:
+    timed = Timed(POLICIES[policy]())
+    world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, WAYS, lambda number: texts)
+    play(timed, world, rounds)  # type: ignore[arg-type]
+    return {name: round(median(us[rounds // 4 :]), 1) for name, us in timed.us.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policy", default="auto", choices=sorted(POLICIES))
+    parser.add_argument("--rounds", type=int, default=200)
+    asked = parser.parse_args()
+    for texts in CROWDS:
+        print(json.dumps({"policy": asked.policy, "texts": texts, "us": measure(asked.policy, texts, asked.rounds)}))
+
+
+if __name__ == "__main__":
+    main()

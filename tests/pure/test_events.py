@@ -1,0 +1,294 @@
+"""The record of rounds: what is written, what a bad disk costs, and how a broken file is told."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.config import EngineConfig
+from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Reason, Span, SpanKind, Verdict
+from speculon.engine import events as module
+from speculon.engine.events import Events
+from speculon.errors import ConfigError, RecordError
+from speculon.events import Recording, older, read
+from tests.builders import make_sequence
+
+FACTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 128, "pages": 8}
+SECRET = 987654  # a token id
+ASKS = (Ask("ngram", 4), Ask("model", 4))
+DRAFT = Draft((SECRET,) * 3, ("model",) * 3, confidence=(0.9, 0.8, 0.7))
+
+
+def begun(path: Path, **settings: Any) -> Events:
+    made = Events.of(EngineConfig(events=path, **settings), **FACTS)
+    assert made is not None
+    return made
+
+
+def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
+    """One round of one text: the lookup has nothing, the model three drafts, of which two are kept and one stands."""
+    span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
+    events.watch(lambda seq, method, draft: draft.cut(2))(span.seq, "model", DRAFT)
+    span.draft = DRAFT.cut(2)
+    verdict = Verdict((SECRET, SECRET), 1, SpanKind.TAIL)
+    decided = [Decision("ngram", 4, None, ASKS)], [Decision("ngram", 2, None, ASKS)]
+    events.round(Load(1, 2, 3), Plan([span]), *decided, [verdict], {"model": (1, 4, 0.5)}, ms, {"forward": ms})
+
+
+def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
+    events = begun(path, **settings)
+    for _ in range(rounds):
+        tell(events)
+    events.close()
+    return read(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
+    recording = written(path, speculation={"method": "ngram", "options": {"key": "hidden"}})
+    header, (first, _, last) = recording.header, recording.rounds
+    assert header.device == "cpu" and header.versions["python"] == sys.version.split()[0] and header.block_size == 16
+    assert header.speculation["method"] == "ngram" and header.speculation["options"] == ["key"]
+    assert (first.running, first.waiting, first.free_pages, first.rows, first.prompt_rows) == (1, 2, 3, 3, 0)
+    assert first.target_ms == 2.0 and first.proposals == {"model": (1, 4, 0.5)}
+    assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
+    (told,) = first.texts
+    assert told.policy == "fixed" and told.methods == {"ngram": 4, "model": 4}
+    assert [(asked.method, asked.k, asked.found) for asked in told.asked] == [("ngram", 4, 0), ("model", 4, 3)]
+    assert told.asked[1].confidence == (0.9, 0.8, 0.7)
+    assert told.drafts == (("model", 2),) and (told.accepted, told.kind, told.tokens) == (1, SpanKind.TAIL, 2)
+    assert told.reason is None and not recording.cut
+
+
+def test_plain_rounds_prompts_and_ends_are_told(path: Path) -> None:
+    events = begun(path)
+    prompt, plain = (make_sequence([1] * 6, sample=2, methods=()) for _ in range(2))
+    spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
+    verdicts = [Verdict((1,)), Verdict((2,), finish=Finish("length"))]
+    decided = [Decision(None, 0, Reason.COST)]
+    events.watch(lambda seq, method, draft: draft)
+    events.round(Load(2, 0, 1), Plan(spans), decided, decided, verdicts, {}, 1.0, {})
+    events.close()
+    (round_,) = read(path).rounds
+    first, second = round_.texts
+    assert round_.prompt_rows == 6 and (first.prompt, first.reason, first.sample) == (6, None, 2)
+    assert (second.prompt, second.reason, second.finish, second.asked) == (0, Reason.COST, "length", ())
+
+
+def test_nothing_of_a_text_is_told(path: Path) -> None:
+    written(path)
+    assert str(SECRET) not in path.read_text()
+
+
+def test_a_told_token_would_be_seen(path: Path) -> None:
+    """The twin: a request whose name is the secret."""
+    events = begun(path)
+    tell(events, make_sequence([1] * 4, request_id=f"r-{SECRET}"))
+    events.close()
+    assert str(SECRET) in path.read_text()
+
+
+def test_without_the_setting_there_is_none() -> None:
+    assert Events.of(EngineConfig(), **FACTS) is None
+
+
+# reading
+
+
+BROKEN = [
+    pytest.param(
+        lambda lines: [lines[0], lines[1][:40] + "\n", *lines[2:]], r"events.jsonl, line 2: Invalid JSON", id="half a line"
+    ),
+    pytest.param(lambda lines: [*lines[:2], "{}\n", *lines[2:]], r"line 3: time: Field required", id="a field is missing"),
+    pytest.param(lambda lines: [*lines[:-1], lines[-1].replace('"running"', '"runing"')], r"line 4: run", id="a wrong name"),
+    pytest.param(
+        lambda lines: [lines[0].replace('events":1', 'events":2'), *lines[1:]],
+        r"line 1: version 2; .* reads version 1",
+        id="version",
+    ),
+    pytest.param(lambda lines: lines[1:], r"line 1: no record of rounds begins like this", id="no first line"),
+    pytest.param(lambda lines: [], r"line 1: no record", id="empty"),
+    pytest.param(lambda lines: ["[1]\n"], r"line 1: no record", id="another file"),
+    pytest.param(lambda lines: ["\xff\xfe\x00\n"], r"line 1: no record", id="no text"),
+    pytest.param(lambda lines: [lines[0][:50]], r"line 1: no record", id="nothing but half a first line"),
+]
+
+
+@pytest.mark.parametrize(("harm", "said"), BROKEN)
+def test_a_broken_record_is_told_by_file_and_line(path: Path, harm: Callable[[list[str]], list[str]], said: str) -> None:
+    written(path)
+    path.write_text("".join(harm(path.read_text().splitlines(keepends=True))), encoding="latin-1")
+    with pytest.raises(RecordError, match=said):
+        read(path)
+
+
+def test_a_record_is_read_up_to_its_last_whole_line(path: Path) -> None:
+    written(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    recording = read(path)
+    assert len(recording.rounds) == 2 and recording.cut
+
+
+def test_a_missing_file_is_told(path: Path) -> None:
+    with pytest.raises(RecordError, match="events.jsonl: No such file"):
+        read(path)
+
+
+# size
+
+
+def test_the_record_stays_within_its_limit_and_its_older_half_goes(path: Path) -> None:
+    events = begun(path, events_limit_mb=1)
+    texts = [make_sequence([1] * 4, methods=("ngram", "model")) for _ in range(2)]
+    for i in range(6000):
+        tell(events, texts[i % 2], ms=i)
+    events.close()
+    size = path.stat().st_size + older(path).stat().st_size
+    assert 2**19 < size <= 2**20 and len(list(path.parent.iterdir())) == 2
+    recording = read(path)
+    told = [round_.target_ms for round_ in recording.rounds]
+    assert told == [float(i) for i in range(6000 - len(told), 6000)] and recording.header.part > 1
+    assert all(round_.texts[0].methods for round_ in recording.rounds[:2]), "each part tells the methods again"
+
+
+def test_a_new_run_leaves_the_last_one_beside(path: Path) -> None:
+    first, second = written(path, 2), written(path, 5)
+    assert len(read(path).rounds) == 5 and len(read(older(path)).rounds) == 2
+    assert first.header.run != second.header.run
+
+
+def test_what_is_no_record_is_not_touched(path: Path) -> None:
+    for name in (path, older(path)):
+        name.write_text("my novel")
+        with pytest.raises(ConfigError, match="is no record of rounds"):
+            begun(path)
+        assert name.read_text() == "my novel" and list(path.parent.iterdir()) == [name]
+        name.unlink()
+    path.touch()
+    assert written(path).rounds
+
+
+@pytest.mark.parametrize("place", ["", "no/such/folder/events.jsonl"])
+def test_a_bad_place_is_refused(tmp_path: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match="events = .*a file, in a folder that is there"):
+        EngineConfig(events=tmp_path / place)
+    with pytest.raises(ConfigError, match="events"):
+        EngineConfig(events="/dev/null")
+
+
+# faults
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """A disk with so many bytes left; a write that does not fit is made in part, and the next one fails."""
+    real = os.write
+
+    def write(file: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = real(file, data[:room])
+        room -= done
+        return done
+
+    monkeypatch.setattr(module.os, "write", write)
+
+
+def test_a_full_disk_costs_the_record_and_one_warning(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = len(written(path, 1).rounds) and len(path.read_bytes().splitlines(keepends=True)[-1])
+    head = path.stat().st_size - line
+    fill(monkeypatch, head + 10 * line)
+    events = begun(path)
+    seq = make_sequence([1] * 4, methods=("ngram", "model"))
+    for _ in range(50):
+        tell(events, seq)
+    events.close()
+    tell(events, seq)
+    (warning,) = [record for record in caplog.records if record.name == "speculon"]
+    assert warning.levelno == logging.WARNING and "No space left" in warning.getMessage()
+    recording = read(path)
+    assert recording.cut and 5 < len(recording.rounds) < 50
+
+
+def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, stuck, free, real = begun(path), threading.Event(), threading.Event(), os.write
+
+    def write(file: int, data: bytes) -> int:
+        stuck.set()
+        free.wait(10)
+        return real(file, data)
+
+    monkeypatch.setattr(module.os, "write", write)
+    monkeypatch.setattr(module, "MOST_HELD", 4000)
+    tell(events)
+    assert stuck.wait(10)
+    began = time.thread_time()
+    for _ in range(40):
+        tell(events)
+    assert time.thread_time() - began < 1
+    free.set()
+    while events._writer._held:
+        time.sleep(0.01)
+    tell(events)
+    events.close()
+    rounds = read(path).rounds
+    assert rounds[-1].lost > 20 and len(rounds) + rounds[-1].lost == 42
+
+
+def test_a_fault_of_its_own_ends_the_record_and_nothing_else(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events = begun(path)
+    tell(events)
+    for _ in range(3):
+        tell(events, make_sequence([1] * 4, request_id=b"no text"))  # type: ignore[arg-type]
+    assert [record.message for record in caplog.records] == ["no more rounds are recorded: a fault in the record itself"]
+    assert len(read(path).rounds) == 1
+
+
+def test_what_a_process_leaves_is_whole(path: Path) -> None:
+    """At its end, without a word; and when it is killed, up to the last whole line."""
+    code = "import sys; from pathlib import Path; from tests.pure.test_events import begun, tell; e = begun(Path(sys.argv[1]))\n"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code + "for _ in range(30): tell(e)", str(path)], check=True, cwd=root)
+    assert len(read(path).rounds) == 30
+    endless = subprocess.Popen([sys.executable, "-c", code + "while True: tell(e)", str(path)], cwd=root)
+    while len(path.read_bytes()) < 100_000 or len(read(older(path)).rounds) != 30:
+        time.sleep(0.02)
+        assert endless.poll() is None
+    endless.send_signal(signal.SIGKILL)
+    endless.wait()
+    assert read(path).rounds
+
+
+def test_nobody_holds_on_to_a_record(path: Path) -> None:
+    events = begun(path)
+    tell(events)
+    gone, thread = weakref.ref(events), events._writer._thread
+    del events
+    gc.collect()
+    assert gone() is None and not thread.is_alive()
+    assert len(read(path).rounds) == 1
+
+
+def test_every_line_is_json(path: Path) -> None:
+    written(path)
+    assert all(json.loads(line) for line in path.read_text().splitlines())
