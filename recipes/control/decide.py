@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from random import Random
 from statistics import median
 from time import thread_time_ns
 from typing import Any
 
+from speculon.config import SpeculationConfig
 from speculon.control.policy import POLICIES
 from speculon.control.simulate import Text, Way, World, play
 from speculon.core import Draft
@@ -28,9 +30,11 @@ class Lookups(World):
     """Two of three lookups find nothing; the model says how sure it is."""
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        if method == "model":
-            return Draft((0,) * k, (method,) * k, confidence=tuple(0.5 + random.random() / 2 for _ in range(k)))
-        return Draft((0,) * k, (method,) * k) if random.random() < 1 / 3 else Draft()
+        if method != "model" and random.random() < 2 / 3:
+            return Draft()
+        drafted = super().draft(number, text, method, k, random)
+        sure = tuple(0.5 + random.random() / 2 for _ in range(k)) if method == "model" else None
+        return replace(drafted, confidence=sure)
 
 
 class Timed:
@@ -60,7 +64,7 @@ class Timed:
 
 
 def measure(policy: str, texts: int, rounds: int) -> dict[str, float]:
-    timed = Timed(POLICIES[policy]())
+    timed = Timed(POLICIES[policy](SpeculationConfig()))
     world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, WAYS, lambda number: texts)
     play(timed, world, rounds)  # type: ignore[arg-type]
     return {name: round(median(us[rounds // 4 :]), 1) for name, us in timed.us.items()}

@@ -35,33 +35,33 @@ def test_acceptance_is_learned(truth: float) -> None:
     random, known = Random(1), Acceptance()
     for _ in range(400):
         accepted = next((i for i in range(8) if random.random() >= truth), 8)
-        known.observe([0] * 8, accepted, min(accepted + 1, 8))
+        known.observe([0] * min(accepted + 1, 8), accepted)
     assert known.chance(0) == pytest.approx(truth, abs=0.12)
 
 
 def test_what_was_never_judged_counts_for_nothing() -> None:
     known, blind = Acceptance(), Acceptance()
     for _ in range(50):
-        known.observe([0] * 8, 2, 3)
-        blind.observe([0] * 8, 2, 8)  # planted: what follows the first wrong draft is taken for wrong, too
+        known.observe([0] * 3, 2)
+        blind.observe([0] * 8, 2)  # planted: what follows the first wrong draft is taken for wrong, too
     assert known.chance(5) == pytest.approx(known.chance(15)) and known.chance(5) > blind.chance(5) + 0.3
     assert known.chance(0) > 0.9 and known.chance(2) < 0.1
 
 
 def test_a_drafters_own_confidence_parts_its_drafts() -> None:
-    grades = [grade(value) for value in (None, 0.01, 0.5, 0.67, 0.75, 0.8, 0.99)]
+    grades = [0, *(grade(value) for value in (0.01, 0.5, 0.67, 0.75, 0.8, 0.99))]
     assert grades == sorted(set(grades))
     known = Acceptance()
     for _ in range(100):
-        known.observe([grade(0.95)], 1, 1)
-        known.observe([grade(0.2)], 0, 1)
+        known.observe([grade(0.95)], 1)
+        known.observe([grade(0.2)], 0)
     assert known.chance(0, grade(0.95)) > 0.9 and known.chance(0, grade(0.2)) < 0.1
 
 
 def test_a_text_of_its_own_kind_is_found_out() -> None:
     own = Own()
     for _ in range(10):
-        own.observe([0.8], 0)
+        own.observe(0.8, 1, 0)
     assert own.adjust(0.8) < 0.4 and Own().adjust(0.8) == pytest.approx(0.8)
 
 

@@ -5,13 +5,17 @@ All of it fades: old evidence loses weight with every new one, so that what has 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, log2
+from itertools import accumulate
+from math import exp, log2
+from operator import mul
 from typing import Any
 
 POSITIONS = 16  # deeper ones are taken for the last
 EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds that part the classes of confidence
+BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
@@ -28,12 +32,9 @@ DRIFT = 0.004  # standard deviation per step by which a cost may change, relativ
 OUTLIER = 2.0  # times the estimate
 
 
-def grade(confidence: float | None) -> int:
-    """The class of a drafter's own confidence in (0, 1); 0 where it says nothing."""
-    if confidence is None:
-        return 0
-    odds = log(max(confidence, 1e-6) / max(1 - confidence, 1e-6))
-    return 1 + sum(odds >= edge for edge in EDGES)
+def grade(confidence: float) -> int:
+    """The class of a drafter's own confidence in (0, 1); 0 is for drafters that say nothing."""
+    return 1 + bisect_right(BOUNDS, confidence)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Acceptance:
         self._overall = Share()
         self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
-        self._survivals: dict[int, list[float]] = {}
+        self._survivals: dict[tuple[int, int], list[float]] = {}
         self._stale = 0
 
     def chance(self, position: int, grade: int = 0) -> float:
@@ -78,17 +79,19 @@ class Acceptance:
             return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
         return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
 
-    def survival(self, own: Own, k: int) -> list[float]:
-        """P(d_1..d_j all stand), j = 1 to at least `k`, where the drafter has said nothing of its confidence yet."""
-        found = self._survivals.setdefault(own.kind, [])
-        while len(found) < k:
-            found.append((found[-1] if found else 1.0) * own.adjust(self.chance(len(found))))
+    def survival(self, kind: int, k: int) -> list[float]:
+        """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
+        found = self._survivals.get((kind, k))
+        if found is None:
+            found = [shifted(self.chance(position), kind) for position in range(k)]
+            found = self._survivals[kind, k] = list(accumulate(found, mul))
         return found
 
-    def observe(self, grades: Sequence[int], accepted: int, judged: int) -> None:
-        """A draft with these classes of which the first `judged` were judged and the first `accepted` stood."""
+    def observe(self, grades: Sequence[int], accepted: int) -> None:
+        """Drafts of these classes were judged, and the first `accepted` stood: all of them, or all but the last."""
+        judged = len(grades)
         if self._wider:
-            self._wider.observe(grades, accepted, judged)
+            self._wider.observe(grades, accepted)
         self._stale += 1
         if self._stale >= REFRESH:
             self._refresh()
@@ -136,11 +139,12 @@ class Own:
     kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
     worth: float = HOPE  # tokens that asking has brought of late, less those that its rows could have written
 
-    def observe(self, chances: Sequence[float], accepted: int) -> None:
-        fade = OWN_FADE ** len(chances)
+    def observe(self, expected: float, judged: int, accepted: int) -> None:
+        """Of `judged` drafts `accepted` stood; `expected` would have, were the text like all others."""
+        fade = OWN_FADE**judged
         self.hits = self.hits * fade + accepted
-        self.expected = self.expected * fade + sum(chances)
-        self.tries = self.tries * fade + len(chances)
+        self.expected = self.expected * fade + expected
+        self.tries = self.tries * fade + judged
         self._sort()
 
     def doubt(self) -> None:
@@ -151,14 +155,19 @@ class Own:
         self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
 
     def adjust(self, chance: float) -> float:
-        shifted = chance * SHIFTS[self.kind]
-        return shifted / (1 - chance + shifted)
+        return shifted(chance, self.kind)
 
     def asked(self, worth: float) -> None:
         self.worth += HOPE_FADE * (worth - self.worth)
 
     def _odds(self, hits: float) -> float:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
+
+
+def shifted(chance: float, kind: int) -> float:
+    """With the odds of a text of a kind."""
+    part = chance * SHIFTS[kind]
+    return part / (1 - chance + part)
 
 
 class Fit:
