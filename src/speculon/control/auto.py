@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import mul
 
 from speculon.control.estimate import Own, StepCost, grade
-from speculon.control.known import OF_LATE, Method, Text
+from speculon.control.known import OF_ALL, OF_LATE, Method, Text
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
@@ -69,6 +69,7 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
+        self._others: dict[str, Text] = {}  # what a text of a kind usually does
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
@@ -95,7 +96,9 @@ class Auto:
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
-            text = self._texts.get(seq.id) or self._texts.setdefault(seq.id, Text())
+            text = self._texts.get(seq.id)
+            if text is None:
+                text = self._texts[seq.id] = Text.like(self._others.setdefault(seq.kind, Text()))
             now.tokens += text.added.tokens
             now.ms += text.added.ms
             if seq.plain or seq.room <= 1:
@@ -267,10 +270,10 @@ class Auto:
         if method in now.costly:
             texts, _, ms = timing.proposals.get(method, (1, 0, 0.0))
             rows += ms / texts
-        text.added.late(gained, rows)
-        if text.bare:
-            text.after.late(gained, rows)
-        text.bare = method not in now.cheap
+        others = self._others.setdefault(seq.kind, Text())
+        others.bare = text.bare
+        for known, weight in ((text, OF_LATE), (others, OF_ALL)):
+            known.book(gained, rows, method not in now.cheap, weight)
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained - now.tokens / now.ms * rows if name == method else 0.0)
