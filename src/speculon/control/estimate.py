@@ -22,6 +22,7 @@ UNSURE = 1.0  # of a first guess, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
 OUTLIER = 2.0  # times the estimate
+LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
 def grade(confidence: float | None) -> int:
@@ -159,8 +160,8 @@ class StepCost:
         return bool(self._fit.parts)
 
     def at(self, texts: int, drafts: int) -> float:
-        """Never less for more rows."""
-        return self._fit.at((1.0, texts, drafts))
+        """Never less for more rows, and never nothing: a fit of noisy times may say so, and rates are divided by it."""
+        return max(LEAST_MS, self._fit.at((1.0, texts, drafts)))
 
     def observe(self, texts: int, drafts: int, ms: float) -> None:
         if not self.known:
