@@ -322,14 +322,14 @@ def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch:
     """Else others would be said to have saved what the shadow has spent."""
     slow = script(plain("greedy"))
     propose = slow.propose
-    monkeypatch.setattr(slow, "propose", lambda *args: sleep(0.05) or propose(*args))
+    monkeypatch.setattr(slow, "propose", lambda *args: sleep(0.2) or propose(*args))
     engine = make_engine(tiny_target(LLAMA))
     (request,) = under("shadow", "greedy", "scripted")[:1]
-    engine.add_request(request.prompt, request.params.model_copy(update={"max_tokens": 8}), request.speculation, request.id)
+    engine.add_request(request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id)
     result = drain(engine)[request.id, 0]
     cost = engine._plain_cost.per_row(1)
-    assert cost is not None and cost < 40 and result.stats.draft_ms > 6 * 50
-    assert result.stats.saved_ms is not None and result.stats.saved_ms < -5 * 50
+    assert cost is not None and cost < 150 and result.stats.draft_ms > 4 * 200
+    assert result.stats.saved_ms is not None and result.stats.saved_ms < -3 * 200
 
 
 def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
