@@ -283,7 +283,7 @@ class SpeculationConfig(Checked):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}")
         try:
-            assert self.adaptive
+            _ = self.adaptive  # which checks them
         except InvalidParameter as error:
             raise InvalidParameter(f"adaptive_{error.name}", error.value, error.limit) from None
         return self

@@ -199,7 +199,7 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> SpeculationStats | None:
-        """The account of all steps and texts since the last reset; None when no round ran."""
+        """The account of all steps and texts since the last reset; None when no round ran, and none was watched."""
         return self._stats.speculation()
 
     @property

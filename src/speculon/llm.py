@@ -49,7 +49,7 @@ class Completion:
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """What speculation did; None when no round ran."""
+        """What speculation did; None when no round ran, and none was watched."""
         return self.stats.speculation()
 
 

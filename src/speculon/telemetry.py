@@ -41,7 +41,7 @@ class Stopwatch:
 class SpeculationStats:
     """The account of one request (or of an engine). None stands in its place when no round ran and none was watched."""
 
-    rounds: int  # target calls that verified a draft; where there is none, shares and means are 0.0
+    rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
     drafted: int
     accepted: int
     rejected: int

@@ -11,6 +11,8 @@ from speculon.control.auto import Auto
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
 from speculon.control.policy import Fixed
 from speculon.control.simulate import Way, World, play
+from speculon.core import Load
+from tests.builders import make_sequence
 
 # measured with the demo pair, one thread: ms of a step, of a look-up, of a draft model's call
 STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
@@ -77,6 +79,12 @@ def test_step_costs_are_learned_and_never_fall_with_rows() -> None:
     again = StepCost()
     again.restore(costs.state())
     assert again.at(5, 2, 7) == costs.at(5, 2, 7)
+
+
+def test_a_step_is_never_believed_to_cost_nothing() -> None:
+    auto, seqs = Auto(), [make_sequence([1, 2, 3]) for _ in range(3)]
+    auto.costs.restore([-1.0, 0.0, 0.5])  # what noise can make of the parts
+    assert auto.costs.at(3, 0) > 0 and len(auto.decide(seqs, Load(3, 0, 9))) == 3
 
 
 def test_proposal_costs_are_learned() -> None:

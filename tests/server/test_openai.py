@@ -98,6 +98,31 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
     assert EDIT[:12] not in path.read_text() and answer.choices[0].text[:12] not in path.read_text()
 
 
+def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Outside) -> None:
+    def metric(name: str) -> float:
+        page = httpx.get(real.url() + "/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.split()[1]) for line in page if line.startswith(f'speculon_shadow_{name}_total{{method="ngram"}}'))
+
+    assert metric("rounds") == 0
+    ask = {"prompt": EDIT * 3, "temperature": 0, "max_tokens": 40}
+    seen = complete(client, **ask, **spec(method="ngram", policy="shadow"))
+    done = complete(client, **ask, **spec(method="ngram", policy="fixed"))
+    told, account = seen.speculation["shadow"]["ngram"], done.speculation
+    assert seen.choices[0].text == done.choices[0].text
+    assert [told[name] for name in ("rounds", "drafted", "accepted")] == [account[n] for n in ("rounds", "drafted", "accepted")]
+    assert seen.speculation["rounds"] == 0 and seen.speculation["reasons"]["shadow"] > 0 and account["shadow"] == {}
+    real.wait_for(lambda: metric("rounds") == told["rounds"], seconds=10)
+    assert (metric("draft_tokens"), metric("accepted_tokens")) == (told["drafted"], told["accepted"])
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "solo", "auto"])
+def test_a_request_may_say_how_far(client: openai.OpenAI, policy: str) -> None:
+    texts = {complete(client, temperature=0, max_tokens=40, **way).choices[0].text for way in ({}, spec(policy=policy))}
+    assert len(texts) == 1
+    with pytest.raises(openai.BadRequestError, match="known are fixed, adaptive, solo, shadow, auto"):
+        complete(client, **spec(policy="reckless"))
+
+
 def test_n_and_several_prompts(client: openai.OpenAI) -> None:
     answer = complete(client, [CODE, "import "], n=2, seed=3, max_tokens=12)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

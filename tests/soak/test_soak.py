@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
+from speculon.control.policy import POLICIES
 from speculon.core import Event
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
@@ -18,6 +19,7 @@ from tests.tiny.conftest import CONTEXT, tiny_target
 from tests.tiny.drafting import DRAFT, Doubting, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import TIE, gap
+from tests.tiny.test_policies import unknown_to
 from tests.tiny.test_requests import check_account
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
@@ -57,7 +59,8 @@ def random_request(number: int, chance: random.Random, prompts: list[list[int]])
     }
     params |= {name: make() for name, make in some.items() if chance.random() < 0.15}
     method = chance.choice(["scripted", "scripted", "ngram", "synthetic", "off", "auto", "draft_model", "draft_model"])
-    speculation = {"method": method, "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16])}
+    policy = random.Random(number).choice(["fixed"] * len(POLICIES) + list(POLICIES))
+    speculation = {"method": method, "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16]), "policy": policy}
     return Request(prompt, SamplingParams(**params), speculation, f"q{number}")
 
 
@@ -210,5 +213,6 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
     assert total.totals.accepted_from["draft_model"] > 100 and max(draft.calls) > 30
     assert total.totals.preemptions > 10 or engine.scheduler.max_num_seqs == 4
     assert total.totals.reasons["no_pages"] > 0 and len(set(crowd.refused.values())) >= 4
+    assert total.totals.watched.total() > 10 and unknown_to(engine)
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
     print(f"\n{dict(kinds)}, refused {dict(Counter(crowd.refused.values()))}, {ties} ties, {total.snapshot()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import pytest
@@ -315,6 +316,20 @@ def test_a_text_that_is_stopped_or_aborted_is_accounted_for() -> None:
     (event,) = engine.abort(request.id)
     assert event.stats and event.stats.watched_at.total() == 2, "of the first draft two tokens were written"
     assert engine.counters.totals.watched_at.total() == 2 and unknown_to(engine)
+
+
+def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else others would be said to have saved what the shadow has spent."""
+    slow = script(plain("greedy"))
+    propose = slow.propose
+    monkeypatch.setattr(slow, "propose", lambda *args: sleep(0.2) or propose(*args))
+    engine = make_engine(tiny_target(LLAMA))
+    (request,) = under("shadow", "greedy", "scripted")[:1]
+    engine.add_request(request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id)
+    result = drain(engine)[request.id, 0]
+    cost = engine._plain_cost.per_row(1)
+    assert cost is not None and cost < 150 and result.stats.draft_ms > 4 * 200
+    assert result.stats.saved_ms is not None and result.stats.saved_ms < -3 * 200
 
 
 def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.core import Decision, Draft, Finish, SpanKind
+from speculon.core import Decision, Draft, Finish, Reason, SpanKind
 from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
 from speculon.text import Tokenizer, final_text
@@ -53,9 +53,12 @@ def check_account(result: Result) -> None:
     assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
     assert stats.drafted_from.total() == stats.drafted_at.total()
     assert stats.rounds + stats.reasons.total() <= stats.target_calls
-    assert stats.rounds <= stats.draft_calls <= stats.rounds + stats.reasons["no_match"]
-    assert (done is None) == (stats.rounds == 0)
-    if done:
+    unverified = sum(stats.reasons[reason] for reason in (Reason.NO_MATCH, Reason.COST, Reason.SHADOW))
+    assert stats.rounds <= stats.draft_calls <= stats.rounds + unverified
+    assert (done is None) == (stats.rounds == 0 and not stats.watched)
+    assert stats.stood_at.total() <= stats.watched_at.total() and stats.watched.total() <= stats.watched_at.total()
+    if stats.rounds:
+        assert done
         assert done.drafted == done.accepted + done.rejected
         assert done.tokens_per_target_call == done.emitted / done.target_calls
         assert done.acceptance_rate == done.accepted / done.drafted

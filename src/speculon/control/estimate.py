@@ -30,6 +30,7 @@ UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
 OUTLIER = 2.0  # times the estimate
+LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
 def grade(confidence: float) -> int:
@@ -220,8 +221,8 @@ class StepCost:
         return max(0.0, self._fit.parts[3])
 
     def at(self, texts: int, drafting: int, drafts: int) -> float:
-        """Never less for more rows."""
-        return self._fit.at((1.0, texts, drafting, drafts))
+        """Never less for more rows, and never nothing: a fit of noisy times may say so, and rates are divided by it."""
+        return max(LEAST_MS, self._fit.at((1.0, texts, drafting, drafts)))
 
     def observe(self, texts: int, drafting: int, drafts: int, ms: float) -> None:
         if not self.known:

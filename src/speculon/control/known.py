@@ -1,0 +1,79 @@
+"""What the policy `auto` knows of methods and of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from speculon.control.estimate import Acceptance, Own, ProposalCost
+
+OF_LATE = 0.15  # weight of the last round in what a text adds
+OF_ALL = 0.02  # in what texts of its kind do
+
+
+@dataclass(slots=True)
+class Method:
+    """One way of drafting."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of all texts
+    kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
+    cost: ProposalCost = field(default_factory=ProposalCost)
+    reach: float = 1.0  # share of the texts it is offered that ask it in the end: look-ups found nothing for them
+    saved_ms: float = 0.0  # time that may be spent on a probe
+    distance: float = 1.0  # between probes, in multiples of what the share of time allows
+
+    def of(self, kind: str) -> Acceptance:
+        found = self.kinds.get(kind)
+        if found is None:
+            found = self.kinds[kind] = Acceptance(self.acceptance)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        kinds = {kind: acceptance.state() for kind, acceptance in self.kinds.items()}
+        return {"all": self.acceptance.state(), "kinds": kinds, "cost": self.cost.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.acceptance.restore(state["all"])
+        for kind, found in state["kinds"].items():
+            self.of(kind).restore(found)
+        self.cost.restore(state["cost"])
+
+
+@dataclass(slots=True)
+class Added:
+    """Tokens and ms that a text adds to a round of late, beyond its one token and its one row."""
+
+    tokens: float = 0.0
+    ms: float = 0.0
+
+    def late(self, tokens: float, ms: float, weight: float = OF_LATE) -> None:
+        self.tokens += weight * (tokens - self.tokens)
+        self.ms += weight * (ms - self.ms)
+
+
+@dataclass(slots=True)
+class Text:
+    """One text."""
+
+    added: Added = field(default_factory=Added)
+    after: Added = field(default_factory=Added)  # the same of those rounds alone that followed one without a look-up's draft
+    bare: bool = False  # whether the last round was one
+    own: dict[str, Own] = field(default_factory=dict)  # by method
+
+    @classmethod
+    def like(cls, others: Text) -> Text:
+        """A new one, believed to be like the others of its kind."""
+        return cls(replace(others.added), replace(others.after))
+
+    def book(self, tokens: float, ms: float, bare: bool, weight: float = OF_LATE) -> None:
+        """Of a round: what it brought and took beyond one token and one row, and whether it had no look-up's draft."""
+        self.added.late(tokens, ms, weight)
+        if self.bare:
+            self.after.late(tokens, ms, weight)
+        self.bare = bare
+
+    def of(self, method: str) -> Own:
+        found = self.own.get(method)
+        if found is None:
+            found = self.own[method] = Own()
+        return found
