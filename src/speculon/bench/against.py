@@ -30,7 +30,7 @@ class Estimate:
     def verdict(self) -> str:
         if self.low is not None and self.low > 1:
             return "faster"
-        return "slower" if self.high is not None and self.high < 1 else "no difference shown"
+        return "slower" if self.high is not None and self.high < 1 else "undecided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,15 @@ def logs_of(cell: Cell, base: Cell) -> Logs:
 
 
 def estimate(cells: list[Logs]) -> Estimate:
-    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same luck always."""
+    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same luck always.
+
+    One less is drawn than there are: else few groups would look surer than they are (Rao and Wu 1988).
+    """
     samples = [list(logs.values()) for logs in cells]
     ratio = exp(fmean(fmean(values) for values in samples))
     if min(map(len, samples)) < 2:
         return Estimate(ratio)
     rng = random.Random("speculon bench")
-    drawn = sorted(fmean(fmean(rng.choices(values, k=len(values))) for values in samples) for _ in range(DRAWS))
+    drawn = sorted(fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS))
     low, high = (exp(at_share(drawn, share)) for share in BOUNDS)
     return Estimate(ratio, low, high)

@@ -41,8 +41,8 @@ def diagnose(stats: RequestStats, step: Profile, plain: Profile, ratio: float, n
         first = max(reasons, key=reasons.__getitem__)
         return NO_PROPOSALS if first == Reason.NO_MATCH else f"{GATED}: {first}"
     leaks = leaks_of(stats, step, plain)
-    bought = stats.accepted / max(1, stats.target_calls) * sum(plain.values())
-    if not leaks or bought > leaks[DRAFT_COST] + leaks[VERIFY_COST]:  # decoding itself was faster
+    tokens = 1 + stats.accepted / max(1, stats.target_calls)  # of a call
+    if not leaks or tokens * sum(plain.values()) > sum(step.values()):  # decoding itself was faster
         return EVEN if ratio >= low else UNCLEAR
     return max(leaks, key=leaks.__getitem__)
 
