@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from speculon.bench.cell import Cell, ms_by_rows, overhead, profile, quartiles, without_loops
+from speculon.bench.cell import Cell, ms_by_rows, overhead, per_text, profile, quartiles, without_loops
 from speculon.bench.measure import Measurement, Step, loops
 from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
 from speculon.bench.plan import MODES as MODES_ASKED
@@ -274,7 +274,9 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     assert ms_by_rows([one]) == {1: (4, 1), 5: (6.5, 2)}
     assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
     assert profile([one]) == pytest.approx(timed(2.5 / 3, 17 / 3, 25 / 3))
-    assert profile([]) == {} and overhead([]) is None
+    assert profile([]) == per_text([]) == {} and overhead([]) is None
+    pair = Measurement(0.5, [[1], [2]], [""], steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))])
+    assert per_text([pair]) == pytest.approx(timed(2 / 3, 4, 5))  # of three, whose last had no other beside it
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 

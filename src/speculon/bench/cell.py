@@ -87,7 +87,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     free = without_loops(repeats, plain, cases)
     split, plain_ms = rounds_of(everything), mean_step_ms([one for groups in plain for one in groups])
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
-    steps, plain_steps = profile(everything), profile([one for groups in plain for one in groups])
+    call, plain_call = per_text(everything), per_text([one for groups in plain for one in groups])
     apart = [where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)]
     speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
     return Cell(
@@ -113,14 +113,14 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         reached=reached(done) if done else None,
         needed=needs(split, plain_ms, len(done.per_position)) if done and split and plain_ms and concurrency == 1 else [],
         ms_by_rows=ms_by_rows(everything),
-        profile=steps,
+        profile=profile(everything),
         overhead=overhead(everything),
         looping=sum(looping) / len(texts),
         exact=sum(text.strip() == right for text, right in asked) / len(asked) if asked else None,
         different=len(apart),
         tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
         reasons=dict(stats.reasons),
-        diagnosis=diagnose(stats, steps, plain_steps, median(ratios), noise_of(runs)) if mode.speculates else None,
+        diagnosis=diagnose(stats, call, plain_call, median(ratios), noise_of(runs)) if mode.speculates else None,
         per_repeat=speeds,
         speeds=[[one.tokens_per_second for one in groups] for groups in repeats],
     )
@@ -196,6 +196,13 @@ def profile(measurements: list[Measurement]) -> dict[str, float]:
     """Where the mean decoding step's time goes; empty when there was none."""
     steps = decoding(measurements)
     return {part: sum(step.profile[part] for step in steps) / len(steps) for part in PARTS} if steps else {}
+
+
+def per_text(measurements: list[Measurement]) -> dict[str, float]:
+    """The ms of the decoding steps by the number of texts in them: a crowd whose texts end one by one shares its steps less."""
+    steps = decoding(measurements)
+    texts = sum(step.spans for step in steps)
+    return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}
 
 
 def overhead(measurements: list[Measurement]) -> float | None:
