@@ -63,7 +63,7 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_prompts(folder / "prompts.jsonl", asked.prompts, asked.tokens)
-        flags = ("--model", "demo", "--threads", str(asked.threads), "--no-prefix-cache")
+        flags = ("--model", "demo", "--threads", str(asked.threads), "--no-prefix-cache", "--suffix-pools", "0")
         servers = {
             method: stack.enter_context(Server(*flags, "--method", method, log=asked.out / f"server-{method}.log"))
             for method in methods

@@ -125,22 +125,26 @@ def inspect(
 @settings_from(SpeculationConfig, EngineConfig, without=("method",))
 def bench(
     workloads: Annotated[
-        str | None, typer.Option(metavar="LIST", help="of code, edit, prose; NAME@T at temperature T (default: all three)")
+        str | None, typer.Option(metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T at temperature T (default: all)")
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="METHOD:K or METHOD:K/RULE, as draft_model:4/rejection (default: ngram:4,ngram:8)"),
+        typer.Option(
+            metavar="LIST",
+            help="METHOD:K+POLICY/RULE, all but the method if wanted: ngram:8, auto+auto, draft_model:4/rejection "
+            "(default: look-ups and drafts of several K, and auto+auto)",
+        ),
     ] = None,
-    concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,8)")] = None,
-    prompts: Annotated[int | None, typer.Option(help="per workload (default: 16)")] = None,
+    concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,4,8)")] = None,
+    prompts: Annotated[int | None, typer.Option(help="per workload (default: 32)")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="written per prompt at most (default: 128)")] = None,
-    repeats: Annotated[int | None, typer.Option(help="of everything; medians are reported (default: 3)")] = None,
+    repeats: Annotated[int | None, typer.Option(help="of everything; medians are reported (default: 1)")] = None,
     with_transformers: Annotated[bool | None, typer.Option(help="also transformers' own generate, one text at a time")] = None,
     widen: Annotated[
         int | None,
         typer.Option(metavar="N", help="widen the target to N million parameters: the same text at a larger model's cost"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="8 prompts of 64 tokens, once")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="8 prompts of 64 tokens, 1 and 4 at once")] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)"),
@@ -148,7 +152,8 @@ def bench(
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
-    """Compare modes on held-out code, edits and prose, alternated in one run, with plain decoding measured twice."""
+    """Compare modes on held-out code, edits and prose, alternated in one run, with plain decoding measured twice; policies
+    against the best fixed mode."""
     from speculon.commands.bench import numbers, run, words
 
     asked = {

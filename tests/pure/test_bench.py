@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from io import StringIO
+
 import pytest
 from rich.console import Console
 
-from speculon.bench.cell import Cell, ms_by_rows, overhead, profile, quartiles, without_loops
-from speculon.bench.chart import lay_out
+from speculon.bench.cell import Cell, ms_by_rows, overhead, per_text, profile, quartiles, without_loops
 from speculon.bench.measure import Measurement, Step, loops
 from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
+from speculon.bench.plan import MODES as MODES_ASKED
 from speculon.bench.rounds import Need, Rounds, equal_acceptance, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.run import alternate
 from speculon.bench.tables import (
@@ -22,8 +25,8 @@ from speculon.bench.tables import (
     rounds_markdown,
     table,
 )
-from speculon.bench.workloads import Case, parse
-from speculon.config import SamplingParams
+from speculon.bench.workloads import Case, parse, side_by_side
+from speculon.config import POLICIES, SamplingParams
 from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
@@ -37,6 +40,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "workload": "code",
         "concurrency": 1,
         "mode": mode,
+        "policy": "fixed",
         "texts": 8,
         "tokens": 512,
         "tokens_per_second": 200.0,
@@ -62,7 +66,9 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "different": 0,
         "tie_nats": [],
         "reasons": {"no_match": 3},
+        "diagnosis": None if mode in ("off", AGAIN, STOCK) else "pays",
         "per_repeat": [200.0, 200.0],
+        "speeds": [[200.0, 200.0], [200.0, 200.0]],
     }
     return Cell(**(defaults | fields))  # type: ignore[arg-type]
 
@@ -97,7 +103,22 @@ def test_a_mode_is_a_method_a_number_and_a_rule() -> None:
     assert parse_mode("off").speculation == {"method": "off"}
 
 
-@pytest.mark.parametrize("text", ["ngram:", "ngram:0", "ngram:x", "ngram:-1", "off:4", "off/matching", "ngram:4:4"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
+    assert parse_mode(f"auto+{policy}").speculation == {"method": "auto", "policy": policy}  # K is the policy's own
+    whole = {"method": "draft_model", "num_speculative_tokens": 4, "policy": policy, "acceptance": "rejection"}
+    assert parse_mode(f"draft_model:4+{policy}/rejection").speculation == whole
+
+
+@pytest.mark.parametrize("text", ["auto+luck", "auto:8+", "auto+auto+auto"])
+def test_a_policy_that_is_none_is_told_with_those_there_are(text: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"known policies are {', '.join(POLICIES)}"):
+        Plan(modes=(text,))
+
+
+@pytest.mark.parametrize(
+    "text", ["ngram:", "ngram:0", "ngram:x", "ngram:-1", "off:4", "off/matching", "off+auto", "ngram:4:4", "ngram+auto:4"]
+)
 def test_a_mode_that_is_none(text: str) -> None:
     with pytest.raises(InvalidParameter, match="modes"):
         Plan(modes=(text,))
@@ -117,15 +138,18 @@ def test_a_number_or_a_rule_that_cannot_be_is_named(text: str, said: str) -> Non
         Plan(modes=(text,))
 
 
-@pytest.mark.parametrize(("text", "temperature"), [("code", 0), ("prose", 1), ("prose@0.7", 0.7), ("code@1", 1), ("prose@0", 0)])
-def test_a_workload_has_a_temperature(text: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "temperature"),
+    [("code", 0), ("prose", 1), ("prose@0.7", 0.7), ("code@1", 1), ("prose@0", 0), ("mixed", None), ("mixed@1", 1), ("warm", 0)],
+)
+def test_a_workload_has_a_temperature(text: str, temperature: float | None) -> None:
     assert parse(text)[1] == temperature
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("poems@1", "workloads = 'poems@1': known are code, edit, prose"),
+        ("poems@1", "workloads = 'poems@1': known are code, edit, prose, mixed, warm"),
         ("prose@", "NAME@TEMPERATURE"),
         ("prose@warm", "NAME@TEMPERATURE"),
         ("prose@-1", r"temperature = -1.0: .*greater than or equal to 0"),
@@ -149,6 +173,7 @@ def test_a_temperature_that_cannot_be(text: str, said: str) -> None:
         ({"modes": ("ngram:4", "ngram:4")}, InvalidParameter),
         ({"widen": 0}, InvalidParameter),
         ({"max_tokens": 0}, InvalidParameter),
+        ({"prompts": 15}, InvalidParameter),  # 8 users with two edits each
     ],
 )
 def test_a_plan_that_cannot_be(fields: dict[str, object], error: type[Exception]) -> None:
@@ -171,12 +196,59 @@ def test_modes_alternate_and_nobody_is_always_first() -> None:
     order = [(repeat, group, mode.label) for repeat, group, mode in alternate(2, 3, modes)]
     assert len(set(order)) == len(order) == 18
     blocks = ["".join(label for _, _, label in order[i : i + 3]) for i in range(0, 18, 3)]
-    assert blocks == ["abc", "bca", "cab", "bca", "cab", "abc"]
+    assert blocks == ["acb", "bac", "cba", "bca", "cab", "abc"]
+
+
+def followers(blocks: list[str]) -> Counter[str]:
+    return Counter(block[i : i + 2] for block in blocks for i in range(len(block) - 1))
+
+
+@pytest.mark.parametrize("n", range(2, 12))
+def test_every_mode_follows_every_other_one_equally_often(n: int) -> None:
+    rows = 2 * n if n % 2 else n
+    labels = "abcdefghijk"[:n]
+    order = [mode.label for _, _, mode in alternate(1, rows, [Mode(label) for label in labels])]
+    blocks = ["".join(order[i : i + n]) for i in range(0, len(order), n)]
+    assert all(sorted(block) == list(labels) for block in blocks)
+    found = followers(blocks)
+    assert len(found) == n * (n - 1) and set(found.values()) == {rows // n}
+    assert Counter(block[0] for block in blocks) == dict.fromkeys(labels, rows // n)
+    assert n < 4 or max(followers(blocks[:4]).values()) <= 2  # from the first rows on
+
+
+def test_a_planted_rotation_is_seen_to_let_the_same_one_follow() -> None:
+    assert followers(["abc", "bca", "cab"]) == {"ab": 2, "bc": 2, "ca": 2}
 
 
 def test_the_bar_knows_how_many_measurements_there_will_be() -> None:
     plan = Plan(workloads=("code", "prose"), modes=("ngram:4",), concurrency=(1, 4), prompts=10, repeats=2)
     assert plan.measurements == 2 * (3 * (1 + 2 * 10) + 3 * (1 + 2 * 2))
+
+
+@pytest.mark.parametrize("prompts", [16, 30, 33, 40])
+def test_users_of_a_loop_are_written_side_by_side_and_their_edits_one_after_the_other(prompts: int) -> None:
+    plan = Plan(workloads=("warm",), prompts=prompts, repeats=1)
+    edits = plan.size(context=1000).edits
+    cases = [Case(f"{i % edits}", [1], SamplingParams(), user=f"user {i // edits}") for i in range(prompts)]
+    for crowd in plan.concurrency:
+        groups = side_by_side(cases, crowd)
+        assert len(groups) == plan.groups("warm", crowd) >= 2
+        assert all(len({case.user for case in group}) == crowd and len({case.name for case in group}) == 1 for group in groups)
+        for user in {case.user for case in cases}:
+            mine = [case.name for group in groups for case in group if case.user == user]
+            assert mine in ([], [str(i) for i in range(edits)])
+
+
+def test_cases_without_a_user_are_taken_as_they_come() -> None:
+    cases = [Case(name, [1], SamplingParams()) for name in "abcde"]
+    assert [[case.name for case in group] for group in side_by_side(cases, 2)] == [["a", "b"], ["c", "d"]]
+
+
+def test_the_usual_modes_are_those_that_something_drafts_for() -> None:
+    lacking = {"draft_model": "no_drafter"}.get
+    assert Plan().at_hand(lambda method: None) == Plan()
+    assert Plan().at_hand(lacking).modes == tuple(mode for mode in MODES_ASKED if "draft_model" not in mode)
+    assert "draft_model:4" in MODES_ASKED
 
 
 def test_quartiles() -> None:
@@ -202,7 +274,9 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     assert ms_by_rows([one]) == {1: (4, 1), 5: (6.5, 2)}
     assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
     assert profile([one]) == pytest.approx(timed(2.5 / 3, 17 / 3, 25 / 3))
-    assert profile([]) == {} and overhead([]) is None
+    assert profile([]) == per_text([]) == {} and overhead([]) is None
+    pair = Measurement(0.5, [[1], [2]], [""], steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))])
+    assert per_text([pair]) == pytest.approx(timed(2 / 3, 4, 5))  # of three, whose last had no other beside it
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 
@@ -298,7 +372,8 @@ def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
     lines = markdown([make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1
-    assert "| 2.00 | 1.80 (6) | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all |" in lines[3]
+    assert "| 2.00 | 1.80 (6) | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all | - | 25% | pays |" in lines[3]
+    assert "| 25% | - |" in lines[2]
 
 
 def test_a_rule_that_may_write_other_texts_is_named() -> None:
@@ -329,45 +404,7 @@ def test_the_terminal_has_a_table_per_workload_and_crowd() -> None:
     tables = [table(some) for some in by_cell(cells)]
     assert [made.title for made in tables] == ["code, one at a time", "code, 8 at once"]
     assert [made.row_count for made in tables] == [2, 2]
-    assert Console(width=80).measure(tables[1]).minimum <= 80
-
-
-def overlaps(cells: list[Cell], title: str) -> list[str]:
-    """What runs out of the figure, or into its neighbour."""
-    figure = lay_out(cells, title)
-    figure.draw_without_rendering()
-    paper = figure.bbox
-    found = []
-    edges = {"legend": figure.legends[0], "title": figure.texts[0], "scale": figure.axes[0].yaxis.label}
-    for name, box in ((name, edge.get_window_extent()) for name, edge in edges.items()):
-        if not (paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0 and box.y1 <= paper.y1):
-            found.append(name)
-    for panel in figure.axes:
-        numbers = sorted((text.get_window_extent() for text in panel.texts), key=lambda box: box.x0)
-        found += ["numbers" for left, right in zip(numbers, numbers[1:], strict=False) if left.x1 > right.x0]
-    return found
-
-
-MODES = [f"draft_model:{k}/{rule}" for k in (2, 4, 8) for rule in ("matching", "rejection")]
-
-
-@pytest.mark.parametrize("counts", [(1,), (1, 8)])
-@pytest.mark.parametrize("modes", [MODES[:1], MODES])
-def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
-    cells = [
-        make_cell(mode, workload=name, concurrency=count)
-        for name in ("code", "edit", "prose@0.7")
-        for count in counts
-        for mode in ("off", *modes, AGAIN)
-    ]
-    assert (
-        overlaps(cells, "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on " * 2)
-        == []
-    )
-
-
-def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
-        monkeypatch.setattr(f"speculon.bench.chart.{name}", 0.02)
-    cells = [make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)]
-    assert set(overlaps(cells, "a long title " * 20)) == {"legend", "title", "numbers"}
+    screen = Console(width=80, file=StringIO())
+    screen.print(tables[1], table([make_cell("off"), make_cell("ngram:4", diagnosis="gated: low_acceptance")]))
+    said = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("diagnosis") == 2 and "pays" in said and "low_acceptance" in said and "…" not in said

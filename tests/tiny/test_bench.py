@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,22 @@ from typer.testing import CliRunner
 from speculon import LLM, SamplingParams
 from speculon.bench import workloads
 from speculon.bench.cell import tie_gap
-from speculon.bench.measure import measure, recording
+from speculon.bench.measure import Measurement, measure, recording
 from speculon.bench.plan import AGAIN, STOCK, Plan
 from speculon.bench.run import run
 from speculon.bench.stock import Stock
-from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
+from speculon.bench.widen import gated_mlps, widen_target
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence
+from speculon.control.auto import Auto
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence
 from speculon.demo import corpus
-from speculon.errors import BenchError, ConfigError, InvalidParameter, UnsupportedModel
-from speculon.models import prove
-from speculon.models.load import wrap_model
-from speculon.models.target import Target
+from speculon.errors import BenchError, InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
-from tests.tiny.conftest import build as build_model
-from tests.tiny.conftest import tiny_model
+from speculon.proposers.pools import key_of
+from speculon.proposers.suffix import Suffix
 from tests.tiny.folders import CONTEXT, make_folder, make_library
 
 PROMPTS, TOKENS = 2, 96
@@ -65,9 +64,11 @@ def bench(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     sizes = ["--prompts", str(PROMPTS), "--max-tokens", str(TOKENS), "--repeats", "1", "--concurrency", "1,2"]
+    sizes += ["--workloads", "code,edit,prose,mixed"]
     code, out, err = bench(folder, *sizes, "--modes", "ngram:4", "--with-transformers", "--out", str(tmp_path / "new"), "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
+    assert report["against_best_fixed"] == [] and all(cell["policy"] == "fixed" for cell in report["cells"])
     assert json.loads((tmp_path / "new" / "bench.json").read_text()) == report
     assert (tmp_path / "new" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "| code | 1 | ngram:4 |" in (tmp_path / "new" / "bench.md").read_text()
@@ -75,14 +76,16 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     cells = {(cell["workload"], cell["concurrency"], cell["mode"]): cell for cell in report["cells"]}
     greedy = [(name, 1, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", STOCK, AGAIN)]
     crowds = [(name, 2, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", AGAIN)]
-    prose = [("prose", count, mode) for count in (1, 2) for mode in ("off", "ngram:4", AGAIN)]
+    prose = [(name, count, mode) for name in ("prose", "mixed") for count in (1, 2) for mode in ("off", "ngram:4", AGAIN)]
     assert set(cells) == {*greedy, *crowds, *prose}
     assert all(cell["different"] == 0 for cell in cells.values())  # fp32: the same text everywhere
     assert all(cell["ratio"] == 1 for (_, _, mode), cell in cells.items() if mode == "off")
     assert all(0.9 < cell["tokens_per_target_call"] <= 1 for (_, _, mode), cell in cells.items() if mode in ("off", AGAIN))
     ngram = cells["code", 1, "ngram:4"]
     assert ngram["tokens_per_target_call"] > 1 and len(ngram["per_position"]) == 4 and "5" in ngram["ms_by_rows"]
-    assert 0 < ngram["overhead"] < 1 and cells["edit", 1, "off"]["exact"] == 0
+    assert 0 < ngram["overhead"] < 1 and ngram["diagnosis"] and cells["code", 1, "off"]["diagnosis"] is None
+    assert [cells[name, 1, "off"]["exact"] for name in ("code", "edit", "prose", "mixed")] == [None, 0, None, 0]
+    assert [len(cells["code", count, "off"]["speeds"][0]) for count in (1, 2)] == [2, 1]
 
     assert ngram["sources"] == {"ngram": 1} and 0 < ngram["reached"] <= 1
     split = ngram["rounds"]
@@ -100,6 +103,34 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     assert report["model"]["prefix_cache"] is False and report["model"]["name"] == "model"
 
 
+def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: Path) -> None:
+    sizes = ["--workloads", "code", "--prompts", "2", "--max-tokens", "48", "--repeats", "1", "--concurrency", "1"]
+    out = tmp_path / "new"
+    code, said, _ = bench(folder, *sizes, "--modes", "ngram:4,suffix:8,suffix+auto", "--out", str(out))
+    assert code == 0 and "auto against the best fixed mode" in said
+    report = json.loads((out / "bench.json").read_text())
+    assert {cell["mode"]: cell["policy"] for cell in report["cells"]}["suffix+auto"] == "auto"
+    one, whole = report["against_best_fixed"]
+    assert one["mode"] == whole["mode"] == "suffix+auto" and set(one["picked"]) <= {"off", "ngram:4", "suffix:8"}
+    assert one["over_best"]["low"] <= one["over_best"]["ratio"] <= one["over_best"]["high"]
+    assert "## auto against the best fixed mode" in (out / "bench.md").read_text()
+
+
+def test_without_options_the_modes_are_those_that_something_drafts_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plans: list[Plan] = []
+
+    def stop(llm: LLM, plan: Plan, advance: object) -> None:
+        plans.append(plan)
+        raise BenchError("seen")
+
+    monkeypatch.setattr("speculon.commands.bench.compare", stop)
+    assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
+    assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 1]
+    assert plans[1] == Plan()
+
+
 def test_it_shows_tables(folder: Path) -> None:
     sizes = ["--workloads", "code", "--prompts", "1", "--max-tokens", "32", "--repeats", "1", "--concurrency", "1"]
     code, out, _ = bench(folder, *sizes, "--modes", "ngram:2")
@@ -110,7 +141,7 @@ def test_it_shows_tables(folder: Path) -> None:
 
 def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:
     sizes = ["--workloads", "code", "--prompts", "1", "--repeats", "1", "--concurrency", "1"]
-    code, out, _ = bench(folder, *sizes, "--max-tokens", "2", "--json")  # the second token needs no guess
+    code, out, _ = bench(folder, *sizes, "--max-tokens", "2", "--modes", "ngram:4", "--json")  # the second token needs no guess
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, "BenchError")
     assert "ngram:4 ran no speculative round in code" in error["message"] and "max_tokens" in error["message"]
@@ -125,6 +156,76 @@ def drafting(folder: Path) -> LLM:
 def small(**fields: Any) -> Plan:
     usual: dict[str, Any] = {"workloads": ("code",), "concurrency": (1,), "prompts": 1, "max_tokens": 16, "repeats": 1}
     return Plan(**(usual | fields))
+
+
+Pooled = list[tuple[str, int, int, int]]  # mode and time; tokens that its users' pools held before, and after; pools in all
+
+
+def watch_pools(llm: LLM, plan: Plan, monkeypatch: pytest.MonkeyPatch, pool: Callable[[str], str] = str) -> Pooled:
+    """Every measurement of a run."""
+    seen: Pooled = []
+    found = llm.engine.proposers.find("suffix")
+    assert isinstance(found, Suffix)
+
+    def held(cases: list[Case], time: str) -> int:
+        return sum(found.pools.sizes.get(str(key_of(f"{case.user}, {time}", case.prompt)), 0) for case in cases)
+
+    def watched(llm: LLM, cases: list[Case], speculation: dict[str, Any], time: str = "") -> Measurement:
+        before = held(cases, pool(time))
+        done = measure(llm, cases, speculation, pool(time))
+        seen.append((time, before, held(cases, pool(time)), len(found.pools.sizes)))
+        return done
+
+    monkeypatch.setattr("speculon.bench.run.measure", watched)
+    run(llm, plan)
+    return seen
+
+
+def not_cold(seen: Pooled, edits: int) -> list[str]:
+    """Times in which a user's first edit found something, or a later one nothing."""
+    times: dict[str, list[int]] = {}
+    for time, before, _, _ in seen:
+        times.setdefault(time, []).append(before)
+    return [time for time, held in times.items() if any((n > 0) != (i % edits > 0) for i, n in enumerate(held))]
+
+
+WARM: dict[str, Any] = {"workloads": ("warm",), "prompts": 4, "max_tokens": 96, "repeats": 2, "concurrency": (1, 2)}
+
+
+def test_a_loop_is_cold_at_its_first_edit_in_every_mode_and_repeat_and_warm_after_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    plan = small(modes=("suffix:4", "ngram:4", "suffix:8"), **WARM)
+    seen = watch_pools(llm, plan, monkeypatch)
+    assert len(seen) == plan.measurements
+    assert not_cold([each for each in seen if each[0].startswith("suffix")], edits=2) == []
+    assert all((after > before) == time.startswith("suffix") for time, before, after, _ in seen)
+
+
+def test_a_planted_pool_that_is_the_same_every_time_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    seen = watch_pools(llm, small(modes=("suffix:4",), **WARM), monkeypatch, pool=lambda time: "always")
+    assert "suffix:4, repeat 0 of warm, 1" in not_cold([each for each in seen if each[0].startswith("suffix")], edits=2)
+
+
+def test_other_workloads_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    plan = small(workloads=("code", "edit", "prose", "mixed"), modes=("suffix:4",), prompts=3, max_tokens=96)
+    assert {pools for *_, pools in watch_pools(llm, plan, monkeypatch)} == {0}
+
+
+def test_users_that_would_be_forgotten_are_refused(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"suffix_pools": 3})
+    plan = small(workloads=("warm",), modes=("suffix:4", "suffix:8"), concurrency=(2,), prompts=4, max_tokens=96)
+    with pytest.raises(InvalidParameter, match="suffix_pools = 3: 2 users in 2 modes take 4"):
+        run(llm, plan)
+
+
+def test_a_policy_that_holds_everything_back_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auto, "decide", lambda self, seqs, load: [Decision(None, 0, Reason.COST)] * len(seqs))
+    cells, _ = run(llm, small(modes=("ngram:4+auto",)))
+    assert {cell.mode: cell.diagnosis for cell in cells}["ngram:4+auto"] in ("gated: cost", "pays")  # by luck, of one text
 
 
 def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path) -> None:
@@ -188,61 +289,6 @@ def test_the_same_cases_at_another_temperature(llm: LLM) -> None:
     assert [case.params.seed for case in sampled] == [0, 1, 2]  # a text without a seed would be another in every mode
     assert [case.params.seed for case in build("code", llm.tokenizer, size)] == [None] * 3
     assert [case.prompt for case in sampled] == [case.prompt for case in build("code", llm.tokenizer, size)]
-
-
-def logits_of(target: Target) -> torch.Tensor:
-    return prove.paged_logits(target)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
-    model = copy.deepcopy(tiny_model(name))
-    target = wrap_model(copy.deepcopy(model), name=name, fused=False)
-    before, small_one = logits_of(target), target.num_parameters
-    widen_target(target, 1)
-    assert small_one < 100_000 and abs(target.num_parameters - 1_000_000) < 10_000
-    assert float((logits_of(target) - before).abs().max()) <= 1e-5 * float(before.abs().max())
-    for mlp in gated_mlps(target.model):
-        new = slice(48, width_of(mlp))  # columns
-        gate, up, down = (getattr(mlp, part).weight for part in PARTS)
-        assert gate.shape == up.shape == down.T.shape and len(gate) > 1000
-        assert not down[:, new].any() and all((rows[new].std(-1) > SCALE / 2).all() for rows in (gate, up))
-    before_stock = model(torch.arange(9)[None]).logits
-    widen(model, 1, name)
-    assert torch.equal(next(gated_mlps(model)).gate_proj.weight, next(gated_mlps(target.model)).gate_proj.weight)
-    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before_stock, rtol=0, atol=1e-4)
-
-
-def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted error: output weights that are not zero."""
-    monkeypatch.setattr("speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim))
-    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
-    with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):
-        widen_target(target, 1)
-
-
-def test_what_cannot_be_widened_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"):
-        widen(tiny_model("phi3"), 1, "phi3")
-    target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
-    widen_target(target, 2)
-    for millions in (1, 2):
-        with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
-            widen_target(target, millions)
-    with pytest.raises(InvalidParameter, match=r"widen = 1000000000: needs \d+ bytes more, \d+ are free"):
-        widen_target(target, 10**9)
-
-
-def test_a_fused_target_is_not_widened() -> None:
-    with pytest.raises(ConfigError, match="llama: a fused target cannot be widened"):
-        widen_target(wrap_model(tiny_model("llama"), name="llama"), 1)
-
-
-def test_biases_are_widened_too() -> None:
-    model = build_model("llama", seed=3, mlp_bias=True)
-    before = model(torch.arange(9)[None]).logits
-    widen(model, 1, "llama")
-    torch.testing.assert_close(model(torch.arange(9)[None]).logits, before, rtol=0, atol=1e-4)
 
 
 def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tmp_path: Path) -> None:
@@ -326,8 +372,25 @@ def test_cases_are_the_same_every_time_and_fit(llm: LLM, name: str) -> None:
     assert fingerprint(cases) == fingerprint(build(name, llm.tokenizer, size))
     assert len({case.name for case in cases}) == 3
     assert all(0 < len(case.prompt) <= CONTEXT - TOKENS and case.params.max_tokens == TOKENS for case in cases)
-    assert [case.params.greedy for case in cases] == [name != "prose"] * 3
-    assert [case.reference is not None for case in cases] == [name == "edit"] * 3
+    sampled, asked = {"prose": {0, 1, 2}, "mixed": {2}}.get(name, set()), {"mixed": {1}, "code": set(), "prose": set()}
+    assert [case.params.greedy for case in cases] == [i not in sampled for i in range(3)]
+    assert [case.reference is not None for case in cases] == [i in asked.get(name, {0, 1, 2}) for i in range(3)]
+
+
+def test_mixed_cases_are_the_first_of_each_workload_in_turn(llm: LLM) -> None:
+    mixed = build("mixed", llm.tokenizer, Size(6, TOKENS, CONTEXT))
+    parts = [build(name, llm.tokenizer, Size(2, TOKENS, CONTEXT)) for name in ("code", "edit", "prose")]
+    assert [case.prompt for case in mixed] == [part[i].prompt for i in range(2) for part in parts]
+    assert [case.params.temperature for case in mixed] == [0, 0, 1] * 2
+    assert [case.params.temperature for case in build("mixed@0.5", llm.tokenizer, Size(3, TOKENS, CONTEXT))] == [0.5] * 3
+
+
+def test_in_a_loop_the_right_answer_is_the_next_prompts_source(llm: LLM) -> None:
+    cases = build("warm", llm.tokenizer, Size(8, TOKENS, CONTEXT, crowd=2))
+    assert [case.user for case in cases] == ["user 1"] * 4 + ["user 2"] * 4
+    for first, second in pairwise(cases):
+        follows = bool(first.reference) and str(first.reference) in llm.tokenizer.decode(second.prompt)
+        assert follows == (first.user == second.user)
 
 
 def test_an_edit_asks_for_its_reference(llm: LLM) -> None:

@@ -17,8 +17,8 @@ class Speculon:
         draft = {"draft": settings.draft} if settings.method in ("draft_model", "auto") else {}
         self.llm = LLM(
             settings.target,
-            # the others look for a single equal token, too; our default asks for two
-            speculation={"method": settings.method, "prompt_lookup_min": 1, **k, **draft},
+            # the others look for a single equal token, too; our default asks for two. Prompts come again: no answer is remembered
+            speculation={"method": settings.method, "prompt_lookup_min": 1, "suffix_pools": 0, **k, **draft},
             dtype="float32",
             threads=settings.threads,
             prefix_cache=False,

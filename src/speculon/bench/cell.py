@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from speculon.bench.diagnosis import diagnose, gated
 from speculon.bench.measure import Measurement, loops
-from speculon.bench.plan import Mode
+from speculon.bench.plan import AGAIN, FIXED, Mode
 from speculon.bench.rounds import Need, Rounds, decoding, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
@@ -30,6 +31,7 @@ class Cell:
     workload: str
     concurrency: int
     mode: str
+    policy: str
     texts: int  # per repeat
     tokens: int  # written in the first repeat
     tokens_per_second: float  # prompts included
@@ -55,7 +57,9 @@ class Cell:
     different: int  # texts of all repeats that are not those of `off`
     tie_nats: list[float]  # how close the two candidates were where a greedy text parted, in the target's own words
     reasons: dict[str, int]
+    diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be guessed
     per_repeat: list[float]  # tokens per second
+    speeds: list[list[float]]  # repeat -> group of prompts -> tokens per second
 
 
 Runs = dict[str, list[list[Measurement]]]  # mode -> repeat -> group
@@ -68,27 +72,29 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     for one in everything:
         stats.add(one.stats)
     done = stats.speculation()
-    if mode.speculates and not stats.rounds:
+    if mode.speculates and not stats.rounds and not gated(stats):
         raise BenchError(
             f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is nothing to compare; "
             f"reasons: {dict(stats.reasons)}"
         )
-    ratios = paired([(one.tokens_per_second, base.tokens_per_second) for one, base in pairs(repeats, plain)])
+    ratios = ratios_of(repeats, plain)
     if not ratios:
         raise BenchError(f"{mode.label} or {OFF} wrote no token in {workload} at concurrency {concurrency}")
     decode = paired([(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)])
     texts = [tokens for one in repeats[0] for tokens in one.token_ids]
-    right = [one.texts[i].strip() == case.reference for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
+    asked = [(one.texts[i], case.reference) for (one, i), case in zip(slots(repeats[0]), cases, strict=True) if case.reference]
     looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
     free = without_loops(repeats, plain, cases)
     split, plain_ms = rounds_of(everything), mean_step_ms([one for groups in plain for one in groups])
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
+    call, plain_call = per_text(everything), per_text([one for groups in plain for one in groups])
     apart = [where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)]
     speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
     return Cell(
         workload=workload,
         concurrency=concurrency,
         mode=mode.label,
+        policy=mode.speculation.get("policy") or llm.config.speculation.policy if mode.speculates else FIXED,
         texts=len(texts),
         tokens=sum(map(len, texts)),
         tokens_per_second=median(speeds),
@@ -110,12 +116,24 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         profile=profile(everything),
         overhead=overhead(everything),
         looping=sum(looping) / len(texts),
-        exact=sum(right) / len(right) if cases[0].reference is not None else None,
+        exact=sum(text.strip() == right for text, right in asked) / len(asked) if asked else None,
         different=len(apart),
         tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
         reasons=dict(stats.reasons),
+        diagnosis=diagnose(stats, call, plain_call, median(ratios), noise_of(runs)) if mode.speculates else None,
         per_repeat=speeds,
+        speeds=[[one.tokens_per_second for one in groups] for groups in repeats],
     )
+
+
+def ratios_of(repeats: list[list[Measurement]], plain: list[list[Measurement]]) -> list[float]:
+    return paired([(one.tokens_per_second, base.tokens_per_second) for one, base in pairs(repeats, plain)])
+
+
+def noise_of(runs: Runs) -> tuple[float, float]:
+    """Half of the pairs of plain decoding with itself lie within; 1 does, too."""
+    low, high = quartiles(ratios_of(runs[AGAIN], runs[OFF]))
+    return min(1.0, low), max(1.0, high)
 
 
 def pairs(repeats: list[list[Measurement]], plain: list[list[Measurement]]) -> Iterator[tuple[Measurement, Measurement]]:
@@ -178,6 +196,13 @@ def profile(measurements: list[Measurement]) -> dict[str, float]:
     """Where the mean decoding step's time goes; empty when there was none."""
     steps = decoding(measurements)
     return {part: sum(step.profile[part] for step in steps) / len(steps) for part in PARTS} if steps else {}
+
+
+def per_text(measurements: list[Measurement]) -> dict[str, float]:
+    """The ms of the decoding steps by the number of texts in them: a crowd whose texts end one by one shares its steps less."""
+    steps = decoding(measurements)
+    texts = sum(step.spans for step in steps)
+    return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}
 
 
 def overhead(measurements: list[Measurement]) -> float | None:

@@ -15,6 +15,7 @@ from speculon.proposers.registry import OFF
 COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46", "#5fb0b7", "#d58fb5", "#9aa33b", "#6b6b6b")
 HIGH, LINE = 4.9, 0.17  # inches: of a chart, and of each line of its title
 PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
+BESIDE = 30  # inches: beyond, panels stand one above the other
 LEGEND_CHAR, TITLE_CHAR, HANDLE = 0.085, 0.078, 0.55  # inches, at the sizes used
 WIDTH = 0.8  # of all bars of a workload together
 
@@ -25,13 +26,14 @@ def draw(cells: list[Cell], title: str, path: Path) -> Path:
 
 
 def lay_out(cells: list[Cell], title: str) -> Figure:
-    """One panel per concurrency, one group of bars per workload, one bar per mode."""
+    """One panel per concurrency, one group of bars per workload, one bar per mode; wide panels one above the other."""
     counts = sorted({cell.concurrency for cell in cells})
     bars = max(len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts)
-    wide = 1.6 + max(PANEL, BAR * bars) * len(counts)
+    beside = len(counts) if max(PANEL, BAR * bars) * len(counts) <= BESIDE else 1
+    wide = 1.6 + max(PANEL, BAR * bars) * beside
     heading = textwrap.wrap(title, int(wide / TITLE_CHAR))
-    figure = Figure(figsize=(wide, HIGH + LINE * len(heading)), layout="constrained")
-    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(wide, HIGH * len(counts) / beside + LINE * len(heading)), layout="constrained")
+    panels = list(figure.subplots(len(counts) // beside, beside, sharey=True, squeeze=False).flat)
     for panel, count in zip(panels, counts, strict=True):
         draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
     panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")

@@ -72,12 +72,13 @@ class Measurement:
         return sum(step.tokens for step in self.steps if step.decoding) / ms * 1e3 if ms else None
 
 
-def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any]) -> Measurement:
-    """Writes all cases at once in one mode."""
-    alone = {**speculation, "pool": ""}  # each case is written many times: no mode may remember what was written before
+def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: str = "") -> Measurement:
+    """Writes all cases at once in one mode. What a user was answered is remembered under the name of this `time` alone:
+    each case is written many times, and no mode may find what it, or another one, wrote before."""
+    each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
     with recording(llm.engine) as steps:
         began = perf_counter()
-        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=alone)
+        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=each)
         seconds = perf_counter() - began
     stats = RequestStats()
     for output in outputs:

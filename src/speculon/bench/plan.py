@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculon.bench import workloads
-from speculon.config import RequestSpeculation
+from speculon.bench.workloads import Size
+from speculon.config import POLICIES, RequestSpeculation
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import OFF, check_method
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 STOCK = "transformers"
+FIXED = "fixed"  # the policy that others are compared with
+MODES = (OFF, "ngram:8", "suffix:4", "suffix:8", "suffix:16", "draft_model:4", "auto:4", "auto:8", "auto+auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class Plan:
     """What to compare. Raises `InvalidParameter` or `UnknownMethod` for what cannot be."""
 
     workloads: tuple[str, ...] = tuple(workloads.WORKLOADS)
-    modes: tuple[str, ...] = (OFF, "ngram:4", "ngram:8")
-    concurrency: tuple[int, ...] = (1, 8)
-    prompts: int = 16
+    modes: tuple[str, ...] = MODES
+    concurrency: tuple[int, ...] = (1, 4, 8)
+    prompts: int = 32
     max_tokens: int = 128
-    repeats: int = 3
+    repeats: int = 1
     with_transformers: bool = False
     widen: int | None = None  # the target, to about this many million parameters
     fuse: bool = True  # the widened target; any other is loaded fused, or not
@@ -55,6 +58,9 @@ class Plan:
                 raise InvalidParameter("concurrency", count, f"goes from 1 to the number of prompts, {self.prompts}")
         for name in self.workloads:
             workloads.parse(name)
+            if workloads.in_loops(name) and self.prompts < 2 * max(self.concurrency):
+                most = max(self.concurrency)
+                raise InvalidParameter("prompts", self.prompts, f"{name} takes {2 * most}: two edits for each of {most} users")
         for mode in self.modes:
             parse_mode(mode)
 
@@ -65,26 +71,42 @@ class Plan:
         stock = [Mode(STOCK)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
         return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, {"method": OFF})]
 
+    def size(self, context: int) -> Size:
+        return Size(self.prompts, self.max_tokens, context, max(self.concurrency))
+
+    def groups(self, workload: str, concurrency: int) -> int:
+        """How many times so many cases are written at once, in each mode and repeat."""
+        each = self.size(context=0).edits if workloads.in_loops(workload) else 1
+        return self.prompts // each // concurrency * each
+
     @property
     def measurements(self) -> int:
         """How many there will be, warm-up included."""
         return sum(
-            len(self.modes_of(workload, count)) * (1 + self.repeats * (self.prompts // count))
+            len(self.modes_of(workload, count)) * (1 + self.repeats * self.groups(workload, count))
             for workload in self.workloads
             for count in self.concurrency
         )
 
+    def at_hand(self, lacking: Callable[[str], object]) -> Plan:
+        """Without the modes that nothing drafts for; `lacking` says of a method why nothing does."""
+        return replace(self, modes=tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"])))
+
 
 def parse_mode(text: str) -> Mode:
-    """`off`, `ngram`, `ngram:8`, `draft_model:4/rejection`: METHOD[:K][/RULE]."""
+    """`off`, `ngram:8`, `auto+auto`, `draft_model:4/rejection`: METHOD[:K][+POLICY][/RULE]; without K the policy's own."""
     head, slash, rule = text.partition("/")
+    head, plus, policy = head.partition("+")
     method, colon, k = head.partition(":")
     check_method(method)
-    if colon and not (k.isdecimal() and int(k)) or (colon or slash) and method == OFF:
-        raise InvalidParameter("modes", text, "is METHOD[:K][/RULE] with K of at least 1; off has neither")
+    if colon and not (k.isdecimal() and int(k)) or (colon or plus or slash) and method == OFF:
+        raise InvalidParameter("modes", text, "is METHOD[:K][+POLICY][/RULE] with K of at least 1; off has none of them")
+    if plus and policy not in POLICIES:
+        raise InvalidParameter("modes", text, f"known policies are {', '.join(POLICIES)}")
     speculation = {
         "method": method,
         **({"num_speculative_tokens": int(k)} if colon else {}),
+        **({"policy": policy} if plus else {}),
         **({"acceptance": rule} if slash else {}),
     }
     RequestSpeculation(**speculation)  # refuses a K or a rule that cannot be

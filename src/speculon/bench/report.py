@@ -14,9 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculon.bench.against import Against, against_best_fixed
 from speculon.bench.cell import Cell
 from speculon.bench.plan import Plan
-from speculon.bench.tables import LEGEND, PROFILE_LEGEND, ROUNDS_LEGEND, markdown, profile_markdown, rounds_markdown
+from speculon.bench.tables import (
+    AGAINST,
+    AGAINST_LEGEND,
+    LEGEND,
+    PROFILE_LEGEND,
+    ROUNDS_LEGEND,
+    against_markdown,
+    markdown,
+    profile_markdown,
+    rounds_markdown,
+)
 from speculon.bench.workloads import Case, fingerprint
 
 if TYPE_CHECKING:
@@ -29,7 +40,10 @@ MEASURED = (
     "ratio_without_loops: over the pairs of single texts of which neither ends repeating itself. rounds: decoding calls that "
     "verified drafts. needed: tokens per target call for a speed s: s * (ms of such a one) / (ms of a plain one); acceptance "
     "a, equal at every position, with sum_{i=0..K} a^i of that; null: impossible. profile: mean ms of a decoding "
-    "step, part by part."
+    "step, part by part. speeds: tokens_per_second by repeat and group of prompts, in the order of the cases. "
+    "against_best_fixed: over_best: geometric mean over groups of a mode's speed / that of the fixed mode (`off` among them) "
+    "that was fastest on the other half of the groups; picked: by the first half, and by the second; over_plain, again: the "
+    "mode's speed, and that of `off again`, / that of `off`; low, high: 90 % interval, by drawing the groups of each cell again."
 )
 
 
@@ -45,6 +59,7 @@ class Report:
     model: dict[str, Any]
     workloads: dict[str, dict[str, Any]]
     cells: list[Cell]
+    against_best_fixed: list[Against] = field(default_factory=list)
     measured: str = MEASURED
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     commit: str | None = field(default_factory=lambda: commit())
@@ -54,7 +69,7 @@ class Report:
     @classmethod
     def of(cls, argv: list[str], plan: Plan, llm: LLM, cells: list[Cell], cases: dict[str, list[Case]]) -> Report:
         model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
-        return cls(shlex.join(["speculon", *argv]), asdict(plan), model, workload_facts(cases), cells)
+        return cls(shlex.join(["speculon", *argv]), asdict(plan), model, workload_facts(cases), cells, against_best_fixed(cells))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -142,6 +157,8 @@ def write(report: Report, folder: Path) -> list[Path]:
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     made = ((markdown, LEGEND), (rounds_markdown, ROUNDS_LEGEND), (profile_markdown, PROFILE_LEGEND))
     parts = [heading(report), *(part for table, legend in made for part in (table(report.cells), f"{legend}."))]
+    if report.against_best_fixed:
+        parts[1:1] = [f"## {AGAINST}", against_markdown(report.against_best_fixed), f"{AGAINST_LEGEND}.", "## All modes"]
     files[1].write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw

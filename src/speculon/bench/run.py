@@ -9,7 +9,7 @@ from speculon.bench import workloads
 from speculon.bench.cell import Cell, Runs, summarise
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.plan import STOCK, Mode, Plan, parse_mode
-from speculon.bench.workloads import Case, Size
+from speculon.bench.workloads import Case
 from speculon.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -
     if max(plan.concurrency) > llm.config.max_num_seqs:
         raise InvalidParameter("concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}")
     check_drafters(llm, plan)
-    size = Size(plan.prompts, plan.max_tokens, llm.engine.max_context)
+    size = plan.size(llm.engine.max_context)
     cases = {name: workloads.build(name, llm.tokenizer, size) for name in plan.workloads}
+    check_pools(llm, plan, cases)
     if plan.widen:
         from speculon.bench.widen import widen_target
         from speculon.models.fuse import fuse
@@ -37,14 +38,14 @@ def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -
     cells: list[Cell] = []
     for name in plan.workloads:
         for count in plan.concurrency:
-            groups = [cases[name][i : i + count] for i in range(0, plan.prompts - count + 1, count)]  # full ones only
+            groups = workloads.side_by_side(cases[name], count)
             modes = plan.modes_of(name, count)
             for mode in modes:  # warm-up, discarded
-                write(groups[0], mode)
+                write(groups[0], mode, f"warm-up of {name}, {count}")
                 advance(1)
             runs: Runs = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
             for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
-                runs[mode.label][repeat].append(write(groups[group], mode))
+                runs[mode.label][repeat].append(write(groups[group], mode, f"repeat {repeat} of {name}, {count}"))
                 advance(1)
             written = [case for group in groups for case in group]
             cells.extend(summarise(name, count, mode, runs, written, llm) for mode in modes)
@@ -59,19 +60,39 @@ def check_drafters(llm: LLM, plan: Plan) -> None:
             raise InvalidParameter("modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft")
 
 
-def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode], Measurement]:
+def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
+    """Raises where the users of one mode would have their answers forgotten while the other modes write."""
+    looping = any(case.user for some in cases.values() for case in some)
+    pools, wanted = llm.config.speculation.suffix_pools, max(plan.concurrency) * len(plan.modes)
+    if looping and 0 < pools < wanted:
+        raise InvalidParameter("suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}")
+
+
+def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measurement]:
+    """Writes cases in a mode; a user's answers are remembered within one mode and one time, which the last argument names."""
+
+    def ours(cases: list[Case], mode: Mode, time: str) -> Measurement:
+        return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
+
     if not plan.with_transformers:
-        return lambda cases, mode: measure(llm, cases, mode.speculation)
+        return ours
     from speculon.bench.stock import Stock
 
     stock = Stock(llm, plan.widen)
-    return lambda cases, mode: stock.measure(cases) if mode.label == STOCK else measure(llm, cases, mode.speculation)
+    return lambda cases, mode, time: stock.measure(cases) if mode.label == STOCK else ours(cases, mode, time)
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
-    """Every mode beside every other in time; who goes first changes, so that a drift of the machine favours nobody."""
+    """Every mode beside every other in time, so that a drift of the machine favours nobody; nobody always follows the same one.
+
+    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); one of an odd number
+    of modes needs its mirror image, too.
+    """
+    n = len(modes)
+    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, n-1, 1, n-2, ...: each step of another width
     for repeat in range(repeats):
         for group in range(groups):
-            first = (repeat + group) % len(modes)
-            for mode in (*modes[first:], *modes[:first]):
-                yield repeat, group, mode
+            row = repeat * groups + group
+            order = [modes[(place + row) % n] for place in zigzag]
+            mirrored = n % 2 == 1 and row // n % 2 == 1
+            yield from ((repeat, group, mode) for mode in (reversed(order) if mirrored else order))

@@ -6,17 +6,28 @@ from itertools import groupby
 
 from rich.table import Table
 
+from speculon.bench.against import Against, Estimate
 from speculon.bench.cell import Cell
 from speculon.bench.plan import AGAIN
 from speculon.bench.rounds import SPEEDS, Need, Rounds
 from speculon.proposers.registry import OFF
 from speculon.telemetry import PARTS
 
-SPEED = ("tok/s", "x off", "x off, no loops (n)", "tok/call", "ms (rows)", "engine", "same", "exact", "loops")
+SPEED = ("tok/s", "x off", "x off, no loops (n)", "tok/call", "ms (rows)", "engine", "same", "exact", "loops", "diagnosis")
+TERMINAL = tuple(name for name in SPEED if name not in ("ms (rows)", "engine"))  # which stand below, too, in other words
 LEGEND = (
     "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating themselves; "
     "ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step neither in the target nor on drafts; "
-    "same: texts equal to those of `off`; loops: texts that end repeating themselves and are not right"
+    "same: texts equal to those of `off`; loops: texts that end repeating themselves and are not right; "
+    "diagnosis: why the mode did not help, docs/deciding.md says how it is found"
+)
+AGAINST = "auto against the best fixed mode"
+AGAINST_HEAD = ("workload", "at once", "mode", "best fixed", "x best fixed (90 %)", "", "x off (90 %)", "off again")
+LONG_WORD = 13  # characters: longer ones may be broken in the terminal
+AGAINST_LEGEND = (
+    "best fixed: the fastest mode of a fixed policy, `off` among them, picked on one half of the prompts and compared on "
+    "the other, both ways round; x: geometric mean over groups of prompts, in the last rows over all cells; 90 %: interval, "
+    "drawing the groups again; off again: plain decoding over itself, the noise"
 )
 ROUNDS = ("rounds", "ms", "draft", "target", "rest", "ms/draft", "found tok/call (a)")
 ROUNDS_LEGEND = (
@@ -45,6 +56,7 @@ def figures(cell: Cell) -> tuple[str, ...]:
         "-" if cell.mode == OFF else f"{texts - cell.different}/{texts}" if cell.different else "all",
         number(cell.exact, ".0%"),
         f"{cell.looping:.0%}",
+        cell.diagnosis or "-",
     )
 
 
@@ -119,10 +131,18 @@ def table(cells: list[Cell]) -> Table:
         title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False, collapse_padding=True
     )
     made.add_column("mode", overflow="fold", min_width=len(AGAIN))
-    for name in SPEED:
-        made.add_column(name.replace(", ", ",\n").replace(" (n)", "\n(n)"), justify="right", no_wrap=True)
+    for name in TERMINAL:
+        words = name == SPEED[-1]
+        made.add_column(
+            name.replace(", ", ",\n").replace(" (n)", "\n(n)"), justify="left" if words else "right", no_wrap=not words
+        )
     for cell in cells:
-        made.add_row(cell.mode, *figures(cell), style="dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "")
+        shown = dict(zip(SPEED, figures(cell), strict=True))
+        made.add_row(
+            cell.mode,
+            *(shown[name] for name in TERMINAL),
+            style="dim" if cell.mode in (OFF, AGAIN) else "green" if cell.ratio > 1 else "",
+        )
     return made
 
 
@@ -141,6 +161,50 @@ def rounds_markdown(cells: list[Cell]) -> str:
             needed = [wanted(need) for need in cell.needed] or ["-"] * len(SPEEDS)
             rows.append((*place(cell), *round_figures(cell, cell.rounds), *needed, from_whom(cell)))
     return grid(head, rows)
+
+
+def against_table(rows: list[Against]) -> Table:
+    """For the terminal."""
+    made = Table(
+        title=AGAINST,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    figures = [against_figures(row) for row in rows]
+    for name, column in zip(AGAINST_HEAD, zip(*figures, strict=True), strict=True):
+        longest = max(len(word) for text in (name, *column) for word in text.split())
+        made.add_column(name, overflow="fold", min_width=min(longest, LONG_WORD))
+    for row, shown in zip(rows, figures, strict=True):
+        made.add_row(*shown, style="" if row.concurrency else "bold")
+    return made
+
+
+def against_markdown(rows: list[Against]) -> str:
+    return grid(AGAINST_HEAD, [against_figures(row) for row in rows])
+
+
+def against_figures(row: Against) -> tuple[str, ...]:
+    """In the order of `AGAINST_HEAD`."""
+    best, plain = row.over_best, row.over_plain
+    return (
+        row.workload,
+        str(row.concurrency or "-"),
+        row.mode,
+        " / ".join(dict.fromkeys(row.picked)) or "-",
+        with_bounds(best),
+        best.verdict,
+        with_bounds(plain),
+        f"{row.again.ratio:.2f}",
+    )
+
+
+def with_bounds(found: Estimate) -> str:
+    known = found.low is not None and found.high is not None
+    return f"{found.ratio:.2f}" + (f" ({found.low:.2f}-{found.high:.2f})" if known else "")
 
 
 def profile_table(cells: list[Cell]) -> Table:

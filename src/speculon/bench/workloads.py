@@ -3,6 +3,9 @@
 code: a held-out file of the standard library is continued, greedily.
 edit: a held-out function is to be repeated with one name changed, through the chat template, greedily.
 prose: a held-out docstring is continued at temperature 1, each case with a seed of its own.
+mixed: the first cases of these three, in turn.
+warm: users have a held-out function edited again and again, each right answer is the next prompt's source, and what a user was
+    answered before may be drafted from.
 NAME@T: the same cases at another temperature.
 """
 
@@ -11,9 +14,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import TypeVar
 
 from speculon.config import SamplingParams
@@ -24,6 +28,7 @@ from speculon.text import Tokenizer
 PROMPT_TOKENS = 256  # of a file that is continued
 FEWEST_TOKENS = 24  # of a docstring's beginning, and of an answer
 DOCSTRING_CHARS = 160
+EDITS = 4  # of one user, where so many users can be served at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Case:
     prompt: list[int]
     params: SamplingParams
     reference: str | None = None  # the one right answer, where there is one
+    user: str = ""  # whose earlier answers it may be drafted from; none: nobody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +47,16 @@ class Size:
     cases: int
     max_tokens: int
     context: int
+    crowd: int = 1  # most cases written at once
 
     @property
     def prompt_tokens(self) -> int:
         return min(PROMPT_TOKENS, self.context - self.max_tokens)
+
+    @property
+    def edits(self) -> int:
+        """Of each user of an edit loop: fewer where there would not be enough users for the crowd."""
+        return max(1, min(EDITS, self.cases // self.crowd))
 
 
 T = TypeVar("T")
@@ -65,8 +77,19 @@ def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
     return cases
 
 
-def parse(text: str) -> tuple[Builder, float]:
-    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written."""
+def side_by_side(cases: list[Case], crowd: int) -> list[list[Case]]:
+    """Groups of `crowd` cases to be written at once; full ones only. The cases of one user stay in order, one at a time."""
+    by_user: dict[str, list[Case]] = defaultdict(list)
+    for i, case in enumerate(cases):
+        by_user[case.user or f"{i}"].append(case)
+    longest = max(map(len, by_user.values()))
+    queues = [queue for queue in by_user.values() if len(queue) == longest]
+    rows = (queues[i : i + crowd] for i in range(0, len(queues) - crowd + 1, crowd))
+    return [list(group) for row in rows for group in zip(*row, strict=True)]
+
+
+def parse(text: str) -> tuple[Builder, float | None]:
+    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written; None: each at its own."""
     name, at_sign, number = text.partition("@")
     if name not in WORKLOADS:
         raise InvalidParameter("workloads", text, f"known are {', '.join(WORKLOADS)}")
@@ -75,11 +98,13 @@ def parse(text: str) -> tuple[Builder, float]:
         temperature = float(number) if at_sign else usual
     except ValueError:
         raise InvalidParameter("workloads", text, "is NAME or NAME@TEMPERATURE") from None
-    return find, SamplingParams(temperature=temperature).temperature  # which names its own limits
+    return find, None if temperature is None else SamplingParams(temperature=temperature).temperature  # it names its limits
 
 
-def at(temperature: float, case: Case, number: int) -> Case:
+def at(temperature: float | None, case: Case, number: int) -> Case:
     """The case at a temperature. Without a seed of its own it gets one, so that every mode samples the same text."""
+    if temperature is None:
+        return case
     seed = number if temperature and case.params.seed is None else case.params.seed
     return replace(case, params=case.params.model_copy(update={"temperature": temperature, "seed": seed}))
 
@@ -96,17 +121,42 @@ def code(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
 
 
 def edit(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
-    params = SamplingParams(max_tokens=size.max_tokens)
     for function in shuffled("edit", corpus.held_out_functions()):
         rng = random.Random(f"edit {function.path} {function.name}")
         old = rng.choice(function.identifiers)
         new = corpus.draw_new_name(rng, function.source)
-        answer = corpus.edit_answer(function.source, old, new)
-        if len(answer) > 16 * size.max_tokens or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens:
-            continue
-        prompt = ask(tokenizer, corpus.edit_prompt(function.source, old, new))
-        if len(prompt) + size.max_tokens <= size.context:
-            yield Case(f"{function.path}: {function.name}, {old} -> {new}", prompt, params, answer)
+        if case := edit_of(tokenizer, size, function, function.source, old, new):
+            yield case
+
+
+def warm(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
+    users = count(1)
+    for function in shuffled("warm", corpus.held_out_functions()):
+        rng = random.Random(f"warm {function.path} {function.name}")
+        names, source, loop = list(function.identifiers), function.source, list[Case]()
+        rng.shuffle(names)
+        for i in range(size.edits):
+            at_name = i % len(names)
+            old, names[at_name] = names[at_name], corpus.draw_new_name(rng, source)
+            case = edit_of(tokenizer, size, function, source, old, names[at_name])
+            if case is None:
+                break
+            loop.append(case)
+            source = corpus.rename(source, old, names[at_name])
+        else:
+            user = f"user {next(users)}"
+            yield from (replace(case, user=user) for case in loop)
+
+
+def edit_of(tokenizer: Tokenizer, size: Size, function: corpus.Function, source: str, old: str, new: str) -> Case | None:
+    """None where the answer is too short, or does not fit."""
+    answer = corpus.edit_answer(source, old, new)
+    if len(answer) > 16 * size.max_tokens or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens:
+        return None
+    prompt = ask(tokenizer, corpus.edit_prompt(source, old, new))
+    if len(prompt) + size.max_tokens > size.context:
+        return None
+    return Case(f"{function.path}: {function.name}, {old} -> {new}", prompt, SamplingParams(max_tokens=size.max_tokens), answer)
 
 
 def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
@@ -117,7 +167,30 @@ def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
             yield Case(path, prompt, SamplingParams(seed=seed, max_tokens=size.max_tokens))
 
 
-WORKLOADS: dict[str, tuple[Builder, float]] = {"code": (code, 0), "edit": (edit, 0), "prose": (prose, 1)}  # usual temperature
+def mixed(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
+    parts = [
+        (find(tokenizer, size), temperature) for find, temperature in (WORKLOADS[name] for name in ("code", "edit", "prose"))
+    ]
+    for i in count():
+        for find, temperature in parts:
+            case = next(find, None)
+            if case is None:
+                return
+            yield at(temperature, case, i)
+
+
+WORKLOADS: dict[str, tuple[Builder, float | None]] = {  # usual temperature; None: several
+    "code": (code, 0),
+    "edit": (edit, 0),
+    "prose": (prose, 1),
+    "mixed": (mixed, None),
+    "warm": (warm, 0),
+}
+
+
+def in_loops(name: str) -> bool:
+    """Whether its users ask several times, one time after the other."""
+    return parse(name)[0] is warm
 
 
 def ask(tokenizer: Tokenizer, message: str) -> list[int]:

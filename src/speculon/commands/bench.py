@@ -17,7 +17,7 @@ from speculon.config import EngineConfig
 from speculon.errors import InvalidParameter
 
 FOLDER = Path("speculon-bench")
-QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1}
+QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
 
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
@@ -31,6 +31,8 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
         from speculon.llm import LLM
 
         llm = LLM(progress=tell, **settings)
+    if asked["modes"] is None:
+        plan = plan.at_hand(llm.engine.proposers.lacking)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)
     made = report.Report.of(sys.argv[1:], plan, llm, cells, cases)
@@ -45,6 +47,9 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
             console.print(f"  {note}", style="dim", markup=False)
         console.print()
     console.print(f"{tables.LEGEND}.\n", style="dim", markup=False)
+    if made.against_best_fixed:
+        console.print(tables.against_table(made.against_best_fixed))
+        console.print(f"{tables.AGAINST_LEGEND}.\n", style="dim", markup=False)
     console.print(tables.profile_table(cells))
     console.print(f"{tables.PROFILE_LEGEND}.\n", style="dim", markup=False)
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)

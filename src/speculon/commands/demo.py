@@ -133,7 +133,7 @@ def perform(llm: LLM, task: Task, k: int, rounds: int, console: Console) -> Outc
 
     modes: dict[str, dict[str, Any]] = {
         "plain": {"method": OFF},
-        "fast": {"method": task.method, "num_speculative_tokens": k},
+        "fast": {"method": task.method, "num_speculative_tokens": k, "pool": ""},  # else it would remember the last round
     }
     console.print("", Text(task.title, style="bold underline"), sep="\n")
     write_live(llm, task, modes["fast"], console)

@@ -1,0 +1,118 @@
+"""A policy against the best fixed mode, which is picked on one half of the prompts and compared on the other."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import groupby
+from math import exp, log
+from statistics import fmean
+
+from speculon.bench.cell import Cell, at_share
+from speculon.bench.plan import AGAIN, FIXED, STOCK
+from speculon.proposers.registry import OFF
+
+DRAWS = 2000  # of the bootstrap
+BOUNDS = (0.05, 0.95)
+
+Logs = dict[int, float]  # group of prompts -> log of a ratio of speeds, mean over the repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A geometric mean of ratios, and the 90 % interval of the bootstrap; none where a cell has a single group."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.low is not None and self.low > 1:
+            return "faster"
+        return "slower" if self.high is not None and self.high < 1 else "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """One mode whose policy is not fixed, in one cell or in all; ratios of speeds, paired by group of prompts and repeat."""
+
+    workload: str
+    concurrency: int | None  # None: all cells
+    mode: str
+    picked: tuple[str, ...]  # the best fixed mode by the first half of the groups, and by the second
+    over_best: Estimate  # each half against what the other one picked
+    over_plain: Estimate
+    again: Estimate  # `off again` over `off`: the noise
+
+
+def against_best_fixed(cells: list[Cell]) -> list[Against]:
+    """A row for each cell of two groups or more, then one over all cells for each mode. `off` is a fixed mode, too."""
+    found: list[Against] = []
+    samples: dict[str, list[tuple[Logs, Logs, Logs]]] = {}
+    for (workload, concurrency), group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency)):
+        speeds = {cell.mode: cell for cell in group if cell.mode != STOCK}
+        plain, again = speeds[OFF], logs_of(speeds[AGAIN], speeds[OFF])
+        fixed = [cell for name, cell in speeds.items() if cell.policy == FIXED and name != AGAIN]
+        for cell in speeds.values():
+            if cell.policy == FIXED or len(cell.speeds[0]) < 2:
+                continue
+            picked = {half: best(fixed, plain, other_half(half)) for half in (0, 1)}
+            over_best = {
+                i: value
+                for half, other in picked.items()
+                for i, value in logs_of(cell, other).items()
+                if half_of(i, len(cell.speeds[0])) == half
+            }
+            three = over_best, logs_of(cell, plain), again
+            if not all(three):  # nothing was written, for once
+                continue
+            names = tuple(picked[other_half(half)].mode for half in (0, 1))
+            found.append(Against(workload, concurrency, cell.mode, names, *(estimate([logs]) for logs in three)))
+            samples.setdefault(cell.mode, []).append(three)
+    for mode, each in samples.items():
+        found.append(Against("all", None, mode, (), *(estimate(list(logs)) for logs in zip(*each, strict=True))))
+    return found
+
+
+def half_of(group: int, groups: int) -> int:
+    """The first half or the second: users come one after the other, so that no user is in both where there are enough."""
+    return int(2 * group >= groups)
+
+
+def other_half(half: int) -> int:
+    return 1 - half
+
+
+def best(fixed: list[Cell], plain: Cell, half: int) -> Cell:
+    """The fastest mode on one half of the groups."""
+
+    def score(cell: Cell) -> float:
+        ratios = [value for i, value in logs_of(cell, plain).items() if half_of(i, len(plain.speeds[0])) == half]
+        return fmean(ratios) if ratios else float("-inf")
+
+    return max(fixed, key=score)
+
+
+def logs_of(cell: Cell, base: Cell) -> Logs:
+    """Of the groups in which both wrote something in every repeat."""
+    found = {}
+    for i, (mine, other) in enumerate(zip(zip(*cell.speeds, strict=True), zip(*base.speeds, strict=True), strict=True)):
+        if all((*mine, *other)):
+            found[i] = fmean(log(a / b) for a, b in zip(mine, other, strict=True))
+    return found
+
+
+def estimate(cells: list[Logs]) -> Estimate:
+    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same luck always.
+
+    One less is drawn than there are: else few groups would look surer than they are (Rao and Wu 1988).
+    """
+    samples = [list(logs.values()) for logs in cells]
+    ratio = exp(fmean(fmean(values) for values in samples))
+    if min(map(len, samples)) < 2:
+        return Estimate(ratio)
+    rng = random.Random("speculon bench")
+    drawn = sorted(fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS))
+    low, high = (exp(at_share(drawn, share)) for share in BOUNDS)
+    return Estimate(ratio, low, high)

@@ -1,0 +1,59 @@
+"""Why a mode did not help, in a word, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from speculon.core import Reason
+from speculon.telemetry import RequestStats
+
+PAYS, EVEN, UNCLEAR = "pays", "even", "unclear"
+NO_PROPOSALS, LOW_ACCEPTANCE, DRAFT_COST, VERIFY_COST, GATED = (
+    "no proposals",
+    "low acceptance",
+    "draft cost",
+    "verify cost",
+    "gated",
+)
+GATES = frozenset({Reason.COLD, Reason.COOLDOWN, Reason.LOW_ACCEPTANCE, Reason.COST, Reason.LOAD, Reason.SOLO})  # by a policy
+
+Profile = Mapping[str, float]  # part of a decoding call -> its mean ms for each text
+
+
+def gated(stats: RequestStats) -> bool:
+    """Whether a policy kept drafters from drafting."""
+    return any(stats.reasons[gate] for gate in GATES)
+
+
+def diagnose(stats: RequestStats, call: Profile, plain: Profile, ratio: float, noise: tuple[float, float]) -> str:
+    """Of a mode whose mean decoding call took `call` for each text, beside plain decoding's; `noise` is what plain decoding
+    measured twice differs by.
+
+    Where most calls carried no draft, and little was lost, nobody drafted, and the reason is named. Otherwise the largest of
+    three leaks is, in ms per call: drafts that did not stand (each would have saved a plain call), drafting, verifying.
+    """
+    low, high = noise
+    if ratio > high:
+        return PAYS
+    reasons = {reason: n for reason, n in stats.reasons.items() if reason != Reason.MAX_TOKENS}
+    silent = sum(reasons.values()) >= stats.rounds
+    if reasons and silent and (ratio >= low or not stats.rounds):
+        first = max(reasons, key=reasons.__getitem__)
+        return NO_PROPOSALS if first == Reason.NO_MATCH else f"{GATED}: {first}"
+    leaks = leaks_of(stats, call, plain)
+    tokens = 1 + stats.accepted / max(1, stats.target_calls)  # of a call
+    if not leaks or tokens * sum(plain.values()) > sum(call.values()):  # decoding itself was faster
+        return EVEN if ratio >= low else UNCLEAR
+    return max(leaks, key=leaks.__getitem__)
+
+
+def leaks_of(stats: RequestStats, call: Profile, plain: Profile) -> dict[str, float]:
+    """Ms per call that went where they brought nothing; none where nothing was decoded, or drafted."""
+    drafted = stats.drafted_at.total()
+    if not (call and plain and drafted):
+        return {}
+    return {
+        LOW_ACCEPTANCE: (drafted - stats.accepted) / stats.target_calls * sum(plain.values()),
+        DRAFT_COST: call["propose"] - plain["propose"],
+        VERIFY_COST: call["forward"] - plain["forward"],
+    }

@@ -1,0 +1,65 @@
+"""The chart of a benchmark: nothing runs into anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculon.bench.cell import Cell
+from speculon.bench.chart import lay_out
+from speculon.bench.plan import AGAIN, Plan
+from tests.pure.test_bench import make_cell
+
+
+def overlaps(cells: list[Cell], title: str) -> list[str]:
+    """What runs out of the figure, or into its neighbour."""
+    figure = lay_out(cells, title)
+    figure.draw_without_rendering()
+    paper = figure.bbox
+    found = []
+    edges = {"legend": figure.legends[0], "title": figure.texts[0], "scale": figure.axes[0].yaxis.label}
+    for name, box in ((name, edge.get_window_extent()) for name, edge in edges.items()):
+        if not (paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0 and box.y1 <= paper.y1):
+            found.append(name)
+    for panel in figure.axes:
+        numbers = sorted((text.get_window_extent() for text in panel.texts), key=lambda box: box.x0)
+        found += ["numbers" for left, right in zip(numbers, numbers[1:], strict=False) if left.x1 > right.x0]
+    return found
+
+
+MODES = [f"draft_model:{k}/{rule}" for k in (2, 4, 8) for rule in ("matching", "rejection")]
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 8)])
+@pytest.mark.parametrize("modes", [MODES[:1], MODES])
+def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
+    cells = [
+        make_cell(mode, workload=name, concurrency=count)
+        for name in ("code", "edit", "prose@0.7")
+        for count in counts
+        for mode in ("off", *modes, AGAIN)
+    ]
+    assert (
+        overlaps(cells, "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on " * 2)
+        == []
+    )
+
+
+def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
+    plan = Plan()
+    cells = [
+        make_cell(mode, workload=name, concurrency=count)
+        for name in plan.workloads
+        for count in plan.concurrency
+        for mode in (*plan.modes, AGAIN)
+    ]
+    assert overlaps(cells, "demo, 10.9 M parameters") == []
+    figure = lay_out(cells, "demo, 10.9 M parameters")
+    assert [len({round(panel.get_position().x0, 2) for panel in figure.axes}), len(figure.axes)] == [1, 3]
+    assert figure.get_figwidth() < 22
+
+
+def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
+        monkeypatch.setattr(f"speculon.bench.chart.{name}", 0.02)
+    cells = [make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)]
+    assert set(overlaps(cells, "a long title " * 20)) == {"legend", "title", "numbers"}
