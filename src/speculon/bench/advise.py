@@ -118,11 +118,15 @@ class Advice:
     def live(self, crowd: int) -> Check | None:
         return next((check for check in self.checks if check.setting.texts == crowd), None)
 
-    def break_even(self, way: Way, crowd: int) -> tuple[float, int] | None:
-        """The acceptance from which on the way pays, and at which K; None: at no acceptance."""
+    def round_costs(self, way: Way, crowd: int) -> list[float]:
+        """Of a round in which every text has K drafts, in plain steps; K = 1, 2, .."""
         prices = Prices.of(self.costs)
         plain = prices.plain_ms(crowd)
-        return break_even([prices.full_round(way.chain, crowd, k) / plain for k in range(1, self.wish.k + 1)])
+        return [prices.full_round(way.chain, crowd, k) / plain for k in range(1, self.wish.k + 1)]
+
+    def break_even(self, way: Way, crowd: int) -> tuple[float, int] | None:
+        """The acceptance from which on the way pays, and at which K; None: at no acceptance."""
+        return break_even(self.round_costs(way, crowd))
 
     def dearest_guess(self, way: Way, crowd: int) -> float:
         """The most that a guess may cost of a plain step, at the acceptance found."""

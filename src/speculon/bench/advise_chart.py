@@ -1,4 +1,4 @@
-"""The chart of an advice: speed by K, acceptance against what is needed, and speed by crowd."""
+"""The chart of an advice: speed by K, acceptance beside what is needed, and speed by crowd."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from speculon.bench.advise import Advice
 from speculon.bench.advise_maths import best
 from speculon.bench.chart import COLOURS
+from speculon.bench.rounds import equal_acceptance
 
 SIZE = (10.5, 3.6)  # inches
 DPI = 110
@@ -22,11 +23,11 @@ def draw(advice: Advice, title: str, path: Path) -> Path:
 
 def lay_out(advice: Advice, title: str) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
-    by_k, by_position, by_crowd = figure.subplots(1, 3)
+    by_k, acceptance, by_crowd = figure.subplots(1, 3)
     draw_depths(by_k, advice)
-    draw_survival(by_position, advice)
+    draw_acceptance(acceptance, advice)
     draw_crowds(by_crowd, advice)
-    for panel in (by_k, by_position, by_crowd):
+    for panel in (by_k, acceptance, by_crowd):
         panel.spines[["top", "right"]].set_visible(False)
     handles, labels = by_k.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
@@ -51,22 +52,21 @@ def draw_depths(panel: Any, advice: Advice) -> None:
     panel.set_title("one at a time" if crowd == 1 else f"{crowd} at once", fontsize=9)
 
 
-def draw_survival(panel: Any, advice: Advice) -> None:
-    """How far drafts stand, at the most drafts looked at; crosses: the equal acceptance at which a method begins to pay."""
-    crowd, deepest = advice.wish.at_once, advice.wish.k
+def draw_acceptance(panel: Any, advice: Advice) -> None:
+    """By K: the acceptance found, and the equal acceptance from which on rounds with that many drafts pay."""
+    crowd = advice.wish.at_once
     for colour, way in zip(COLOURS, advice.ways, strict=False):
-        one = advice.at(crowd, way.name, deepest)[0]
-        survival = one.walk.survival
-        panel.plot(range(1, len(survival) + 1), survival, color=colour, marker="o", markersize=3)
-        needed = advice.break_even(way, crowd) if len(way.chain) == 1 else None
-        if needed:
-            acceptance, k = needed
-            panel.plot(range(1, k + 1), [acceptance**i for i in range(1, k + 1)], color=colour, marker="x", linestyle=":")
-    panel.set_ylim(0, 1)
-    panel.set_xlim(0.5, deepest + 0.5)
-    panel.set_xlabel("position in the draft")
-    panel.set_ylabel("share of rounds")
-    panel.set_title("drafts that stand up to there (dotted: needed)", fontsize=9)
+        if len(way.chain) > 1:
+            continue
+        found = sorted((one.k, one.walk.acceptance) for one in advice.at(crowd, way.name) if one.walk.acceptance is not None)
+        needed = [(k, equal_acceptance(cost, k)) for k, cost in enumerate(advice.round_costs(way, crowd), 1)]
+        panel.plot([k for k, _ in found], [a for _, a in found], color=colour, marker="o", markersize=3)
+        some = [(k, a) for k, a in needed if a is not None]
+        panel.plot([k for k, _ in some], [a for _, a in some], color=colour, marker="x", markersize=4, linestyle=":")
+    panel.set_ylim(0, 1.03)
+    panel.set_xlabel("K, drafts per round")
+    panel.set_ylabel("acceptance")
+    panel.set_title("found (solid) and needed to pay (dotted)", fontsize=9)
 
 
 def draw_crowds(panel: Any, advice: Advice) -> None:

@@ -44,28 +44,28 @@ class Shadow:
 
     def __init__(self, methods: Sequence[str], k: int):
         self.methods, self.k = tuple(methods), k
-        self.drafts: dict[int, list[dict[str, tuple[int, ...]]]] = {}  # sequence id -> position by position
+        self.drafts: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}  # sequence id -> tokens written -> by method
 
     def decide(self, seqs: list[Text], load: Load) -> list[Decision]:
         for seq in seqs:
-            self.drafts.setdefault(seq.id, []).append({})
+            self.drafts.setdefault(seq.id, {})[seq.num_output] = {}
         return [ask(seq, self.methods, self.k) for seq in seqs]
 
     def trim(self, seq: Text, method: str, draft: Draft) -> Draft:
-        self.drafts[seq.id][-1][method] = draft.tokens
+        self.drafts[seq.id][seq.num_output][method] = draft.tokens
         return NO_DRAFT
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         """It is there to look."""
 
     def forget(self, seq: Text) -> None:
-        self.drafts.setdefault(seq.id, [])  # also of a text that ended before it was decided for
+        self.drafts.setdefault(seq.id, {})  # also of a text that ended before it was decided for
 
 
 def ask(seq: Text, methods: tuple[str, ...], k: int) -> Decision:
     """Every one of `methods` for K tokens, as far as the text has room."""
-    if seq.plain:
-        return Decision(None, 0, seq.off)
+    if seq.plain:  # it was not when it began
+        raise BenchError(f"one of {', '.join(methods)} failed, so nothing can be said of it; the log says which")
     if seq.room <= 1 or not k or not methods:
         return Decision(None, 0, Reason.MAX_TOKENS)
     seq.methods = tuple(dict.fromkeys([*seq.methods, *methods]))  # so that each is told what became of the round
@@ -94,7 +94,7 @@ def shadow(llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, crow
             text = made.token_ids[i]
             guesses = [
                 {method: Guess(len(draft), agreeing(draft, text[at:])) for method, draft in here.items()}
-                for at, here in enumerate(policy.drafts[seq], 1)
+                for at, here in policy.drafts[seq].items()
             ]
             found.append(Written(case, guesses, len(text), stuck(made, i, case)))
         advance(1)
@@ -144,7 +144,8 @@ class Sweep:
         self.log: list[Turn | None] = []  # per round
 
     def decide(self, seqs: list[Text], load: Load) -> list[Decision]:
-        turn = next(self._turns, None) if len(seqs) == self._crowd else None
+        all_write = len(seqs) == self._crowd and all(seq.num_output for seq in seqs)
+        turn = next(self._turns, None) if all_write else None
         self.log.append(turn)
         return [ask(seq, turn.methods, turn.k) if turn else Decision(None, 0, Reason.COST) for seq in seqs]
 
@@ -193,7 +194,7 @@ def time_costs(
     for crowd in crowds:
         cycles: list[Cycle] = []
         for run in (-1, *range(RUNS)):  # the first is for warming up
-            some = [endless(cases[(max(run, 0) * crowd + i) % len(cases)], most) for i in range(crowd)]
+            some = [endless(cases[(max(run, 0) * crowd + i) % len(cases)], most, llm.engine.max_context) for i in range(crowd)]
             check_room(llm, some)
             turns = [Turn((method,), ks[0]) for method in methods]  # their first proposals, each by itself
             turns += [turn for _ in range(CYCLES) for turn in cycle_of(methods, ks, rng)]
@@ -248,23 +249,23 @@ def check_complete(costs: Costs, methods: Sequence[str], ks: Sequence[int], crow
     """Raises where something was never timed."""
     wanted = {(crowd, k) for crowd in crowds for k in ks}
     for method in methods:
-        if wanted - costs.draft.get(method, {}).keys():
-            raise BenchError(f"{method} failed, so its proposals could not be timed; the log says how")
+        if missing := sorted(wanted - costs.draft.get(method, {}).keys()):
+            raise BenchError(f"{method} was never timed for {missing[0][0]} texts at once with {missing[0][1]} drafts each")
     if missing := sorted({*wanted, *((crowd, 0) for crowd in crowds)} - costs.verify.keys()):
         raise BenchError(f"never ran: {missing[0][0]} texts at once with {missing[0][1]} drafts each")
 
 
-def endless(case: Case, tokens: int) -> Case:
-    """The same prompt and sampling, for a text of exactly so many tokens."""
+def endless(case: Case, tokens: int, context: int) -> Case:
+    """The same sampling for a text of exactly so many tokens, after the end of the same prompt that leaves room for them."""
+    if tokens >= context:
+        raise TooLong(f"to time drafts of all lengths a text of {tokens} tokens is written, the context is {context}: lower K")
     free = {"max_tokens": tokens, "min_tokens": 0, "ignore_eos": True, "stop": (), "stop_token_ids": (), "structured": None}
-    return Case(case.name, case.prompt, case.params.model_copy(update=free))
+    return Case(case.name, case.prompt[tokens - context :], case.params.model_copy(update=free))
 
 
 def check_room(llm: LLM, cases: list[Case]) -> None:
     """Raises where a crowd could not be written at once."""
-    engine, tokens = llm.engine, [len(case.prompt) + (case.params.max_tokens or 0) for case in cases]
-    if max(tokens) > engine.max_context:
-        raise TooLong(f"to time it, a prompt needs {max(tokens)} tokens, the context is {engine.max_context}")
-    pages = sum(ceil_div(n, engine.pool.block_size) for n in tokens)
-    if pages > engine.pool.num_blocks:
-        raise NeverFits(f"{len(cases)} texts at once need {pages} KV pages, the pool has {engine.pool.num_blocks}")
+    pool = llm.engine.pool
+    pages = sum(ceil_div(len(case.prompt) + (case.params.max_tokens or 0), pool.block_size) for case in cases)
+    if pages > pool.num_blocks:
+        raise NeverFits(f"{len(cases)} texts at once need {pages} KV pages, the pool has {pool.num_blocks}")

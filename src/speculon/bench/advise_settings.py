@@ -35,7 +35,11 @@ def settings(base: SpeculationConfig, method: str, k: int, chain: tuple[str, ...
 def as_toml(values: Mapping[str, Any]) -> str:
     """One table; what TOML cannot say raises `ConfigError`."""
     text = f"[{TABLE}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items())
-    if tomllib.loads(text) != {TABLE: dict(values)}:
+    try:
+        read = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        read = {}
+    if read != {TABLE: dict(values)}:
         raise ConfigError(f"these settings cannot be written as TOML: {dict(values)!r}")
     return text
 
@@ -45,7 +49,7 @@ def toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{json.dumps(str(k))} = {toml_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers and truth values are spelt alike
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else strings, numbers, truth values are alike
 
 
 def as_flags(values: Mapping[str, Any]) -> str:

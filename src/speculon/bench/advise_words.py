@@ -158,8 +158,9 @@ def checked(check: Check) -> str:
     kind = "other" if check.held_out else "the same, for want of other,"
     said = (
         f"Checked live on {check.texts} {kind} prompts, {at_once(one.texts)}: predicted {times(one)}, measured "
-        f"{check.ratio:.2f}x ({check.low:.2f} to {check.high:.2f}). Tokens per call: {one.speed.tokens_per_call:.2f} predicted, "
-        f"{check.tokens_per_call:.2f} measured, with which {check.at_its_tokens:.2f}x would have been predicted; plain decoding against itself {check.again:.2f}x."
+        f"{check.ratio:.2f}x ({check.low:.2f} to {check.high:.2f}). Tokens per call: {one.speed.tokens_per_call:.2f} "
+        f"predicted, {check.tokens_per_call:.2f} measured, with which {check.at_its_tokens:.2f}x would have been predicted; "
+        f"plain decoding against itself: {check.again:.2f}x."
     )
     if not check.agrees:
         said += " PREDICTION AND MEASUREMENT DISAGREE: do not rely on the prediction."
