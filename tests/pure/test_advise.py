@@ -6,6 +6,7 @@ import random
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.bench.advise import Wish, decide
+from speculon.bench.advise_check import Check
 from speculon.bench.advise_maths import (
     Costs,
     Estimate,
@@ -37,7 +39,7 @@ from speculon.bench.advise_maths import (
 from speculon.bench.advise_measure import Written
 from speculon.bench.advise_prompts import GROUP, Split, read_lines
 from speculon.bench.advise_settings import as_flags, as_toml, merged, settings, write
-from speculon.bench.advise_words import answer
+from speculon.bench.advise_words import answer, checked, headline
 from speculon.bench.workloads import Case
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.errors import BenchError, ConfigError, InvalidParameter
@@ -94,7 +96,8 @@ def test_a_walk_goes_over_what_stands_and_one_token_more() -> None:
     text = [{"a": Guess(3, 2)}, {}, {}, {"a": Guess(4, 4)}, {}, {}, {}, {}, {}]
     done = walk(text, ["a"], 4)
     assert (done.rounds, done.tokens, done.drafts) == (3, 9, 7)  # 2 + 1, then 4 + 1, then 1 plain
-    assert (done.judged, done.stood, done.asked) == (3 + 4, {0: 2, 1: 2, 2: 1, 3: 1}, {"a": 3})
+    assert (done.judged, done.stood, done.asked) == ({0: 2, 1: 2, 2: 2, 3: 1}, {0: 2, 1: 2, 2: 1, 3: 1}, {"a": 3})
+    assert done.per_position == [1, 1, 0.5, 1] and done.acceptance == 6 / 7
     assert done.tokens_per_round == pytest.approx(1 + sum(done.survival)) == 3
     assert walk(text, ["a"], 0).tokens_per_round == 1
 
@@ -113,7 +116,7 @@ def test_a_walk_counts_every_token_once(k: int, said: list[tuple[int, int]]) -> 
     text = [{"a": Guess(n, min(n, right, left - i))} if n else {} for i, (n, right) in enumerate(said)]
     done = walk(text, ["a"], k)
     assert done.tokens == left and 1 <= done.rounds <= left
-    assert done.rounds >= walk(text, ["a"], k).rounds and done.judged <= done.drafts
+    assert done.rounds >= walk(text, ["a"], k).rounds and sum(done.judged.values()) <= done.drafts
     assert sum(done.stood.values()) >= done.tokens - done.rounds
 
 
@@ -274,7 +277,7 @@ def test_a_crowd_for_which_rows_are_dear_ends_it() -> None:
     advice = advise(texts_of(0.7), costs_of(guess=0.02, row=0.1, crowd_row=0.05), [DRAFT])
     assert advice.helps and advice.up_to == 4
     line = next(line for line in answer(advice) if line.startswith("It pays for up to 4 at once; at 8 it is 0."))
-    assert "`draft_model`, K = 1 would (1." in line
+    assert "`draft_model`, K = 1 would pay (1." in line
     everywhere = advise(texts_of(0.85), costs_of(guess=0.02, row=0.01), [DRAFT])
     assert "It pays for all crowds measured, up to 8 texts at once." in answer(everywhere)
 
@@ -391,3 +394,40 @@ def make_estimate(ratio: float, k: int) -> Estimate:
 def test_among_equals_the_shallowest_is_best() -> None:
     one, deeper = make_estimate(0.0, 1), make_estimate(0.0, 1)
     assert best([deeper, one]).k == 1
+
+
+LIVE = [
+    pytest.param(1.5, 0.4, 0.5, 0.6, False, id="measured slower"),
+    pytest.param(1.05, 0.96, 0.98, 0.99, False, id="a little slower"),
+    pytest.param(1.5, 1.3, 1.4, 1.5, True, id="as predicted"),
+    pytest.param(1.5, 0.9, 1.1, 1.2, False, id="far off, and open"),
+    pytest.param(0.9, 1.3, 1.4, 1.5, False, id="predicted slower"),
+]
+
+
+@pytest.mark.parametrize("predicted, low, ratio, high, helps", LIVE)
+def test_the_live_check_has_a_say(predicted: float, low: float, ratio: float, high: float, helps: bool) -> None:
+    advice = advise(texts_of(0.8), costs_of(guess=0.1), [DRAFT])
+    one = advice.candidate
+    made = replace(one, speed=replace(one.speed, ratio=predicted), low=predicted - 0.02, high=predicted + 0.02)
+    advice.estimates = [made]
+    advice.checks = [Check(made, ratio, low, high, 1.0, made.speed.tokens_per_call, 4, True)]
+    assert advice.helps is helps
+
+
+@pytest.mark.parametrize("low, helps", [(1.1, True), (0.9, False)])
+def test_where_the_prediction_is_open_the_check_decides(low: float, helps: bool) -> None:
+    advice = advise(texts_of(0.8), costs_of(guess=0.1), [DRAFT])
+    made = replace(advice.candidate, speed=replace(advice.candidate.speed, ratio=1.2), low=0.8)
+    advice.estimates = [made]
+    assert not advice.helps and "is not told from noise" in headline(advice)
+    advice.checks = [Check(made, 1.2, low, 1.3, 1.0, 2.0, 4, True)]
+    assert advice.helps is helps
+
+
+def test_a_noisy_machine_and_a_wrong_prediction_are_said() -> None:
+    made = advise(texts_of(0.8), costs_of(guess=0.1), [DRAFT]).candidate
+    fine = Check(made, made.ratio, made.low, made.high, 1.01, made.speed.tokens_per_call, 4, True)
+    assert not any(word in checked(fine) for word in ("DISAGREE", "quiet")) and fine.at_its_tokens == made.ratio
+    assert "The machine was not quiet" in checked(replace(fine, again=1.2))
+    assert "DISAGREE" in checked(replace(fine, ratio=made.low / 2, low=made.low / 2, high=made.low / 2))

@@ -195,7 +195,7 @@ def advised(llm: LLM, **more: Any) -> Advice:
 
 
 def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On texts at which lookups have no luck, either. Rows cost a twentieth of a step; on this small a model they cost nothing."""
+    """On texts at which lookups have no luck, either. A row costs a twentieth of a step: here it would cost nothing."""
 
     class Liar(Scripted):
         def _draft(self, seq: Sequence, k: int) -> Draft:
@@ -264,6 +264,7 @@ def test_it_answers_writes_and_what_it_writes_is_used(folder: Path, tmp_path: Pa
     assert (tmp_path / "new" / "advise.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "new" / "advise.md").read_text()
     assert said["answer"][0] in text and "| 2 | draft_model |" in text and said["toml"] in text
+    assert "| draft_model | 100% | 100% | 100% | 100% |" in text and "| target | 2 | " in text
     assert {one["method"] for one in said["estimates"]} == {"suffix", "ngram", "draft_model", "auto"}
     assert all(one["low"] <= one["high"] for one in said["estimates"])
     own = next(one for one in said["estimates"] if one["method"] == "draft_model")

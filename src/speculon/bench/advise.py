@@ -91,6 +91,8 @@ class Advice:
         live, one = self.live(self.wish.at_once), self.candidate
         if live is None:
             return one.pays
+        if live.high < 1 or one.ratio <= 1:
+            return False
         return live.low > 1 if one.open or not live.agrees else one.pays
 
     @property
@@ -106,9 +108,10 @@ class Advice:
 
     @property
     def up_to(self) -> int | None:
-        """The most texts at once for which the advised setting pays."""
-        one = self.candidate
-        return largest_crowd({each.texts: each.pays for each in self.at_all(one) if each.texts >= self.wish.at_once})
+        """The most texts at once for which the advised setting pays, and was not slower where it was checked."""
+        some = [one for one in self.at_all(self.candidate) if one.texts >= self.wish.at_once]
+        slower = [check.setting.texts for check in self.checks if check.ratio <= 1]
+        return largest_crowd({one.texts: one.pays and one.texts not in slower for one in some})
 
     def at_all(self, one: Estimate, estimates: Sequence[Estimate] | None = None) -> list[Estimate]:
         """The same setting for every crowd."""

@@ -45,10 +45,10 @@ class Walk:
     tokens: int = 0
     rounds: int = 0
     drafts: int = 0
-    judged: int = 0  # drafts whose forerunners all stood
     asked: dict[str, int] = field(default_factory=dict)  # method -> rounds in which it was asked
     began: dict[str, int] = field(default_factory=dict)  # method -> texts that it was asked for
-    stood: dict[int, int] = field(default_factory=dict)  # position -> rounds whose drafts stood up to it
+    judged: dict[int, int] = field(default_factory=dict)  # position -> drafts there whose forerunners all stood
+    stood: dict[int, int] = field(default_factory=dict)  # position -> those of them that stood, too
 
     @property
     def tokens_per_round(self) -> float:
@@ -58,7 +58,12 @@ class Walk:
     @property
     def acceptance(self) -> float | None:
         """Of drafts whose forerunners all stood; None when nothing was drafted."""
-        return sum(self.stood.values()) / self.judged if self.judged else None
+        return sum(self.stood.values()) / sum(self.judged.values()) if self.judged else None
+
+    @property
+    def per_position(self) -> list[float]:
+        """Acceptance at position 1, 2, .., of drafts whose forerunners all stood."""
+        return [self.stood.get(i, 0) / n for i, n in sorted(self.judged.items())]
 
     @property
     def survival(self) -> list[float]:
@@ -78,7 +83,8 @@ def walk(guesses: Guesses, chain: Sequence[str], k: int) -> Walk:
                 break
         done.rounds += 1
         done.drafts += length
-        done.judged += min(right + 1, length)
+        for position in range(min(right + 1, length)):
+            done.judged[position] = done.judged.get(position, 0) + 1
         done.tokens += min(right + 1, len(guesses) - at)
         for position in range(right):
             done.stood[position] = done.stood.get(position, 0) + 1
@@ -261,11 +267,12 @@ def estimate(
     """Every way at every K and crowd. The interval draws texts and times anew, the same ones for all settings."""
     rng, prices = Random(seed), Prices.of(costs)
     walks = {(way, k): [walk(guesses, way.chain, k) for guesses in texts] for way in ways for k in ks}
+    counts = {(way, k): [counted(one, way) for one in some] for (way, k), some in walks.items()}
     settings = [(way, k, crowd) for way in ways for k in ks for crowd in crowds]
     drawn: dict[tuple[Way, int, int], list[float]] = {setting: [] for setting in settings}
     for _ in range(DRAWS):
         world, chosen = Prices.of(costs, rng), rng.choices(range(len(texts)), k=len(texts))
-        wholes = {setting: total(some[i] for i in chosen) for setting, some in walks.items()}
+        wholes = {setting: added([some[i] for i in chosen], setting[0]) for setting, some in counts.items()}
         for way, k, crowd in settings:
             drawn[way, k, crowd].append(speed(wholes[way, k], way, k, crowd, world).ratio)
     found = []
@@ -274,6 +281,20 @@ def estimate(
         low, high = (at_share(ordered, share) for share in INTERVAL)
         found.append(Estimate(way, k, crowd, speed(whole, way, k, crowd, prices), low, high, whole))
     return found
+
+
+def counted(done: Walk, way: Way) -> tuple[int, ...]:
+    """What `speed` wants to know, in a form that is added up quickly: it is, for every world and setting."""
+    asked = (done.asked.get(method, 0) for method in way.chain)
+    return (done.tokens, done.rounds, done.drafts, *asked, *(done.began.get(method, 0) for method in way.chain))
+
+
+def added(counts: list[tuple[int, ...]], way: Way) -> Walk:
+    tokens, rounds, drafts, *rest = map(sum, zip(*counts, strict=True))
+    asked, began = rest[: len(way.chain)], rest[len(way.chain) :]
+    done = Walk(len(counts), tokens, rounds, drafts)
+    done.asked, done.began = (dict(zip(way.chain, some, strict=True)) for some in (asked, began))
+    return done
 
 
 def best(estimates: Iterable[Estimate]) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -62,7 +62,9 @@ def as_cases(
 
 def own_cases(names: Sequence[str], tokenizer: Tokenizer, max_tokens: int, prompts: int, context: int) -> dict[str, list[Case]]:
     """The benchmark's cases of some workloads, each repeatable."""
-    return {name: workloads.build(name, tokenizer, Size(prompts, max_tokens, context)) for name in names}
+    size = Size(prompts, max_tokens, context)
+    built = {name: workloads.build(name, tokenizer, size) for name in names}
+    return {name: [replace(case, name=f"{name}: {case.name}") for case in some] for name, some in built.items()}
 
 
 @dataclass(frozen=True, slots=True)

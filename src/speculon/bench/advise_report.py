@@ -16,7 +16,15 @@ from speculon.bench.advise import Advice
 from speculon.bench.advise_check import Check
 from speculon.bench.advise_maths import Estimate, Prices
 from speculon.bench.advise_settings import as_flags, as_toml
-from speculon.bench.advise_words import LEGEND, answer, markdown
+from speculon.bench.advise_words import (
+    ACCEPTANCE_LEGEND,
+    COSTS_LEGEND,
+    LEGEND,
+    acceptance_markdown,
+    answer,
+    costs_markdown,
+    markdown,
+)
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -81,7 +89,7 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "high": one.high,
         "pays": one.pays,
         "acceptance": one.walk.acceptance,
-        "survival": one.walk.survival,
+        "per_position": one.walk.per_position,
         "guess_cost": one.guess_cost,
         **asdict(one.speed),
     }
@@ -116,7 +124,9 @@ def write(advice: Advice, said: dict[str, Any], folder: Path) -> list[Path]:
     files[0].write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     points = "\n".join(f"- {line}" for line in said["answer"])
     parts = [f"`{said['command']}`, {said['date'][:10]}: {title(said)}", points, f"```toml\n{said['toml']}```"]
-    files[1].write_text("\n\n".join([*parts, markdown(advice), f"{LEGEND}."]) + "\n", encoding="utf-8")
+    tables = [markdown(advice), f"{LEGEND}.", acceptance_markdown(advice), f"{ACCEPTANCE_LEGEND}."]
+    tables += [costs_markdown(advice), f"{COSTS_LEGEND}."]
+    files[1].write_text("\n\n".join([*parts, *tables]) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.advise_chart import draw
 

@@ -6,17 +6,20 @@ from collections.abc import Iterable
 
 from speculon.bench.advise import LOOKED_UP, Advice
 from speculon.bench.advise_check import Check
-from speculon.bench.advise_maths import Estimate, Way, best
+from speculon.bench.advise_maths import Estimate, Prices, Way, best
 from speculon.bench.tables import grid, number
 
 CLOSE = 0.03  # settings within this of the best are named beside it
 NOISY = 0.05  # of plain decoding against itself
-COLUMNS = ("method", "K", "x plain", "90 %", "tok/call", "acceptance", "needed", "a guess costs", "may cost")
+COLUMNS = ("method", "K", "x plain", "90 %", "tok/call", "accepted", "needed", "cost", "may cost")
 LEGEND = (
     "x plain: expected speed of decoding, at the best K; 90 %: where it lies if texts and times are drawn anew; tok/call: "
-    "tokens that a call of the target brings; acceptance: of drafts whose forerunners all stood; needed: acceptance from which "
-    "on some K pays; a guess costs: as a share of a plain step; may cost: at that acceptance"
+    "tokens that a call of the target brings; accepted: of drafts whose forerunners all stood; needed: acceptance from which on "
+    "some K pays; cost: of a guess, as a share of a plain step; may cost: what would still pay at that acceptance"
 )
+
+ACCEPTANCE_LEGEND = "acceptance at each position of a draft, when those before it stood, at the most drafts looked at"
+COSTS_LEGEND = "ms (medians): of a step of the target by drafts of each text, and of a proposal by the drafts asked for"
 
 
 def answer(advice: Advice) -> list[str]:
@@ -122,8 +125,14 @@ def crowds(advice: Advice) -> list[str]:
     said = []
     for crowd in beyond:
         same, other = advice.at_all(advice.candidate, advice.at(crowd))[0], best(advice.at(crowd))
-        instead = f"{setting(other)} would ({times(other)})" if other.pays else "nothing does"
-        said.append(f"at {crowd} it is {times(same)} as fast, {instead}")
+        instead = (
+            f"{setting(other)} would pay ({times(other)})"
+            if other.pays and (other.way, other.k) != (same.way, same.k)
+            else "nothing pays"
+        )
+        live = advice.live(crowd)
+        found = f", but {live.ratio:.2f}x was measured" if live and same.ratio > 1 >= live.ratio else ""
+        said.append(f"at {crowd} it is {times(same)} as fast{found}; {instead}")
     return [f"It pays for up to {advice.up_to} at once; {'; '.join(said)}."]
 
 
@@ -214,3 +223,22 @@ def markdown(advice: Advice) -> str:
     """Every crowd in one table."""
     body = [(str(crowd), *cells) for crowd in advice.wish.crowds for cells in rows(advice, crowd)]
     return grid(("at once", *COLUMNS), body)
+
+
+def acceptance_markdown(advice: Advice) -> str:
+    """Position by position."""
+    deepest = advice.wish.k
+    ways = [way for way in advice.ways if len(way.chain) == 1]
+    found = [(way.name, advice.at(advice.wish.at_once, way.name, deepest)[0].walk.per_position) for way in ways]
+    body = [(name, *(f"{a:.0%}" for a in shares), *["-"] * (deepest - len(shares))) for name, shares in found]
+    return grid(("position", *map(str, range(1, deepest + 1))), body)
+
+
+def costs_markdown(advice: Advice) -> str:
+    """A row for the target and for each method at each crowd."""
+    prices, crowds = Prices.of(advice.costs), advice.wish.crowds
+    ks = sorted({k for _, k in advice.costs.verify})
+    body = [("target", str(crowd), *(f"{prices.verify.at(crowd, k):.2f}" for k in ks)) for crowd in crowds]
+    for method, ms in prices.draft.items():
+        body += [(method, str(crowd), "-", *(f"{ms.at(crowd, k):.2f}" for k in ks if k)) for crowd in crowds]
+    return grid(("ms", "at once", *(f"K = {k}" for k in ks)), body)

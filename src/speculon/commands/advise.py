@@ -111,9 +111,10 @@ def show(advice: Advice, said: dict[str, Any], files: list[Path]) -> None:
 
 
 def as_table(advice: Advice, crowd: int) -> Table:
-    table = Table(title=advise_words.at_once(crowd), title_justify="left", title_style="bold", header_style="dim", box=None)
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": None}
+    table = Table(title=advise_words.at_once(crowd), **style, pad_edge=False, collapse_padding=True)
     for name in advise_words.COLUMNS:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=" " not in name)
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     chosen = advice.candidate
     for row in advise_words.rows(advice, crowd):
         table.add_row(*row, style="green" if advice.helps and row[0] == chosen.way.name else "")
