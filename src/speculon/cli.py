@@ -185,6 +185,49 @@ def replay(
 
 @app.command()
 @answered
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n",))
+def advise(
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="a sample prompt, or with .jsonl one prompt or chat a line; may be repeated; - is stdin"),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a message, answered through the chat template")] = False,
+    workloads: Annotated[
+        str | None, typer.Option(metavar="LIST", help="in place of prompts: of code, edit, prose; NAME@T (for demo: all three)")
+    ] = None,
+    concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts at once to measure (default: 1,2,4,8)")] = None,
+    at_once: Annotated[int | None, typer.Option(help="texts at once that the settings are for (default: 1)")] = None,
+    repeats: Annotated[int | None, typer.Option(help="of the live check; 0: none (default: 2)")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="put the advice into FILE, a speculon.toml, as its [speculation]")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="for advise.json, advise.md, advise.png (default: speculon-advise; none with --json)"
+        ),
+    ] = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Measure whether drafting helps here, with what, how far and for how many texts at once; check it; write the settings."""
+    from speculon.commands.advise import Task, run
+    from speculon.commands.bench import numbers, words
+
+    asked = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
+    run(
+        Task(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
+        {name: value for name, value in asked.items() if value is not None},
+        write,
+        out,
+        given,
+        as_json,
+    )
+
+
+@app.command()
+@answered
 @settings_from(EngineConfig)
 def demo(
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,

@@ -26,7 +26,7 @@ from speculon.bench.tables import (
     table,
 )
 from speculon.bench.workloads import Case, parse, side_by_side
-from speculon.config import POLICIES, SamplingParams
+from speculon.config import USUAL_DRAFTS, SamplingParams
 from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
@@ -103,7 +103,7 @@ def test_a_mode_is_a_method_a_number_and_a_rule() -> None:
     assert parse_mode("off").speculation == {"method": "off"}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", USUAL_DRAFTS)
 def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
     assert parse_mode(f"auto+{policy}").speculation == {"method": "auto", "policy": policy}  # K is the policy's own
     whole = {"method": "draft_model", "num_speculative_tokens": 4, "policy": policy, "acceptance": "rejection"}
@@ -112,7 +112,7 @@ def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
 
 @pytest.mark.parametrize("text", ["auto+luck", "auto:8+", "auto+auto+auto"])
 def test_a_policy_that_is_none_is_told_with_those_there_are(text: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"known policies are {', '.join(POLICIES)}"):
+    with pytest.raises(InvalidParameter, match=f"known policies are {', '.join(USUAL_DRAFTS)}"):
         Plan(modes=(text,))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,3 +63,15 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_python_in_documents_compiles(document: Path) -> None:
     for source in blocks(document, "python"):
         compile(source, str(document), "exec")
+
+
+def untold(answer: list[str], document: str) -> list[str]:
+    """What an answer said and a document does not."""
+    return [line for line in answer if line not in document]
+
+
+def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
+    said = json.loads((ROOT / "docs" / "benchmarks" / "advise" / "advise.json").read_text(encoding="utf-8"))
+    document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
+    assert untold([f"`{said['command']}`", *said["answer"], said["toml"]], document) == []
+    assert untold([said["answer"][0].replace("x", "y")], document) != []

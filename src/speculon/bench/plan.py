@@ -8,7 +8,7 @@ from typing import Any
 
 from speculon.bench import workloads
 from speculon.bench.workloads import Size
-from speculon.config import POLICIES, RequestSpeculation
+from speculon.config import USUAL_DRAFTS, RequestSpeculation
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import OFF, check_method
 
@@ -101,8 +101,8 @@ def parse_mode(text: str) -> Mode:
     check_method(method)
     if colon and not (k.isdecimal() and int(k)) or (colon or plus or slash) and method == OFF:
         raise InvalidParameter("modes", text, "is METHOD[:K][+POLICY][/RULE] with K of at least 1; off has none of them")
-    if plus and policy not in POLICIES:
-        raise InvalidParameter("modes", text, f"known policies are {', '.join(POLICIES)}")
+    if plus and policy not in USUAL_DRAFTS:
+        raise InvalidParameter("modes", text, f"known policies are {', '.join(USUAL_DRAFTS)}")
     speculation = {
         "method": method,
         **({"num_speculative_tokens": int(k)} if colon else {}),
