@@ -83,8 +83,8 @@ def test_step_costs_are_learned_and_never_fall_with_rows() -> None:
 
 def test_a_step_is_never_believed_to_cost_nothing() -> None:
     auto, seqs = Auto(), [make_sequence([1, 2, 3]) for _ in range(3)]
-    auto.costs.restore([-1.0, 0.0, 0.5])  # what noise can make of the parts
-    assert auto.costs.at(3, 0) > 0 and len(auto.decide(seqs, Load(3, 0, 9))) == 3
+    auto.costs.restore([-1.0, 0.0, 0.0, 0.5])  # what noise can make of the parts
+    assert auto.costs.at(3, 0, 0) > 0 and len(auto.decide(seqs, Load(3, 0, 9))) == 3
 
 
 def test_proposal_costs_are_learned() -> None:
