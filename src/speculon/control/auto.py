@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import mul
 
 from speculon.control.estimate import Own, StepCost, grade
-from speculon.control.known import OF_ALL, OF_LATE, Method, Text
+from speculon.control.known import OF_LATE, Method, Text
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
@@ -25,7 +25,8 @@ SELDOM = 16  # rounds between two look-ups of a text in which they find nothing
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
-MARGIN = 0.02  # tokens that a costly method must gain
+MARGIN = 0.02  # of the round's rate: what a costly method must add to it
+TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
@@ -69,7 +70,6 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
-        self._others: dict[str, Text] = {}  # what a text of a kind usually does
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
@@ -96,11 +96,9 @@ class Auto:
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
-            text = self._texts.get(seq.id)
-            if text is None:
-                text = self._texts[seq.id] = Text.like(self._others.setdefault(seq.kind, Text()))
-            now.tokens += text.added.tokens
-            now.ms += text.added.ms
+            text = self._texts.get(seq.id) or self._texts.setdefault(seq.id, Text())
+            now.tokens += text.cheap.tokens + text.costly.tokens
+            now.ms += text.cheap.ms + text.costly.ms
             if seq.plain or seq.room <= 1:
                 continue
             able.append((seq, text))
@@ -137,16 +135,23 @@ class Auto:
         kinds = [kind_of(seq, text.of(method), seq.most(method)) for seq, text in group]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        rate = (now.tokens + sum(text.after.tokens - text.added.tokens for _, text in group) / len(group)) / (
-            now.ms + sum(text.after.ms - text.added.ms for _, text in group) / len(group)
-        )
-        plan = self._plan(known, crowd, survivals, 1 + known.reach * (len(group) - 1), rate)
+        alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
+        tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
+        ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
+        plan, rate = None, tokens / ms
+        for _ in range(TURNS):
+            found = self._plan(known, crowd, survivals, 1 + known.reach * (len(group) - 1), rate)
+            if found is None:
+                break
+            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
+        if plan is not None and rate < (1 + MARGIN / len(group)) * tokens / ms:
+            plan = None
         if plan is None:
             now.refused = self._refusal(method, known, survivals)
             return
-        found = {kind: self._promise(method, plan, survival) for kind, survival in survivals.items()}
+        promises = {kind: self._promise(method, plan, survival) for kind, survival in survivals.items()}
         for (seq, _), kind in zip(group, kinds, strict=True):
-            promise, had = found[kind], now.promise.get(seq.id)
+            promise, had = promises[kind], now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(rate) > had.gain(rate)):
                 now.promise[seq.id] = promise
 
@@ -157,7 +162,7 @@ class Auto:
         now, share, price = self._round, asking / crowd.total(), rate * self._round.row_ms
         kept = [(share * crowd[kind], survival, depth(survival, price)) for kind, survival in survivals.items()]
         first = sum(texts for texts, _, k in kept if k) * now.first_ms
-        best, most, tokens, rows = None, MARGIN, 0.0, 0.0
+        best, most, tokens, rows = None, 0.0, 0.0, 0.0
         for k in range(1, 1 + max(k for _, _, k in kept)):
             for texts, survival, deepest in kept:
                 if k <= deepest:
@@ -203,18 +208,19 @@ class Auto:
         now, text = self._round, self._texts[seq.id]
         if seq.id in now.probes:
             return draft
-        rate = now.tokens / now.ms
-        best, most, gain = 0, 0.0, -rate * now.first_ms
+        tokens = now.tokens - text.cheap.tokens - text.costly.tokens
+        ms = now.ms - text.cheap.ms - text.costly.ms
+        best, rate, rows = 0, tokens / ms, ms + now.first_ms
         promise = now.promise.get(seq.id)
         if promise is not None and promise.ask.method != method:
-            most = max(most, promise.gain(rate))
+            rate = max(rate, (tokens + promise.tokens) / (ms + promise.ms))
         acceptance, own = self._know(method).of(seq.kind), text.of(method)
         grades = grades_of(draft.confidence, len(draft.tokens))
         chances = (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
         for k, survival in enumerate(accumulate(chances, mul), 1):
-            gain += survival - rate * now.row_ms
-            if gain > most:
-                best, most = k, gain
+            tokens, rows = tokens + survival, rows + now.row_ms
+            if tokens > rate * rows:
+                best, rate = k, tokens / rows
         if not best:
             self._shadow.watch(seq, method, draft)
         return draft.cut(best)
@@ -269,11 +275,11 @@ class Auto:
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             texts, _, ms = timing.proposals.get(method, (1, 0, 0.0))
-            rows += ms / texts
-        others = self._others.setdefault(seq.kind, Text())
-        others.bare = text.bare
-        for known, weight in ((text, OF_LATE), (others, OF_ALL)):
-            known.book(gained, rows, method not in now.cheap, weight)
+            text.costly.late(gained, rows + ms / texts)
+            text.cheap.late(0.0, 0.0)
+        else:
+            text.costly.late(0.0, 0.0)
+            text.cheap.late(gained, rows)
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained - now.tokens / now.ms * rows if name == method else 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from speculon.control.estimate import Acceptance, Own, ProposalCost
@@ -55,22 +55,9 @@ class Added:
 class Text:
     """One text."""
 
-    added: Added = field(default_factory=Added)
-    after: Added = field(default_factory=Added)  # the same of those rounds alone that followed one without a look-up's draft
-    bare: bool = False  # whether the last round was one
+    cheap: Added = field(default_factory=Added)  # by look-ups
+    costly: Added = field(default_factory=Added)
     own: dict[str, Own] = field(default_factory=dict)  # by method
-
-    @classmethod
-    def like(cls, others: Text) -> Text:
-        """A new one, believed to be like the others of its kind."""
-        return cls(replace(others.added), replace(others.after))
-
-    def book(self, tokens: float, ms: float, bare: bool, weight: float = OF_LATE) -> None:
-        """Of a round: what it brought and took beyond one token and one row, and whether it had no look-up's draft."""
-        self.added.late(tokens, ms, weight)
-        if self.bare:
-            self.after.late(tokens, ms, weight)
-        self.bare = bare
 
     def of(self, method: str) -> Own:
         found = self.own.get(method)
