@@ -10,22 +10,25 @@ price. Look-ups that cost next to nothing are asked first; what they found is we
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 
+from speculon.config import MAX_DRAFTS
 from speculon.control.estimate import Own, StepCost, grade
-from speculon.control.known import OF_LATE, Method, Text
+from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 16  # rounds between two look-ups of a text in which they find nothing
+COLD_K = 4  # drafts of the first proposal of a costly method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
+ALONE = 1.0
 TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
@@ -60,6 +63,7 @@ class Round:
     costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> the best of them
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
+    passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
 
 
@@ -70,6 +74,7 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
+        self._others: dict[str, Added] = {}  # by kind of text: what look-ups add
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
@@ -96,7 +101,7 @@ class Auto:
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
-            text = self._texts.get(seq.id) or self._texts.setdefault(seq.id, Text())
+            text = self._texts.get(seq.id) or self._meet(seq)
             now.tokens += text.cheap.tokens + text.costly.tokens
             now.ms += text.cheap.ms + text.costly.ms
             if seq.plain or seq.room <= 1:
@@ -113,6 +118,11 @@ class Auto:
                         now.costly[method] = [(seq, text)]
         now.cheap = {method: ms * now.tokens / now.ms for method, ms in now.cheap.items()}
         return able
+
+    def _meet(self, seq: Sequence) -> Text:
+        """A new text: look-ups are believed to bring what they bring to others of its kind."""
+        text = self._texts[seq.id] = Text(replace(self._others.setdefault(seq.kind, Added())))
+        return text
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
         """Look-ups in every round where they have found something of late, else now and then; then what promises most."""
@@ -132,10 +142,11 @@ class Auto:
     def _offer(self, method: str, group: Group) -> None:
         """Notes what one proposal of a costly method would add for the texts it pays for, where none promises more."""
         now, known = self._round, self._know(method)
-        kinds = [kind_of(seq, text.of(method), seq.most(method)) for seq, text in group]
+        most = MAX_DRAFTS if known.cost.known else COLD_K
+        kinds = [kind_of(seq, text.of(method), min(most, seq.most(method))) for seq, text in group]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
+        alone = ALONE / len(group)  # seen from one of them, whose look-ups found nothing
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
         plan, rate = None, tokens / ms
@@ -213,6 +224,7 @@ class Auto:
         best, rate, rows = 0, tokens / ms, ms + now.first_ms
         promise = now.promise.get(seq.id)
         if promise is not None and promise.ask.method != method:
+            now.passed.add(seq.id)
             rate = max(rate, (tokens + promise.tokens) / (ms + promise.ms))
         acceptance, own = self._know(method).of(seq.kind), text.of(method)
         grades = grades_of(draft.confidence, len(draft.tokens))
@@ -276,10 +288,12 @@ class Auto:
         if method in now.costly:
             texts, _, ms = timing.proposals.get(method, (1, 0, 0.0))
             text.costly.late(gained, rows + ms / texts)
-            text.cheap.late(0.0, 0.0)
+            if seq.id not in now.passed:  # what the draft that was passed over would have brought is not known
+                text.cheap.late(0.0, 0.0)
         else:
             text.costly.late(0.0, 0.0)
             text.cheap.late(gained, rows)
+            self._others[seq.kind].late(gained, rows, OF_ALL)
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained - now.tokens / now.ms * rows if name == method else 0.0)

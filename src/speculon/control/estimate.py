@@ -21,6 +21,8 @@ PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
 FADE = 0.985  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
+BONUS = 0.25  # standard deviation of a single try, at most
+SURE = 0.999
 REFRESH = 4  # drafts after which chances are computed anew
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
@@ -65,6 +67,7 @@ class Acceptance:
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
         self._survivals: dict[tuple[int, int], list[float]] = {}
         self._stale = 0
+        self._seen = 0  # drafts that were ever judged
 
     def chance(self, position: int, grade: int = 0) -> float:
         """Of the draft at `position` (from 0), for a text that nothing is known of."""
@@ -84,13 +87,15 @@ class Acceptance:
         """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
         found = self._survivals.get((kind, k))
         if found is None:
-            found = [shifted(self.chance(position), kind) for position in range(k)]
+            hope = BONUS / (self._seen + 1) ** 0.5  # few tries may have been bad luck, and would be the last ones
+            found = [shifted(min(SURE, self.chance(position) + hope), kind) for position in range(k)]
             found = self._survivals[kind, k] = list(accumulate(found, mul))
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
         """Drafts of these classes were judged, and the first `accepted` stood: all of them, or all but the last."""
         judged = len(grades)
+        self._seen += judged
         if self._wider:
             self._wider.observe(grades, accepted)
         self._stale += 1
@@ -261,6 +266,6 @@ class ProposalCost:
 
     def observe(self, texts: int, k: int, ms: float) -> None:
         if not self.known:
-            parts = [0.2 * ms, 0.5 * ms / k, 0.3 * ms / (k * texts)]  # guess
-            self._fit.guess(parts, parts)
+            parts = [0.1 * ms, 0.6 * ms / k, 0.3 * ms / (k * texts)]  # guess
+            self._fit.guess(parts, [ms, ms / k, ms / (k * texts)])
         self._fit.observe((1.0, k, k * texts), ms)
