@@ -31,9 +31,9 @@ SAME_LEGEND = (
 )
 SAMPLED = ("sampled, in distribution", "rounds", "accepted", "by q", "cells", "rejected", "least p", "p of all")
 SAMPLED_LEGEND = (
-    "against plain decoding, each arm with seeds of its own; by q: rounds judged by rejection, with the drafter's q; cells: prompt x "
-    f"sampler x position, rejected by Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at {OVERALL:g}. "
-    "What is rejected once is repeated with fresh seeds, and fails when it is rejected again"
+    "against plain decoding, each arm with seeds of its own; by q: rounds judged by rejection, with the drafter's q; cells: "
+    f"prompt x sampler x position, rejected by Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at "
+    f"{OVERALL:g}. What is rejected once is repeated with fresh seeds, and fails when it is rejected again"
 )
 VERDICTS = {
     "passed": "passed: no text departs from the target's further than plain decoding does, and the planted errors were found",
@@ -129,8 +129,8 @@ def heading(report: CheckReport) -> str:
     drafts = "".join(f", {method} {name}" for method, name in model["drafts"].items())
     samplers = "; ".join(named(sampler) for sampler in plan.samplers)
     return (
-        f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}{drafts}; "
-        f"method {used['method']}, policy {used['policy']}, K = {used['num_speculative_tokens']}; {report.machine.get('gpu', report.machine['cpu'])}; "
+        f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, {model['dtype']}{drafts}; method {used['method']}, "
+        f"policy {used['policy']}, K = {used['num_speculative_tokens']}; {report.machine.get('gpu', report.machine['cpu'])}; "
         f"{len(plan.prompts)} prompts; {plan.runs} runs per arm, prompt and sampler; sampled with {samplers}"
     )
 
