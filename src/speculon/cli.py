@@ -181,6 +181,9 @@ def check(
     positions: Annotated[int | None, typer.Option(help="tokens of a sampled text (default: 12)")] = None,
     cases: Annotated[int | None, typer.Option(help="prompts that are sampled from: the first ones (default: 4)")] = None,
     seeds: Annotated[int | None, typer.Option(help="seeded texts per prompt and sampler (default: 4)")] = None,
+    control: Annotated[
+        float | None, typer.Option(help="share of the wrong drafts that the control keeps, and must be found by (default: 0.5)")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="of the check itself (default: 0)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer runs of fewer prompts: sees only coarser errors")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="for report.md, check.json, check.png")] = None,
@@ -192,7 +195,8 @@ def check(
     from speculon.commands.check import Task, run
 
     sizes = {"max_tokens": max_tokens, "runs": runs, "positions": positions, "cases": cases, "seeds": seeds, "seed": seed}
-    run(Task(prompt or [], prompt_file or [], sampler or [], sizes, quick, out), given, speculative_config, as_json)
+    task = Task(prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out)
+    run(task, given, speculative_config, as_json)
 
 
 @app.command()

@@ -38,7 +38,7 @@ SAMPLERS = (
     SamplingParams(temperature=0.8, top_p=0.95),
     SamplingParams(temperature=0.9, top_k=40, min_p=0.02, repetition_penalty=1.2),
 )
-QUICK: dict[str, Any] = {"max_tokens": 32, "runs": 96, "positions": 8, "cases": 2, "control": 0.5}
+QUICK: dict[str, Any] = {"max_tokens": 32, "runs": 96, "positions": 8, "cases": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CheckPlan:
     positions: int = 12  # tokens of a sampled text
     cases: int = 4  # the first prompts are sampled from
     seeds: int = 4  # seeded texts per prompt and sampler
-    control: float = 0.25  # share of the wrong drafts that the planted error keeps
+    control: float = 0.5  # share of the wrong drafts that a planted error keeps: found on the demo model by every method
     seed: int = 0  # of everything random here; no two arms share one
 
     def __post_init__(self) -> None:
@@ -70,6 +70,9 @@ class CheckPlan:
                 raise InvalidParameter(name, getattr(self, name), f"must be at least {least}")
         if self.seeds > MAX_SAMPLES:
             raise InvalidParameter("seeds", self.seeds, f"must be at most {MAX_SAMPLES}")
+
+        if not 0 < self.control <= 1:
+            raise InvalidParameter("control", self.control, "is a share above 0, at most 1")
 
     @property
     def sampled(self) -> list[tuple[int, int]]:

@@ -37,7 +37,7 @@ SAMPLED_LEGEND = (
 )
 VERDICTS = {
     "passed": "passed: no text departs from the target's further than plain decoding does, and the planted errors were found",
-    "failed": "failed: with speculation the texts are not the target's",
+    "failed": "failed: texts depart from the target's by more than rounding or chance",
     "not enough": "not enough: nothing speaks against speculation, but this check could not have told",
 }
 Rows = Iterator[tuple[str, ...]]

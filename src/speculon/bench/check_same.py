@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import log
+from math import isfinite, log
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +58,7 @@ class Sameness:
 
     @property
     def failures(self) -> list[Parting]:
-        return [one for one in self.partings if one.regret is None or not one.regret <= self.limit]
+        return [one for one in self.partings if one.regret is None or one.regret > self.limit]
 
     @property
     def ties(self) -> list[Parting]:
@@ -176,7 +176,8 @@ def judge(
         else:
             yield Parting(i, at, base[at], mine[at], None, None)
             continue
-        yield Parting(i, at, base[at], mine[at], regret, other)
+        known = isfinite(regret) and isfinite(other)  # a token that cannot be has no log p
+        yield Parting(i, at, base[at], mine[at], regret if known else None, other if known else None)
 
 
 def at_or_none(tokens: list[int], at: int) -> int | None:

@@ -28,7 +28,7 @@ class Task:
     prompts: list[str]
     files: list[Path]
     samplers: list[str]
-    sizes: dict[str, int | None]
+    sizes: dict[str, Any]
     quick: bool
     out: Path | None
 
