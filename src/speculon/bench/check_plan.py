@@ -52,7 +52,7 @@ class CheckPlan:
     positions: int = 12  # tokens of a sampled text
     cases: int = 4  # the first prompts are sampled from
     seeds: int = 4  # seeded texts per prompt and sampler
-    control: float = 0.5  # share of the wrong drafts that a planted error keeps: found on the demo model by every method
+    control: float = 0.5  # share of the wrong drafts that the planted errors keep; found with every method (docs/check.md)
     seed: int = 0  # of everything random here; no two arms share one
 
     def __post_init__(self) -> None:
