@@ -228,6 +228,41 @@ def advise(
 
 @app.command()
 @answered
+@settings_from(SpeculationConfig, EngineConfig)
+def check(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated (default: 16 that come along)")
+    ] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")] = None,
+    sampler: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JSON", help='a way of sampling, as {"temperature": 0.6}; may be repeated (default: three)'),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="of a greedy or seeded text (default: 64)")] = None,
+    runs: Annotated[int | None, typer.Option(help="sampled texts per arm, prompt and sampler (default: 192)")] = None,
+    positions: Annotated[int | None, typer.Option(help="tokens of a sampled text (default: 12)")] = None,
+    cases: Annotated[int | None, typer.Option(help="prompts that are sampled from: the first ones (default: 4)")] = None,
+    seeds: Annotated[int | None, typer.Option(help="seeded texts per prompt and sampler (default: 4)")] = None,
+    control: Annotated[
+        float | None, typer.Option(help="share of the wrong drafts that the control keeps, and must be found by (default: 0.5)")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of the check itself (default: 0)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer runs of fewer prompts: sees only coarser errors")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="for report.md, check.json, check.png")] = None,
+    speculative_config: SpeculativeConfig = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Prove on your own models that speculation changes no text: exit code 0 when it passes, 1 when not, 2 for bad input."""
+    from speculon.commands.check import Task, run
+
+    sizes = {"max_tokens": max_tokens, "runs": runs, "positions": positions, "cases": cases, "seeds": seeds, "seed": seed}
+    task = Task(prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out)
+    run(task, given, speculative_config, as_json)
+
+
+@app.command()
+@answered
 @settings_from(EngineConfig)
 def demo(
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,
