@@ -276,7 +276,7 @@ class Engine:
         A text that is being written enters its pool when it ends.
         """
         count = self.proposers.forget(tenant, pool)
-        if self.state is not None:
+        if self.state is not None and count:
             self.state.save()
         self._count_pools()
         return count
