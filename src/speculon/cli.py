@@ -122,7 +122,7 @@ def inspect(
 
 @app.command()
 @answered
-@settings_from(SpeculationConfig, EngineConfig, without=("method",))
+@settings_from(SpeculationConfig, EngineConfig, without=("method", "state"))
 def bench(
     workloads: Annotated[
         str | None, typer.Option(metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T at temperature T (default: all)")
@@ -185,7 +185,7 @@ def replay(
 
 @app.command()
 @answered
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n",))
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state"))
 def advise(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")] = None,
     prompt_file: Annotated[
@@ -263,7 +263,7 @@ def check(
 
 @app.command()
 @answered
-@settings_from(EngineConfig)
+@settings_from(EngineConfig, without=("state",))
 def demo(
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="measurements of each, alternated")] = 3,

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -41,6 +42,8 @@ MAX_BAD_WORDS = 256
 MAX_SAMPLES = 64
 MAX_DRAFTS = 64
 MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
+REMEMBERED_BYTES = 21  # of a token in a pool: 12, what arrays keep in reserve, 8 of its slots
+POOL_BYTES = 1024  # of an empty pool and its key: 0.8 KB
 GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
 MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
 MAX_CHOICES = 1024
@@ -250,7 +253,7 @@ class SpeculationConfig(Checked):
     suffix_min_probability: float = Field(0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from")
     suffix_min_hits: int = Field(1, ge=1, le=16, description="suffix: places that must agree on a token")
     suffix_pools: int = Field(64, ge=0, le=4096, description="suffix: users and prompts whose answers are remembered; 0: none")
-    suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 20 bytes a token")
+    suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 21 bytes a token")
     suffix_pool_ttl: float = Field(3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
     draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
@@ -262,6 +265,11 @@ class SpeculationConfig(Checked):
     )
     additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
     options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+
+    @property
+    def remembered_bytes(self) -> int:
+        """All pools at their fullest."""
+        return self.suffix_pools * (self.suffix_pool_tokens * REMEMBERED_BYTES + POOL_BYTES)
 
     def most(self, policy: str | None = None) -> int:
         """The most drafts of a round under a policy, or under the one that is set."""
@@ -302,6 +310,7 @@ class RequestSpeculation(Checked):
         max_length=256,
         description="whose earlier answers may be drafted from; None: those to the same prompt, empty: nobody's",
     )
+    tenant: str = Field("", max_length=256, description="on whose account: no pool is shared between two of them")
 
     @field_validator("prediction", mode="before")
     @classmethod
@@ -317,7 +326,9 @@ class ServeConfig(Checked):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: SecretStr | None = Field(None, min_length=1, description="the bearer token of clients; better by environment")
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="bearer tokens of clients; better by environment, there one per line"
+    )
     served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
     cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
     max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")
@@ -327,6 +338,20 @@ class ServeConfig(Checked):
     request_timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds until a request is ended")
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False, description="seconds for running requests after TERM")
     log_format: Literal["text", "json"] = Field("text", description="of the line that each request leaves: text or json")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _one_or_one_per_line(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(value.splitlines()) or ("",)
+        return () if value is None else (value,) if isinstance(value, SecretStr) else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _none_empty(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if not all(key.get_secret_value().strip() for key in value):  # a variable that was never set must not open the server
+            raise ValueError("a key has at least one character")
+        return value
 
 
 class EngineConfig(BaseSettings):
@@ -361,6 +386,11 @@ class EngineConfig(BaseSettings):
     events_limit_mb: float = Field(
         256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"
     )
+    state: Path | None = Field(
+        None,
+        description="a folder that keeps what was learned across restarts: earlier answers, as token ids, and what policy auto "
+        "believes",
+    )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
@@ -373,6 +403,13 @@ class EngineConfig(BaseSettings):
     def _can_be_a_file(cls, value: Path | None) -> Path | None:
         if value is not None and (not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())):
             raise ValueError("a file, in a folder that is there")
+        return value
+
+    @field_validator("state")
+    @classmethod
+    def _can_be_a_folder(cls, value: Path | None) -> Path | None:
+        if value is not None and not (value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())):
+            raise ValueError("a folder, or the name of a new one in a folder that is there")
         return value
 
     def __init__(self, /, **values: Any):

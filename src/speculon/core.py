@@ -203,6 +203,7 @@ class Sequence:
     kind: str = ""  # what sort of text it is, as far as the request tells: texts of one kind are believed to be alike
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
     pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
+    tenant: str = ""  # among whose pools that one is
     grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0

@@ -95,6 +95,8 @@ class SpeculativeDecoder:
         for name in OF_CHECKPOINTS:
             if name in settings:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
+        if settings.get("state") is not None:
+            raise ConfigError(f"state = {settings['state']!r}: is kept by LLM and by the server")
         speculation = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
         speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         speculation |= {} if draft is None else {"draft": draft}

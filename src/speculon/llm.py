@@ -163,6 +163,7 @@ class LLM:
         )
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
+        self.engine.keep_state()
         self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody
 
     def generate(
@@ -235,6 +236,14 @@ class LLM:
     def session(self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False) -> Session:
         """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued as they are."""
         return Session(self, params or SamplingParams(), system, raw)
+
+    def forget_pools(self, pool: str | None = None) -> int:
+        """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there were."""
+        return self.engine.forget_pools(pool)
+
+    def close(self) -> None:
+        """Writes what is to be kept of events and state; the end of the process does, too."""
+        self.engine.close()
 
     def _stream_to(self, output: RequestOutput, params: SamplingParams, speculation: Speculation) -> Generator[Event, None, None]:
         """Yields what each step brings to `output`, which has it already; with the account also when this is closed early."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -215,6 +215,11 @@ class EngineCounters:
     rows: int = 0
     prompt_tokens: int = 0
     checks: int = 0  # times at rest that every page was found accounted for
+    proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about, the first time for each aside
+    proposal_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # what these took
+    pools: int = 0  # of earlier answers, as of the last text that ended
+    pool_tokens: int = 0  # in them
+    restored: Counter[str] = field(default_factory=Counter)  # what came from an earlier process: pools, policies
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property

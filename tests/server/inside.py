@@ -114,6 +114,7 @@ def served(template: str = "{{ messages }}", script: dict[str, Any] | None = Non
     try:
         with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
             key = serve.get("api_key")
+            key = key[0] if isinstance(key, list) else key
             client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})
             wait_until(lambda: client.get("/ready").status_code == 200)
             yield Inside(url, server, engine.inner, client)

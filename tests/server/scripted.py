@@ -15,6 +15,7 @@ from typing import Any
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core import Event, Finish, Load, Reason, TokenLogprobs
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
+from speculon.proposers.pools import Pools, key_of
 from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
 
@@ -63,6 +64,7 @@ class Running:
     answer: list[int]  # without an end
     ends: bool  # whether it says all of it and stops
     stops: StopStrings
+    pool: str | None = None  # the key of the pool that the answer enters
     written: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 
@@ -77,6 +79,8 @@ class ScriptedEngine:
         self.pool = SimpleNamespace(num_blocks=PAGES, block_size=16)
         self.proposers = SimpleNamespace(default="ngram")
         self.counters = EngineCounters()
+        wanted = config.speculation
+        self.pools = Pools(wanted.suffix_pools, wanted.suffix_pool_tokens, wanted.suffix_pool_ttl, VOCAB)
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.scheduler = self
@@ -101,10 +105,12 @@ class ScriptedEngine:
             raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")
         said = bytes(token for token in prompt if token < EOS)
         _, says, answer = said.rpartition(SAY)
+        asked = speculation or RequestSpeculation()
+        pool = key_of(asked.pool, prompt, asked.tenant)
         for sample in range(params.n):
             text = list(answer) if says else list(LETTERS)
             stops = StopStrings(params.stop, self.tokenizer)
-            self.waiting.append(Running(request_id, sample, prompt, params, text, bool(says), stops))
+            self.waiting.append(Running(request_id, sample, prompt, params, text, bool(says), stops, pool))
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)
         return request_id
@@ -156,6 +162,9 @@ class ScriptedEngine:
         (self.running if text in self.running else self.waiting).remove(text)
         self.counters.finished[finish.reason] += 1
         self.counters.totals.add(text.stats)
+        if text.pool is not None:
+            self.pools.add(text.pool, text.written)
+        self._count_pools()
 
     def abort(self, request_id: str) -> list[Event]:
         ended = [text for text in [*self.running, *self.waiting] if text.request_id == request_id]
@@ -164,6 +173,15 @@ class ScriptedEngine:
             self.aborted.append(request_id)
             self._end(text, finish)
         return [Event(request_id, text.sample, (), finish=finish, stats=text.stats) for text in ended]
+
+    def forget_pools(self, pool: str | None, tenant: str) -> int:
+        count = self.pools.forget(tenant, pool)
+        self._count_pools()
+        return count
+
+    def _count_pools(self) -> None:
+        sizes = self.pools.sizes
+        self.counters.pools, self.counters.pool_tokens = len(sizes), sum(sizes.values())
 
     def close(self) -> None:
         """It records nothing."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from speculon.config import EngineConfig
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.core import LayerSpec, Needs, Reason
 from speculon.errors import ConfigError, MemoryExceeded
 from speculon.kv import budget
@@ -92,8 +92,7 @@ def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]
         at_limit(folder, "fail", missing=1)
     promise = raised.value.promise
     assert len(loaded) == 1 and promise.estimate == promise.limit + 1 and promise.action == "refuse"
-    parts = promise.held + promise.drafters + promise.scratch + promise.pages + promise.additional
-    assert parts == promise.estimate and promise.held == HELD
+    assert sum(getattr(promise, part) for part in budget.PARTS) == promise.estimate and promise.held == HELD
     for number in (promise.estimate, promise.limit, promise.drafters, promise.pages):
         assert str(number) in str(raised.value)
 
@@ -127,7 +126,9 @@ LAYER = LayerSpec("attention", 2, 8, 8, torch.float32)  # 128 bytes a token
 
 def pages(drafters: list[Needs], **settings: Any) -> int:
     target = Needs(layers=(LAYER,) * 4)
-    return Budget(EngineConfig(block_size=16, **settings), target, 1024, torch.device("cpu")).pages(drafters)
+    return Budget(
+        EngineConfig(**{"block_size": 16, "speculation": {"suffix_pools": 0}, **settings}), target, 1024, torch.device("cpu")
+    ).pages(drafters)
 
 
 def test_the_drafters_layers_and_weights_shrink_the_pool() -> None:
@@ -151,7 +152,37 @@ def test_the_drafters_layers_and_weights_shrink_the_pool() -> None:
 def test_a_pool_that_cannot_be_is_refused_with_the_numbers(settings: dict[str, Any], words: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(budget, "free_memory", lambda device: 1 << 20)
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
-        Budget(EngineConfig(**{"block_size": 16, **settings}), Needs(layers=(LAYER,) * 4), 1024, torch.device("cpu")).pages([])
+        pages([], **settings)
+
+
+# earlier answers
+
+
+def test_earlier_answers_are_part_of_the_promise(folder: Path) -> None:
+    """At their fullest, whoever drafts: a request may ask for them at any time."""
+    least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.promise for n in (0, 64))
+    answers = SpeculationConfig(suffix_pools=64, suffix_pool_tokens=2**16).remembered_bytes
+    assert (least.remembered, most.remembered, most.estimate - least.estimate) == (0, answers, answers)
+    limit = (most.estimate - 1) / 2**30
+    over = start(folder, suffix_pools=64, suffix_pool_tokens=2**16, memory_limit_gb=limit)
+    assert over.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}, "the drafter gives way"
+    assert start(folder, suffix_pools=0, memory_limit_gb=limit).generate(PROMPT, PARAMS)[0].speculation is not None
+
+
+def test_pages_leave_room_for_earlier_answers() -> None:
+    page, answers = 16 * 4 * 128, {"suffix_pools": 1000, "suffix_pool_tokens": 2**18}
+    room = FREE - SpeculationConfig(**answers).remembered_bytes
+    assert pages([], max_num_seqs=4096, speculation=answers) == int(room * budget.SHARE_OF_FREE) // page
+    with pytest.raises(ConfigError, match=f"the page pool needs .* {room} are free"):
+        pages([], num_blocks=room // page + 1, speculation=answers)
+    assert pages([], num_blocks=room // page, speculation=answers) == room // page
+
+
+def test_more_earlier_answers_than_the_machine_holds_are_refused_with_the_numbers() -> None:
+    answers = {"suffix_pools": 4096, "suffix_pool_tokens": 2**20}
+    wanted = SpeculationConfig(**answers).remembered_bytes
+    with pytest.raises(ConfigError, match=f"suffix_pool_tokens = 1048576: 4096 pools of them need {wanted} bytes, {FREE} are"):
+        pages([], speculation=answers)
 
 
 # the promise against a process that keeps it
@@ -162,7 +193,7 @@ from pathlib import Path
 from speculon import LLM, SamplingParams
 target, draft = sys.argv[1:]
 llm = LLM(target, num_blocks=512, max_num_seqs=8, max_batch_tokens=256, threads=1,
-          speculation={"method": "draft_model", "draft": draft})
+          speculation={"method": "draft_model", "draft": draft, "suffix_pools": 0})
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 prompts = [[3 + (i * 7 + j) % 300 for j in range(1000)] for i in range(9)]
 llm.generate(prompts, params)

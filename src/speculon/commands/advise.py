@@ -61,7 +61,7 @@ class Task:
 
 
 def run(task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, given: Given, as_json: bool) -> None:
-    settings = {**engine_settings(given), "prefix_cache": False}
+    settings = {**engine_settings(given), "prefix_cache": False, "state": None}
     settings["speculation"] = {"num_speculative_tokens": DEEPEST, **settings.get("speculation", {})}
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
     wish = Wish(k=config.speculation.most(), method=config.speculation.method, **asked)

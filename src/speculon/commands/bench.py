@@ -21,7 +21,7 @@ QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurre
 
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
-    settings = {"prefix_cache": False, **engine_settings(given)}  # else a later mode would find the prompt's pages
+    settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a later mode would find the prompt's pages
     fuse = EngineConfig(**settings).fuse  # what is wrong is told before torch is imported
     plan = Plan(**{**(QUICK if quick else {}), **{k: v for k, v in asked.items() if v is not None}, "fuse": fuse})
     if plan.widen:

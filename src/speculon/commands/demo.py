@@ -75,7 +75,7 @@ class Outcome:
 
 
 def run(k: int, rounds: int, number: int, given: Given, as_json: bool) -> None:
-    settings = {"prefix_cache": False, **engine_settings(given)}  # else the second run would find the prompt's pages
+    settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a run would find what another left
     EngineConfig(**settings)
     with loading(as_json) as tell:
         tell("importing torch")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # the parts of a promise, whose module needs torch
+
 WORDS = {
     "path": "folder",
     "architecture": "architecture",
@@ -140,7 +142,7 @@ def plain_words(name: str, facts: Facts) -> str:
 
 
 def memory_words(promise: Facts) -> str:
-    parts = ", ".join(f"{name} {size(promise[name])}" for name in ("held", "drafters", "scratch", "pages", "additional"))
+    parts = ", ".join(f"{name} {size(promise[name])}" for name in MEMORY)
     verdict = "within" if promise["fits"] else "beyond"
     return f"{size(promise['estimate'])} ({parts})\n{verdict} the limit of {size(promise['limit'])}: {promise['action']}"
 

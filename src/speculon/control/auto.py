@@ -13,10 +13,12 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.estimate import Own, StepCost, grade
 from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
+from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
@@ -332,6 +334,16 @@ class Auto:
         if found is None:
             found = self._made[reason] = Decision(None, 0, reason)
         return found
+
+    def state(self) -> dict[str, Any]:
+        return {"costs": self.costs.state(), "methods": {name: known.state() for name, known in self.methods.items()}}
+
+    def restore(self, state: Any) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
+        said = check(state)
+        self.costs.restore(said["costs"])
+        for name, known in said["methods"].items():
+            self._know(name).restore(known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from speculon.config import SpeculationConfig
 from speculon.control.adaptive import Adaptive
@@ -28,6 +28,18 @@ class Policy(Protocol):
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A policy whose beliefs outlive a process."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
 
 
 # name -> how it is made from the settings; `config.USUAL_DRAFTS` has the same names
@@ -64,6 +76,17 @@ class Policies:
     def forget(self, seq: Sequence) -> None:
         for policy in self._made.values():  # each has seen what became of every sequence
             policy.forget(seq)
+
+    def state(self) -> list[tuple[str, Any]]:
+        """(policy, what it believes) of those that believe anything."""
+        return [(name, policy.state()) for name, policy in self._made.items() if isinstance(policy, Learning)]
+
+    def restore(self, state: list[tuple[str, Any]]) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
+        for name, said in state:
+            if name not in POLICIES or not isinstance(policy := self._of(name), Learning):
+                raise ValueError(f"{name!r:.80} is no policy that learns")
+            policy.restore(said)
 
     def _of(self, name: str) -> Policy:
         if name not in self._made:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import multiprocessing as mp
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,7 +17,21 @@ from threading import Thread
 from typing import Any
 
 from speculon.core import Event, Load
-from speculon.engine.wire import Abort, Add, Began, FromServer, FromWorker, News, Pulse, Ready, Refused, Stage, Stop
+from speculon.engine.wire import (
+    Abort,
+    Add,
+    Began,
+    ForgetPools,
+    FromServer,
+    FromWorker,
+    News,
+    PoolsForgotten,
+    Pulse,
+    Ready,
+    Refused,
+    Stage,
+    Stop,
+)
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from speculon.telemetry import EngineCounters
 
@@ -94,6 +109,8 @@ class AsyncEngine:
         self._settings, self._on_stage = settings, on_stage or (lambda name: None)
         self._open: dict[str, Mailbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._forgetting: dict[int, asyncio.Future[int]] = {}
+        self._numbers = itertools.count()
         self._ready: asyncio.Future[Ready] | None = None
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -152,6 +169,19 @@ class AsyncEngine:
     def forget(self, request_id: str, *, abort: bool) -> None:
         if self._open.pop(request_id, None) is not None and abort:
             self.abort(request_id)
+
+    async def forget_pools(self, tenant: str, pool: str | None) -> int:
+        """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools there were."""
+        if self.error is not None:
+            raise self.error
+        number = next(self._numbers)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._forgetting[number] = answer
+        try:
+            await self._send(ForgetPools(number, tenant, pool))
+            return await answer
+        finally:
+            del self._forgetting[number]
 
     def abort_all(self) -> None:
         """Ends every request, as far as it has come; its mailbox hears so."""
@@ -226,6 +256,9 @@ class AsyncEngine:
                     self.lose(error)
                 elif mailbox := self._open.get(request_id):
                     mailbox.fail(error)
+            case PoolsForgotten(number, pools):
+                if (answer := self._forgetting.get(number)) and not answer.done():
+                    answer.set_result(pools)
             case Stage(name):
                 self._on_stage(name)
             case Ready():
@@ -244,6 +277,9 @@ class AsyncEngine:
             self._ready.exception()  # nobody may wait for it any more
         for mailbox in set(self._open.values()):
             mailbox.fail(error)
+        for answer in self._forgetting.values():
+            if not answer.done():
+                answer.set_exception(error)
 
 
 def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:

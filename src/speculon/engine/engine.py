@@ -22,6 +22,7 @@ from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.events import Events
 from speculon.engine.scheduler import Ended, Scheduler
+from speculon.engine.state import State
 from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
@@ -86,6 +87,8 @@ class Engine:
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
         self.events = Events.of(config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages)
+        self.state: State | None = None  # what is kept across restarts
+        self._facts = facts
         self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
         self._ids, self._names = itertools.count(), itertools.count()
@@ -178,6 +181,7 @@ class Engine:
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
                 pool=speculation.pool,
+                tenant=speculation.tenant,
                 grammar=grammar and grammar.fork(),
                 rejection=acceptance == "rejection" and not params.greedy,
             )
@@ -251,10 +255,38 @@ class Engine:
         self._forget(ended)
         return events
 
+    def keep_state(self) -> None:
+        """Begins with what an engine like this one learned before, and keeps it, where the settings name a folder for that."""
+        self.state = State.of(
+            self.config,
+            self.proposers,
+            self.policy,
+            self._facts,
+            parameters=self.target.num_parameters,
+            threads=torch.get_num_threads(),
+        )
+        if self.state is not None:
+            self.counters.restored.update(self.state.load())
+            self.state.save_at_end_of(self)
+            self._count_pools()
+
+    def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:
+        """Deletes the earlier answers of one pool, or of all of a tenant, in the folder, too; returns how many pools were there.
+
+        A text that is being written enters its pool when it ends.
+        """
+        count = self.proposers.forget(tenant, pool)
+        if self.state is not None and count:
+            self.state.save()
+        self._count_pools()
+        return count
+
     def close(self) -> None:
-        """Writes out what the record of rounds still holds, and ends it. Everything else goes with the object."""
+        """Writes out what the record of rounds still holds, and what is kept across restarts. All else goes with the object."""
         if self.events is not None:
             self.events.close()
+        if self.state is not None:
+            self.state.close()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is accounted for."""
@@ -283,6 +315,9 @@ class Engine:
         self.counters.rows += rows
         if rows == len(decisions):
             self._plain_cost.observe(rows, step_ms - draft_ms)  # proposals that led to nothing are no part of it
+        for method, (texts, _, ms) in self.proposers.timings.items():
+            self.counters.proposals[method] += texts
+            self.counters.proposal_ms[method] += ms
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         drafting = sum(decision.method is not None for decision in decisions)
         plain_ms = self._plain_cost.per_row(len(decisions)) if drafting else None
@@ -309,3 +344,10 @@ class Engine:
             if not request.open:
                 log.info(log_line(seq.request_id, request.stats, perf_counter() - request.began, finish.reason))
                 del self._requests[seq.request_id]
+        if ended:
+            self._count_pools()
+            if self.state is not None:
+                self.state.tick()
+
+    def _count_pools(self) -> None:
+        self.counters.pools, self.counters.pool_tokens = self.proposers.remembered

@@ -24,6 +24,15 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetPools:
+    """The earlier answers of one pool, or of all of a tenant, are to be deleted; `number` finds the answer."""
+
+    number: int
+    tenant: str
+    pool: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Nothing more will be asked."""
 
@@ -63,6 +72,12 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolsForgotten:
+    number: int
+    pools: int  # how many there were
+
+
+@dataclass(frozen=True, slots=True)
 class News:
     """What one step brought to everybody."""
 
@@ -77,5 +92,5 @@ class Pulse:
     load: Load
 
 
-FromServer = Add | Abort | Stop
-FromWorker = Stage | Ready | Began | Refused | News | Pulse
+FromServer = Add | Abort | ForgetPools | Stop
+FromWorker = Stage | Ready | Began | Refused | PoolsForgotten | News | Pulse

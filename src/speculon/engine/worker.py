@@ -9,7 +9,20 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from speculon.engine.wire import Abort, Add, Began, FromServer, News, Pulse, Ready, Refused, Stage, Stop
+from speculon.engine.wire import (
+    Abort,
+    Add,
+    Began,
+    ForgetPools,
+    FromServer,
+    News,
+    PoolsForgotten,
+    Pulse,
+    Ready,
+    Refused,
+    Stage,
+    Stop,
+)
 from speculon.errors import EngineError, SpeculonError
 from speculon.llm import LLM
 
@@ -77,6 +90,8 @@ class Worker:
                     self._add(message)
                 case Abort(request_id):
                     self._tell(self.engine.abort(request_id))
+                case ForgetPools(number, tenant, pool):
+                    self._inbox.send(PoolsForgotten(number, self.engine.forget_pools(pool, tenant)))
                 case Stop():
                     return False
             if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell

@@ -14,6 +14,7 @@ from speculon.config import EngineConfig
 from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
+PARTS = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # of a promise
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
 
 
@@ -54,6 +55,7 @@ class Promise:
     held: int  # before any drafter: libraries and the target's weights
     drafters: int  # their weights
     scratch: int  # intermediate results of one step
+    remembered: int  # earlier answers, once every pool of them is full
     pages: int  # K and V of target and drafters
     additional: int  # set aside by the user
     limit: int
@@ -61,7 +63,7 @@ class Promise:
 
     @property
     def estimate(self) -> int:
-        return self.held + self.drafters + self.scratch + self.pages + self.additional
+        return sum(getattr(self, name) for name in PARTS)
 
     @property
     def fits(self) -> bool:
@@ -76,7 +78,7 @@ class Promise:
         return {**asdict(self), "estimate": self.estimate, "fits": self.fits, "action": self.action}
 
     def __str__(self) -> str:
-        parts = " + ".join(f"{name} {getattr(self, name)}" for name in ("held", "drafters", "scratch", "pages", "additional"))
+        parts = " + ".join(f"{name} {getattr(self, name)}" for name in PARTS)
         sign = "<=" if self.fits else ">"
         return f"estimate {self.estimate} bytes ({parts}) {sign} limit {self.limit}; memory_policy {self.policy}: {self.action}"
 
@@ -87,7 +89,17 @@ class Budget:
     def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
         self._config, self._target = config, target
         self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)  # pages that full contexts need
-        self._held, self._free = held_memory(device), free_memory(device)
+        self._held = held_memory(device)
+        self._free, answers = free_memory(device), self._for_answers()
+        self._remembered = answers if device.type == "cpu" else 0  # they never lie on another device
+
+    def _for_answers(self) -> int:
+        """Bytes of all pools of earlier answers. Raises `ConfigError` where the machine has not so many."""
+        wanted, free = self._config.speculation, free_memory(torch.device("cpu"))
+        if wanted.remembered_bytes > free:
+            limit = f"{wanted.suffix_pools} pools of them need {wanted.remembered_bytes} bytes, {free} are free"
+            raise ConfigError(f"suffix_pool_tokens = {wanted.suffix_pool_tokens}: {limit}")
+        return wanted.remembered_bytes
 
     def promise(self, drafters: list[Needs]) -> Promise:
         """With these drafters, loaded or not."""
@@ -98,6 +110,7 @@ class Budget:
             held=self._held,
             drafters=sum(needs.bytes_fixed for needs in drafters),
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
+            remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
             additional=int(wanted.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
@@ -112,7 +125,7 @@ class Budget:
             raise ConfigError(
                 f"{name}: {self._for_pages(drafters)} bytes hold no page of {page_bytes} bytes ({config.block_size} tokens)"
             )
-        free = self._free - sum(needs.bytes_fixed for needs in drafters)
+        free = self._left(drafters)
         if count * page_bytes > free:
             raise ConfigError(
                 f"{name} = {getattr(config, name)}: the page pool needs {count * page_bytes} bytes, {free} are free"
@@ -127,7 +140,10 @@ class Budget:
     def _for_pages(self, drafters: list[Needs]) -> int:
         if self._config.kv_memory_gb:
             return int(self._config.kv_memory_gb * 2**30)
-        return max(0, int((self._free - sum(needs.bytes_fixed for needs in drafters)) * SHARE_OF_FREE))
+        return max(0, int(self._left(drafters) * SHARE_OF_FREE))
+
+    def _left(self, drafters: list[Needs]) -> int:
+        return self._free - self._remembered - sum(needs.bytes_fixed for needs in drafters)
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
         layers = [layer for needs in (self._target, *drafters) for layer in needs.layers]

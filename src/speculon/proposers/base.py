@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
+    from speculon.proposers.pools import Pools
     from speculon.text import Tokenizer
 
 
@@ -39,6 +40,13 @@ class Proposer(Protocol):
 
     def release(self, seq: Sequence) -> None:
         """Called once, when `seq` has ended or was aborted."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer that keeps answers beyond their sequences: they are counted, saved and deleted by key."""
+
+    pools: Pools
 
 
 @dataclass(frozen=True, slots=True)

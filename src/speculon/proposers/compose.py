@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
-from speculon.proposers.base import Proposer, TargetFacts
+from speculon.proposers.base import Proposer, Remembering, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
 
 if TYPE_CHECKING:
@@ -71,6 +71,33 @@ class Proposers:
     def find(self, method: str) -> Proposer | None:
         """The proposer of a method, where one is built; what it remembers may be asked for and deleted."""
         return self._built.get(method)
+
+    @property
+    def _memories(self) -> dict[str, Remembering]:
+        return {method: proposer for method, proposer in self._built.items() if isinstance(proposer, Remembering)}
+
+    @property
+    def remembered(self) -> tuple[int, int]:
+        """Pools of earlier answers, and tokens in them."""
+        sizes = [size for memory in self._memories.values() for size in memory.pools.sizes.values()]
+        return len(sizes), sum(sizes)
+
+    def forget(self, tenant: str, pool: str | None) -> int:
+        """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools there were."""
+        return sum(memory.pools.forget(tenant, pool) for memory in self._memories.values())
+
+    def state(self) -> list[tuple[str, Any]]:
+        """(method, pool), one after the other."""
+        return [(method, pool) for method, memory in self._memories.items() for pool in memory.pools.state()]
+
+    def restore(self, state: list[tuple[str, Any]]) -> None:
+        """Adds what `state` told. Raises `ValueError` or `UnknownMethod` for what is not to be read."""
+        for name in dict.fromkeys(name for name, _ in state):
+            self._build(check_method(name))
+            memory = self._memories.get(name)
+            if memory is None:
+                raise ValueError(f"{name} remembers nothing")
+            memory.pools.restore(pool for method, pool in state if method == name)
 
     def propose(
         self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Trim | None = None

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
-from time import monotonic
+from time import monotonic, time
 from typing import Any
-
-from speculon.errors import ConfigError
 
 SEED = 2  # shortest match in tokens; 3: 5 to 12 % fewer tokens per call
 LONGEST = 32  # match in tokens; 8: 6 % fewer on edits, 64: no more
 LOOKS = 32  # places compared in one search; 8: 1 to 3 % fewer tokens per call, 256: no more
 END = -1  # stands between two answers, and is no token
+LATEST = 1e12  # a date beyond which nothing was written: 30,000 years from now
 BITS = 21  # of a token id within a slot number
 SLOTS = 2**16  # most of one text
 PROMPT = 512  # tokens that name the pool of a request without a key
-FORMAT = "speculon pools 1"
 
 Found = list[tuple[int, Sequence[int]]]
 
@@ -105,8 +99,17 @@ class Pools:
     """Earlier answers by key: so many pools of so many tokens, the least recently used go first, and all go `ttl` seconds
     after their last use. Any thread may call it."""
 
-    def __init__(self, pools: int, tokens: int, ttl: float, vocab_size: int, clock: Callable[[], float] = monotonic):
+    def __init__(
+        self,
+        pools: int,
+        tokens: int,
+        ttl: float,
+        vocab_size: int,
+        clock: Callable[[], float] = monotonic,
+        date: Callable[[], float] = time,
+    ):
         self._most, self._tokens, self._ttl, self._vocab_size, self._clock = pools, tokens, ttl, vocab_size, clock
+        self._date = date  # which goes on between two processes
         self._pools: dict[str, Pool] = {}  # the least recently used first
         self._lock = Lock()
 
@@ -131,52 +134,40 @@ class Pools:
             self._pools[key] = Pool(pool.trail, self._clock())
             return pool.trail.after(tail, k)
 
-    def delete(self, key: str) -> bool:
-        """Whether there was anything under this key."""
+    def forget(self, tenant: str, name: str | None = None) -> int:
+        """Deletes the pool of a name, or all that a tenant has; returns how many there were."""
+        key, owner = key_of(name, (), tenant), digest(f"tenant {tenant}")
         with self._lock:
-            return self._pools.pop(key, None) is not None
+            gone = [known for known in self._pools if (known.startswith(owner) if name is None else known == key)]
+            for known in gone:
+                del self._pools[known]
+            return len(gone)
 
-    def save(self, path: str | Path) -> None:
-        """All pools as JSON, readable by their owner alone; a file of that name is replaced whole or not at all."""
+    def state(self) -> list[tuple[str, float, array[int]]]:
+        """(key, when it was last used in seconds since 1970, tokens) of each pool, in the order of last use."""
         with self._lock:
             self._expire()
-            now = self._clock()
-            pools = [[key, now - pool.used, pool.trail.tokens.tolist()] for key, pool in self._pools.items()]
-        target = Path(path)
-        number, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, "vocab_size": self._vocab_size, "pools": pools}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+            began = self._date() - self._clock()
+            return [(key, began + pool.used, pool.trail.tokens[:]) for key, pool in self._pools.items()]
 
-    def load(self, path: str | Path) -> None:
-        """Adds what `save` wrote, in the order of last use and within this store's limits; a file in doubt changes nothing."""
-        try:
-            saved = self._read(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{path}: these are no saved pools: {error}") from None
+    def restore(self, state: Iterable[Any]) -> None:
+        """Adds what `state` told, within this store's limits; it has aged since. Raises `ValueError`, with nothing changed,
+        for what that cannot have been."""
+        saved = [self._read(each) for each in state]
         with self._lock:
-            now = self._clock()
-            all_: list[tuple[float, str, Sequence[int]]] = [(now - age, key, tokens) for key, age, tokens in saved]
+            now, date = self._clock(), self._date()
+            all_: list[tuple[float, str, Sequence[int]]] = [(now - max(0.0, date - at), key, said) for key, at, said in saved]
             all_ += [(pool.used, key, pool.trail.tokens) for key, pool in self._pools.items()]
             self._pools = {}
             for used, key, tokens in sorted(all_, key=lambda each: each[0]):
                 self._write(key, tokens, used)
 
-    def _read(self, said: Any) -> list[tuple[str, float, list[int]]]:
-        if said["format"] != FORMAT or said["vocab_size"] != self._vocab_size:
-            raise ValueError(f"{said['format']!r} of a vocabulary of {said['vocab_size']}, not {self._vocab_size}")
-        for key, age, tokens in said["pools"]:
-            if not (isinstance(key, str) and isinstance(age, int | float) and age >= 0 and isinstance(tokens, list)):
-                raise ValueError(f"pool {key!r:.80}")
-            if not all(type(token) is int and END <= token < self._vocab_size for token in tokens):
-                raise ValueError(f"pool {key!r:.80} holds what is no token")
-        return [(key, age, tokens) for key, age, tokens in said["pools"]]
+    def _read(self, said: Any) -> tuple[str, float, list[int]]:
+        match said:
+            case [str(key), int() | float() as at, list(tokens)] if 0 <= at < LATEST:
+                if all(type(token) is int and END <= token < self._vocab_size for token in tokens):
+                    return key, at, tokens
+        raise ValueError(f"{said!r:.80} is no pool")
 
     def _write(self, key: str, tokens: Sequence[int], used: float) -> None:
         pool = self._pools.pop(key, None) or Pool(Trail(self._tokens), used)
@@ -192,12 +183,16 @@ class Pools:
             del self._pools[key]
 
 
-def key_of(name: str | None, prompt: Sequence[int]) -> str | None:
+def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | None:
     """The pool of a request: that of its name, else that of its prompt's beginning; none for the empty name.
 
-    A digest, so that no saved file tells names; a name never equals a prompt.
+    Digests, so that no file tells names; a name never equals a prompt, and no key of a tenant equals another's.
     """
     if name == "":
         return None
     said = f"prompt {list(prompt[:PROMPT])}" if name is None else f"name {name}"
+    return digest(f"tenant {tenant}") + digest(said)
+
+
+def digest(said: str) -> str:
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -89,7 +89,7 @@ class Suffix:
         )
 
     def admit(self, seq: Text) -> None:
-        self._trails[seq.id] = Trail(seq.max_len), key_of(seq.pool, seq.tokens[: seq.prompt_len])
+        self._trails[seq.id] = Trail(seq.max_len), key_of(seq.pool, seq.tokens[: seq.prompt_len], seq.tenant)
 
     def propose(self, seqs: list[Text], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]

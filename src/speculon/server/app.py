@@ -22,7 +22,7 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.door import CLIENT_GONE, ClientGone, Door
 from speculon.server.errors import RESPONSES, body_of, failure, first_of, param_of, status_of
 from speculon.server.house import Server
-from speculon.server.job import Job
+from speculon.server.job import Job, pool_of
 from speculon.server.record import Record
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -45,6 +45,7 @@ def create_app(server: Server, version: str) -> FastAPI:
     add_operations(app, server)
     add_models(app, server)
     add_texts(app, server)
+    add_pools(app, server)
     return app
 
 
@@ -88,6 +89,20 @@ def add_texts(app: FastAPI, server: Server) -> None:
         return schemas.DetokenizeResponse(
             prompt=await server.read(lambda: house.tokenizer.decode(body.tokens, skip_special_tokens=False))
         )
+
+
+def add_pools(app: FastAPI, server: Server) -> None:
+    responses: dict[int | str, dict[str, Any]] = {**RESPONSES, 404: {**RESPONSES[404], "description": "Nothing is remembered"}}
+
+    @app.delete("/v1/speculation/pools", status_code=204, responses=responses)
+    async def forget(request: Request, pool: str | None = None) -> Response:
+        """Delete the earlier answers that drafts may come from: those to a user, or all to this API key."""
+        server.check_ready()
+        if len(said := request.query_params.multi_items()) > (pool is not None):  # a slip of the pen must not delete all
+            raise InvalidParameter("query", [name for name, _ in said], "takes pool, once, or nothing")
+        if not await server.engine.forget_pools(request.state.tenant, None if pool is None else pool_of(pool)):
+            raise HTTPException(404, "nothing is remembered under this name and API key")
+        return Response(status_code=204)
 
 
 def add_models(app: FastAPI, server: Server) -> None:
@@ -152,7 +167,8 @@ def add_errors(app: FastAPI) -> None:
 async def answer(server: Server, request: Request, prefix: str, read: Callable[[], Job]) -> Response:
     """One HTTP answer, whole or streamed; whatever ends it, the engine is told."""
     record: Record = request.state.record
-    session = await unless_gone(request, begin(server, f"{prefix}-{secrets.token_hex(12)}", read))
+    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    session = await unless_gone(request, begin(server, answer_id, request.state.tenant, read))
     record.answer = session.answer
     if session.job.stream:
         return EventStream(session, record)
@@ -193,10 +209,10 @@ class Session:
         self._mailbox.close()
 
 
-async def begin(server: Server, answer_id: str, read: Callable[[], Job]) -> Session:
+async def begin(server: Server, answer_id: str, tenant: str, read: Callable[[], Job]) -> Session:
     server.check_ready()
     job = await server.read(read)
-    mailbox = await server.submit(job, answer_id)
+    mailbox = await server.submit(job, answer_id, tenant)
     return Session(Answer.to(job, answer_id, server.house.name, server.house.tokenizer), mailbox, server.config.request_timeout)
 
 

@@ -6,6 +6,7 @@ Every request passes here once and leaves one `Record`, however it ends.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
@@ -41,14 +42,14 @@ class ClientGone(Exception):
 class Door:
     def __init__(self, app: App, config: ServeConfig, finish: Callable[[Record], None]):
         self._app, self._config, self._finish = app, config, finish
-        self._key = config.api_key.get_secret_value().encode() if config.api_key else None
+        self._keys = [key.get_secret_value().encode() for key in config.api_key]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        record = record_of(scope, headers)
-        scope.setdefault("state", {})["record"] = record
+        record, token = record_of(scope, headers), token_of(headers)
+        scope.setdefault("state", {}).update(record=record, tenant=tenant_of(token))
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -57,7 +58,7 @@ class Door:
             await send(message)
 
         try:
-            await self._pass(scope, headers, record, receive, told)
+            await self._pass(scope, headers, token, record, receive, told)
         except ClientGone:
             record.status = CLIENT_GONE
         except asyncio.CancelledError:  # the server ends, and this client has read nothing for the whole time it was given
@@ -71,12 +72,12 @@ class Door:
         finally:
             self._finish(record)
 
-    async def _pass(self, scope: Message, headers: Headers, record: Record, receive: Receive, send: Send) -> None:
+    async def _pass(self, scope: Message, headers: Headers, token: bytes, record: Record, receive: Receive, send: Send) -> None:
         async def refuse(status: int, message: str, code: str) -> None:
             record.reason = message
             await failure(status, message, code)(scope, receive, lingering(receive, send, self._config.body_timeout))
 
-        if not self._may_enter(scope, headers):
+        if not self._may_enter(scope, token):
             return await refuse(401, "a valid API key is needed, as a bearer token", "invalid_api_key")
         try:
             async with asyncio.timeout(self._config.body_timeout):
@@ -87,11 +88,11 @@ class Door:
             return await refuse(413, f"the body is larger than {self._config.max_body_mb:g} MB", "body_too_large")
         await self._app(scope, replay(body, receive), send)
 
-    def _may_enter(self, scope: Message, headers: Headers) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+    def _may_enter(self, scope: Message, token: bytes) -> bool:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self._key)
+        fits = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: how long it takes tells of no key
+        return any(fits)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         """The body; None once it is too large."""
@@ -123,6 +124,17 @@ def lingering(receive: Receive, send: Send, seconds: float) -> Send:
         await send({"type": "http.response.body", "body": b""})
 
     return patient
+
+
+def token_of(headers: Headers) -> bytes:
+    """The bearer token; empty where there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def tenant_of(token: bytes) -> str:
+    """Whose requests these are, for all that is remembered of them: the key itself goes no further."""
+    return hashlib.sha256(b"speculon tenant " + token).hexdigest()
 
 
 def record_of(scope: Message, headers: Headers) -> Record:

@@ -95,15 +95,19 @@ class Server:
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
-    async def submit(self, job: Job, answer_id: str) -> Mailbox:
-        """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number."""
+    async def submit(self, job: Job, answer_id: str, tenant: str) -> Mailbox:
+        """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number.
+
+        Whatever a job says of its pool, it is one of the tenant's: nobody drafts from answers to another key.
+        """
         most = self.facts.max_num_seqs + self.config.max_queue
         room = most - self.engine.open_texts
         if job.texts > most:
             raise InvalidParameter("n", job.params.n, f"{job.texts} texts in all, and this server holds at most {most}")
         if job.texts > room:
             raise QueueFull(f"{job.texts} texts asked for, {max(0, room)} may still wait: ask again later")
-        asked = [Add(f"{answer_id}-{i}", ids, job.params, job.speculation) for i, ids in enumerate(job.prompts)]
+        speculation = job.speculation.model_copy(update={"tenant": tenant})
+        asked = [Add(f"{answer_id}-{i}", ids, job.params, speculation) for i, ids in enumerate(job.prompts)]
         return await self.engine.submit(asked)
 
     def finish(self, record: Record) -> None:

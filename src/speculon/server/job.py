@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -106,11 +107,23 @@ def structured_of(body: Sampling) -> dict[str, Any]:
 def speculation_of(body: Sampling, house: House) -> RequestSpeculation:
     asked = body.speculation
     said = asked.model_dump(exclude={"stats"}, exclude_none=True) if asked else {}
+    name = said.get("pool", next((name for name in callers(body) if name and name.strip()), None))
+    said |= {} if name is None else {"pool": pool_of(name)}
     if body.prediction is None:
         return RequestSpeculation(**said)
     speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))  # refuses one that is too long
     ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)  # here, where no step waits for it
     return speculation.model_copy(update={"prediction": ids})
+
+
+def callers(body: Sampling) -> tuple[str | None, ...]:
+    """Who asks, in OpenAI's words; whoever names a user does not want him among all that share a cache key."""
+    return body.safety_identifier, body.user, body.prompt_cache_key
+
+
+def pool_of(name: str) -> str:
+    """A caller's name for a pool as the engine hears it; the empty name is nobody's. Names go no further than here."""
+    return name and hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def shared(body: Sampling, house: House) -> dict[str, Any]:

@@ -94,6 +94,11 @@ class EngineCollector(Collector):
         yield counter("shadow_rounds", "drafts that were watched instead of verified, by method", by(totals.watched), "method")
         yield counter("shadow_draft_tokens", tokens, by(by_method(totals.watched_at)), "method")
         yield counter("shadow_accepted_tokens", f"{tokens}, as the text went on", by(by_method(totals.stood_at)), "method")
+        asked = "texts a method was asked about, the first time for each aside, which reads the prompt"
+        yield counter("proposals", asked, by(counters.proposals), "method")
+        seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
+        yield counter("proposal_seconds", "time these took", by(seconds), "method")
+        yield counter("restored", "what an earlier process had learned: pools, policies", by(counters.restored), "part")
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
         changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
@@ -101,6 +106,8 @@ class EngineCollector(Collector):
         yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
         saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
         yield gauge("saved_seconds", "saved by speculation, by its own estimate; negative where it cost more", saved)
+        yield gauge("history_pools", "pools of earlier answers, as of the last text that ended", counters.pools)
+        yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
         yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)
         yield gauge("texts_running", "texts being written", load.running)
         yield gauge("texts_waiting", "texts waiting for a place", load.waiting)

@@ -81,6 +81,12 @@ class Speculation(Body):
     )
     acceptance: Acceptance | None = None
     policy: str | None = Field(None, description="how far to speculate: `fixed`, `adaptive`, `solo`, `shadow`, `auto`")
+    pool: str | None = Field(
+        None,
+        max_length=256,
+        description="whose earlier answers may be drafted from, among those to this API key; in place of the caller's name "
+        "(`safety_identifier`, `user`, `prompt_cache_key`); without any: those to the same prompt; empty: nobody's",
+    )
     stats: bool = Field(False, description="answer with the account of what speculation did")
 
 
@@ -102,7 +108,11 @@ class ResponseFormat(Body):
 
 
 class Ignored(Body):
-    """Taken for the sake of clients that always send them; they have no effect on the text."""
+    """Taken for the sake of clients that always send them; they have no effect on the text.
+
+    The first of `safety_identifier`, `user` and `prompt_cache_key` that is not blank says whose earlier answers drafts may
+    come from.
+    """
 
     user: str | None = None
     metadata: dict[str, Any] | None = None

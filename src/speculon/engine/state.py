@@ -1,0 +1,169 @@
+"""What an engine has learned, kept in a folder across restarts: earlier answers, and what policies believe.
+
+Lines of JSON that only their owner reads: whose they are, one line per pool or policy, how many these were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+from speculon.config import EngineConfig
+from speculon.engine.events import settings_of, versions
+from speculon.errors import ConfigError, SpeculonError
+
+if TYPE_CHECKING:
+    from speculon.proposers.base import TargetFacts
+
+FORMAT = "speculon state 1"
+EVERY = 300.0  # seconds between two writings, while texts are written
+
+log = logging.getLogger("speculon")
+
+Lines = list[tuple[str, Any]]
+
+
+class Learned(Protocol):
+    def state(self) -> Lines: ...
+
+    def restore(self, state: Lines) -> None:
+        """Raises `ValueError` or a `SpeculonError` for what is not to be read."""
+
+
+@dataclass(slots=True)
+class Part:
+    """One thing to keep, and what it must come from to be believed again: its file is named by that."""
+
+    name: str
+    learned: Learned
+    identity: Mapping[str, Any]
+    kept: bool = True  # False once its file is in doubt: nothing is written over it
+
+    @property
+    def file(self) -> str:
+        said = json.dumps(self.identity, sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.jsonl"
+
+
+class State:
+    """Of one engine, whose thread calls it; a fault of the disk costs what would have been kept, with one warning."""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        proposers: Learned,
+        policies: Learned,
+        facts: TargetFacts,
+        *,
+        parameters: int,
+        threads: int,
+    ) -> State | None:
+        """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be."""
+        if config.state is None:
+            return None
+        model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
+        machine = {name: getattr(facts, name) for name in ("device", "dtype", "fuse", "compile")}
+        machine |= {"threads": threads, "draft": settings_of(config)["draft"], "versions": versions()}
+        return cls(config.state, [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})])
+
+    def __init__(self, folder: Path, parts: list[Part], clock: Callable[[], float] = monotonic):
+        self._folder, self._parts, self._clock = folder, parts, clock
+        self._due = clock() + EVERY
+        self._writing: threading.Thread | None = None
+        self._warned = False
+        self.close: Callable[[], Any] = self.save
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"state: {folder}: {error.strerror or error}") from None
+
+    def load(self) -> dict[str, int]:
+        """Pools and policies that were found, by part."""
+        return {part.name: self._load(part) for part in self._parts}
+
+    def tick(self) -> None:
+        """Writes what there is when it is time to, beside the engine."""
+        if self._clock() < self._due or (self._writing and self._writing.is_alive()):
+            return
+        self._due = self._clock() + EVERY
+        self._writing = threading.Thread(target=self._write, args=(self._told(),), name="speculon-state")
+        self._writing.start()
+
+    def save(self) -> None:
+        """Writes what there is now."""
+        if self._writing and self._writing is not threading.current_thread():  # where the garbage is collected nobody chooses
+            self._writing.join()
+        self._write(self._told())
+
+    def save_at_end_of(self, owner: object) -> None:
+        """Once: when this is closed, when the owner is collected, or at the end of the process."""
+        self.close = weakref.finalize(owner, self.save)
+
+    def _told(self) -> list[tuple[Part, Lines]]:
+        return [(part, part.learned.state()) for part in self._parts if part.kept]
+
+    def _write(self, told: list[tuple[Part, Lines]]) -> None:
+        try:
+            for part, lines in told:
+                head = {"format": FORMAT, "identity": part.identity}
+                write(self._folder / part.file, [head, *lines, {"end": len(lines)}])
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                log.warning("state: nothing is kept in %s: %s", self._folder, error.strerror or error)
+            self._warned = True
+
+    def _load(self, part: Part) -> int:
+        path = self._folder / part.file
+        others = sum(found != path for found in self._folder.glob(f"{part.name}-*.jsonl"))
+        if others:
+            log.info("state: %d %s of other models or settings in %s are left alone", others, part.name, self._folder)
+        if not path.exists():
+            return 0
+        try:
+            lines = read(path, part.identity)
+            part.learned.restore(lines)
+        except (OSError, ValueError, SpeculonError, RecursionError) as error:
+            part.kept = False
+            log.warning("state: %s is not read, and stays as it is: %.200s", path, error)
+            return 0
+        return len(lines)
+
+
+def write(path: Path, lines: Iterable[Any]) -> None:
+    """The file whole or not at all, readable by its owner alone."""
+    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            for line in lines:  # one by one: a step waits for the interpreter no longer than a pool takes
+                file.write(json.dumps(line, separators=(",", ":"), default=array.tolist) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def read(path: Path, identity: Mapping[str, Any]) -> Lines:
+    """What was told. Raises `ValueError` for a file that is not whole, or of something else."""
+    head, *lines, end = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] or [None, None]
+    if head != {"format": FORMAT, "identity": identity}:
+        raise ValueError("it was not learned here")
+    if end != {"end": len(lines)} or not all(isinstance(line, list) and len(line) == 2 for line in lines):
+        raise ValueError("it is not whole")
+    if not all(isinstance(name, str) for name, _ in lines):
+        raise ValueError("it has no names")
+    return [(name, said) for name, said in lines]

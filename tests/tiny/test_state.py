@@ -1,0 +1,77 @@
+"""What one engine has learned serves the next one like it, and changes no token of a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon import LLM, SamplingParams, SpeculativeDecoder
+from speculon.core import Reason
+from speculon.errors import ConfigError
+from tests.tiny.conftest import build
+from tests.tiny.folders import make_folder
+
+PROMPT = list(range(20, 40))
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("state") / "model")
+
+
+def start(folder: Path, state: Path | None, **speculation: Any) -> LLM:
+    return LLM(str(folder), num_blocks=64, state=state, speculation={"method": "suffix", **speculation})
+
+
+def calls(llm: LLM, text: list[int] | None = None, **speculation: Any) -> int:
+    (output,) = llm.generate([PROMPT], PARAMS, speculation=speculation or None)
+    assert text is None or output.token_ids == text
+    return output.outputs[0].stats.target_calls
+
+
+def test_the_next_engine_drafts_from_what_the_last_one_wrote(folder: Path, tmp_path: Path) -> None:
+    text = start(folder, None, method="off").generate([PROMPT], PARAMS)[0].token_ids
+    first = start(folder, tmp_path)
+    cold = calls(first, text, pool="me")
+    first.close()
+    second = start(folder, tmp_path)
+    assert second.engine.counters.restored == {"pools": 1, "policies": 0} and second.engine.counters.pools == 1
+    assert calls(second, text, pool="you") == cold > 2 * calls(second, text, pool="me")
+    assert second.forget_pools("me") == 1 and second.forget_pools("me") == 0
+    third = start(folder, tmp_path)  # while the second one lives: what is deleted is gone from the folder at once
+    assert calls(third, text, pool="me") == cold and third.forget_pools() == 2, "mine, and the other one"
+    third.close()
+    second.close()
+    assert calls(start(folder, None), text) == cold, "without the folder nothing is known"
+
+
+def test_the_next_engine_knows_what_steps_cost(folder: Path, tmp_path: Path) -> None:
+    def cold(llm: LLM) -> int:
+        (output,) = llm.generate([PROMPT], PARAMS, speculation={"pool": ""})
+        return output.reasons.get(Reason.COLD, 0)
+
+    first = start(folder, tmp_path, policy="auto")
+    assert cold(first) > 0
+    first.close()
+    second = start(folder, tmp_path, policy="auto")
+    assert second.engine.counters.restored["policies"] == 1 and cold(second) == 0
+    second.close()
+    other = start(folder, tmp_path, policy="auto", draft={"draft_model": str(folder)})
+    assert cold(other) > 0, "with another drafter nothing is known yet"
+    other.close()
+
+
+def test_another_model_is_told_nothing(folder: Path, tmp_path: Path) -> None:
+    first = start(folder, tmp_path / "state")
+    cold = calls(first)
+    first.close()
+    other = make_folder(tmp_path / "other")
+    assert calls(start(other, tmp_path / "state")) == cold > calls(start(folder, tmp_path / "state"))
+
+
+def test_a_decoder_keeps_no_state(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="state = .*: is kept by LLM and by the server"):
+        SpeculativeDecoder(build("llama"), state=tmp_path)
