@@ -95,6 +95,9 @@ class Adaptive:
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq, self._of(seq).lookahead) for seq in seqs]
 
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        return ks
+
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         return draft
 

@@ -24,13 +24,12 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 16  # rounds between two look-ups of a text in which they find nothing
+SELDOM = 32  # rounds between two look-ups of a text in which they find nothing
 COLD_K = 4  # drafts of the first proposal of a costly method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
-ALONE = 1.0
 TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
@@ -59,6 +58,9 @@ class Round:
     texts: int = 0
     tokens: float = 0.0
     ms: float = 1.0
+    plain_ms: float = 1.0
+    kept_tokens: float = 0.0  # that the drafts kept so far are believed to add
+    kept_ms: float = 0.0
     first_ms: float = 0.0  # of a text's first draft beyond a draft's row
     row_ms: float = 0.0  # of each draft
     cheap: dict[str, float] = field(default_factory=dict)  # method -> tokens that could be written while it looks
@@ -99,7 +101,7 @@ class Auto:
     def _begin(self, seqs: list[Sequence]) -> Group:
         """What the round would be if it went on as of late; the texts that may draft."""
         now = self._round = Round(self._round.number + 1, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
-        now.first_ms, now.row_ms = self.costs.first, self.costs.row
+        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first, self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
@@ -148,25 +150,36 @@ class Auto:
         kinds = [kind_of(seq, text.of(method), min(most, seq.most(method))) for seq, text in group]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        alone = ALONE / len(group)  # seen from one of them, whose look-ups found nothing
+        alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
-        plan, rate = None, tokens / ms
-        for _ in range(TURNS):
-            found = self._plan(known, crowd, survivals, 1 + known.reach * (len(group) - 1), rate)
-            if found is None:
-                break
-            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
-        if plan is not None and rate < (1 + MARGIN / len(group)) * tokens / ms:
-            plan = None
+        plan = self._best(known, crowd, survivals, 1 + known.reach * (len(group) - 1), tokens, ms)
         if plan is None:
             now.refused = self._refusal(method, known, survivals)
             return
         promises = {kind: self._promise(method, plan, survival) for kind, survival in survivals.items()}
         for (seq, _), kind in zip(group, kinds, strict=True):
             promise, had = promises[kind], now.promise.get(seq.id)
-            if promise is not None and (had is None or promise.gain(rate) > had.gain(rate)):
+            if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
                 now.promise[seq.id] = promise
+
+    def _best(
+        self,
+        known: Method,
+        crowd: Counter[Kind],
+        survivals: dict[Kind, list[float]],
+        asking: float,
+        tokens: float,
+        ms: float,
+    ) -> Plan | None:
+        """The proposal for `asking` of a crowd that raises the rate of a round most, which has `tokens` and `ms` without it."""
+        plan, rate = None, tokens / ms
+        for _ in range(TURNS):
+            found = self._plan(known, crowd, survivals, asking, rate)
+            if found is None:
+                break
+            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
+        return plan if rate > (1 + MARGIN / crowd.total()) * tokens / ms else None
 
     def _plan(
         self, known: Method, crowd: Counter[Kind], survivals: dict[Kind, list[float]], asking: float, rate: float
@@ -214,7 +227,18 @@ class Auto:
                 known.saved_ms = 0.0
                 now.probes[seq.id] = ask(method, k)
 
-    # after the drafts
+    # after the look-ups, and after the drafts
+
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        """A costly method is weighed once more, for the texts that nothing cheaper had a draft for."""
+        now, known = self._round, self._know(method)
+        if method not in now.costly or any(seq.id in now.probes for seq in seqs):
+            return ks
+        kinds = [kind_of(seq, self._texts[seq.id].of(method), k) for seq, k in zip(seqs, ks, strict=True)]
+        crowd = Counter(kinds)
+        survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
+        plan = self._best(known, crowd, survivals, len(seqs), now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
+        return [min(plan.k, depth(survivals[kind], plan.price)) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where another method promises more."""
@@ -223,6 +247,7 @@ class Auto:
             return draft
         tokens = now.tokens - text.cheap.tokens - text.costly.tokens
         ms = now.ms - text.cheap.ms - text.costly.ms
+        alone = kept = tokens, ms
         best, rate, rows = 0, tokens / ms, ms + now.first_ms
         promise = now.promise.get(seq.id)
         if promise is not None and promise.ask.method != method:
@@ -235,7 +260,12 @@ class Auto:
             tokens, rows = tokens + survival, rows + now.row_ms
             if tokens > rate * rows:
                 best, rate = k, tokens / rows
-        if not best:
+            if k == best:
+                kept = tokens, rows
+        if best:
+            now.kept_tokens += kept[0] - alone[0]
+            now.kept_ms += kept[1] - alone[1]
+        else:
             self._shadow.watch(seq, method, draft)
         return draft.cut(best)
 
@@ -298,7 +328,7 @@ class Auto:
             self._others[seq.kind].late(gained, rows, OF_ALL)
         for name in now.cheap:
             if name in text.own:
-                text.own[name].asked(gained - now.tokens / now.ms * rows if name == method else 0.0)
+                text.own[name].asked(gained if name == method else 0.0)
 
     def _conclude(self, seq: Sequence, method: str, worked: bool) -> None:
         """What a probe has shown."""

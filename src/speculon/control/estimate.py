@@ -19,15 +19,16 @@ BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
-FADE = 0.985  # per observation and position of a method
+FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
 BONUS = 0.25  # standard deviation of a single try, at most
 SURE = 0.999
 REFRESH = 4  # drafts after which chances are computed anew
+BAD_LUCK = 5  # drafts in a row of which nothing stands: more of them count for more than their share
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
-HOPE = 0.3  # guess: tokens that a look-up brings in a text that nothing is known of
-HOPE_FADE = 0.05  # per look-up
+HOPE = 0.15  # guess: tokens that a look-up brings in a text that nothing is known of
+HOPE_FADE = 0.1  # per look-up
 UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
@@ -116,10 +117,10 @@ class Acceptance:
 
     def state(self) -> dict[str, Any]:
         cells = [[*key, share.hits, share.tries] for key, share in self._at.items()]
-        return {"overall": [self._overall.hits, self._overall.tries], "cells": cells}
+        return {"seen": self._seen, "overall": [self._overall.hits, self._overall.tries], "cells": cells}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._overall = Share(*state["overall"])
+        self._seen, self._overall = state["seen"], Share(*state["overall"])
         self._at = {(position, grade): Share(hits, tries) for position, grade, hits, tries in state["cells"]}
         self._refresh()
 
@@ -143,6 +144,7 @@ class Own:
     expected: float = 0.0
     tries: float = 0.0
     kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
+    failed: int = 0  # drafts in a row of which nothing stood
     worth: float = HOPE  # tokens that asking has brought of late, less those that its rows could have written
 
     def observe(self, expected: float, judged: int, accepted: int) -> None:
@@ -151,14 +153,16 @@ class Own:
         self.hits = self.hits * fade + accepted
         self.expected = self.expected * fade + expected
         self.tries = self.tries * fade + judged
+        self.failed = 0 if accepted else self.failed + 1
         self._sort()
 
     def doubt(self) -> None:
-        self.hits, self.expected, self.tries = self.hits / 4, self.expected / 4, self.tries / 4
+        self.hits, self.expected, self.tries, self.failed = self.hits / 4, self.expected / 4, self.tries / 4, 0
         self._sort()
 
     def _sort(self) -> None:
-        self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
+        run = max(0, self.failed - BAD_LUCK)
+        self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected))) - run))
 
     def adjust(self, chance: float) -> float:
         return shifted(chance, self.kind)

@@ -23,6 +23,9 @@ class Fixed:
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq) for seq in seqs]
 
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        return ks
+
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         return draft
 

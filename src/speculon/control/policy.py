@@ -19,6 +19,10 @@ class Policy(Protocol):
         """Who drafts how much for each decoding sequence, or the reason for nobody."""
         ...
 
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        """The most drafts for each of the texts that a method is about to be asked for together; 0: it is not, after all."""
+        ...
+
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """Drops positions that would cost more than they bring; an empty draft lets the next method be asked."""
         ...
@@ -65,6 +69,14 @@ class Policies:
             mine = [seq for seq in seqs if seq.policy == name]
             decided.update(zip((seq.id for seq in mine), self._of(name).decide(mine, load), strict=True))
         return [decided[seq.id] for seq in seqs]
+
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        found: dict[int, int] = {}
+        for name in dict.fromkeys(seq.policy for seq in seqs):
+            mine = [(seq, k) for seq, k in zip(seqs, ks, strict=True) if seq.policy == name]
+            kept = self._of(name).confirm(method, [seq for seq, _ in mine], [k for _, k in mine])
+            found.update(zip((seq.id for seq, _ in mine), kept, strict=True))
+        return [found[seq.id] for seq in seqs]
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         return self._of(seq.policy).trim(seq, method, draft)

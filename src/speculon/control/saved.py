@@ -27,6 +27,7 @@ class Saved(BaseModel):
 
 
 class SavedAcceptance(Saved):
+    seen: Annotated[int, Field(ge=0)]
     overall: Annotated[tuple[Weight, Weight], AfterValidator(a_share)]
     cells: list[Annotated[tuple[Position, Grade, Weight, Weight], AfterValidator(a_share)]]
 

@@ -94,6 +94,9 @@ class ShadowPolicy:
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq, unused=Reason.SHADOW) for seq in seqs]
 
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        return ks
+
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         self.shadow.watch(seq, method, draft)
         return NO_DRAFT

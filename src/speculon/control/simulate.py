@@ -154,13 +154,19 @@ def propose(
     """As the engine asks: one method after the other, until one has a draft that is kept."""
     drafts = [NO_DRAFT] * len(running)
     asked: dict[str, list[int]] = {}
-    for i, (text, decision) in enumerate(zip(running, decisions, strict=True)):
-        for ask in decision.asks:
-            asked.setdefault(ask.method, []).append(ask.k)
-            draft = scene.draft(number, text, ask.method, ask.k, random)
-            drafts[i] = policy.trim(cast(Any, text), ask.method, draft) if draft.tokens else draft
-            if drafts[i].tokens:
-                break
+    waiting = {i: list(decision.asks) for i, decision in enumerate(decisions) if decision.asks}
+    while waiting:
+        groups: dict[str, dict[int, int]] = {}
+        for i, asks in waiting.items():
+            ask = asks.pop(0)
+            groups.setdefault(ask.method, {})[i] = ask.k
+        for method, wanting in groups.items():
+            ks = policy.confirm(method, cast(Any, [running[i] for i in wanting]), list(wanting.values()))
+            for i, k in ((i, k) for i, k in zip(wanting, ks, strict=True) if k):
+                asked.setdefault(method, []).append(k)
+                draft = scene.draft(number, running[i], method, k, random)
+                drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
+        waiting = {i: asks for i, asks in waiting.items() if asks and not drafts[i].tokens}
     return drafts, {m: (len(ks), max(ks), scene.proposal_ms(m, len(ks), max(ks))) for m, ks in asked.items()}
 
 

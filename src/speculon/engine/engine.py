@@ -210,7 +210,7 @@ class Engine:
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
             trim = self.policy.trim if self.events is None else self.events.watch(self.policy.trim)
-            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim)
+            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim, self.policy.confirm)
             for span, draft in zip(plan.decoding, drafts, strict=True):
                 span.draft = draft
             draft_ms = watch.lap("propose")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("speculon")
 
 Trim = Callable[[Sequence, str, Draft], Draft]
+Confirm = Callable[[str, list[Sequence], list[int]], list[int]]
 
 
 class Proposers:
@@ -100,11 +101,17 @@ class Proposers:
             memory.pools.restore(pool for method, pool in state if method == name)
 
     def propose(
-        self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Trim | None = None
+        self,
+        spans: list[Span],
+        decisions: list[Decision],
+        lease: Lease,
+        trim: Trim | None = None,
+        confirm: Confirm | None = None,
     ) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method.
 
-        `trim` keeps of each draft what pays; where that is nothing the next method is asked.
+        `trim` keeps of each draft what pays; where that is nothing the next method is asked. `confirm` says for how much,
+        now that it is known who wants it.
         """
         self.timings = {}
         drafts = [NO_DRAFT] * len(spans)
@@ -116,6 +123,10 @@ class Proposers:
                 ask = chain.pop(0)
                 groups[ask.method][i] = min(ask.k, decisions[i].k)
             for method, rooms in groups.items():
+                if confirm:
+                    ks = confirm(method, [spans[i].seq for i in rooms], list(rooms.values()))
+                    outcome = [replace(d, reason=Reason.COST) if rooms.get(i) else d for i, d in enumerate(outcome)]
+                    rooms = {i: k for i, k in zip(rooms, ks, strict=True) if k}
                 for i, draft in self._ask(method, rooms, spans, lease).items():
                     drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
                     unused = decisions[i].unused
