@@ -124,9 +124,10 @@ class Proposers:
                 groups[ask.method][i] = min(ask.k, decisions[i].k)
             for method, rooms in groups.items():
                 if confirm:
-                    ks = confirm(method, [spans[i].seq for i in rooms], list(rooms.values()))
-                    outcome = [replace(d, reason=Reason.COST) if rooms.get(i) else d for i, d in enumerate(outcome)]
-                    rooms = {i: k for i, k in zip(rooms, ks, strict=True) if k}
+                    ks = dict(zip(rooms, confirm(method, [spans[i].seq for i in rooms], list(rooms.values())), strict=True))
+                    for i in (i for i, k in ks.items() if not k):
+                        outcome[i] = replace(outcome[i], reason=Reason.COST)
+                    rooms = {i: k for i, k in ks.items() if k}
                 for i, draft in self._ask(method, rooms, spans, lease).items():
                     drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
                     unused = decisions[i].unused
