@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any, cast
 
 import pytest
 
 from speculon.control.auto import Auto
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.known import Method
 from speculon.control.policy import Fixed
-from speculon.control.simulate import Way, World, play
+from speculon.control.simulate import Text, Way, World, play
 from speculon.core import Load
 from tests.builders import make_sequence
 
@@ -121,3 +123,19 @@ def test_a_drafter_that_collapses_is_out_soon() -> None:
     auto = play(Auto(), world(lambda number, _: 0.8 if number < 500 else 0.0), 800)
     assert sum(bool(drafted) for drafted in auto.drafted[520:]) < 15
     assert all(auto.drafted[i] for i in range(480, 500))
+
+
+def test_a_costly_method_is_weighed_again_when_it_is_known_who_wants_it() -> None:
+    auto, seqs = Auto(), [Text(i, ("model",), 8) for i in range(8)]
+    auto.costs.restore([3.85, 0.55, 0.7, 0.2])
+    known = auto.methods["model"] = Method()
+    known.cost.restore([0.2, 1.0, 0.2])
+    for _ in range(50):
+        known.of("").observe([0] * 8, 8)
+    decisions = auto.decide(cast(Any, seqs), Load(8, 0, 9))
+    assert all(decision.k >= 4 for decision in decisions)
+    together = auto.confirm("model", cast(Any, seqs), [decision.k for decision in decisions])
+    assert all(k >= 4 for k in together), "all of them share its calls"
+    auto._round.kept_tokens, auto._round.kept_ms = 7 * 12.0, 7 * 3.0  # seven have found a match meanwhile
+    assert auto.confirm("model", cast(Any, seqs[:1]), [8]) == [0], "in that time all the others write more"
+    assert auto.confirm("look-up", cast(Any, seqs[:1]), [8]) == [8]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.control.gates import NO_SIGNAL, STRONG, WEAK, prompt_shape
+from speculon.control.gates import NO_SIGNAL, STRONG, WEAK, kind_of, prompt_shape
 
 PROMPTS = [
     ("Fix this:\n```python\nx = 1\n```", "fenced_code"),
@@ -85,3 +85,8 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
     began = thread_time()
     prompt_shape(part * (200_000 // len(part)))
     assert thread_time() - began < 2.0  # 0.2 s at the worst seen
+
+
+def test_texts_of_one_kind_are_told_by_the_request() -> None:
+    kinds = {kind_of(greedy, prompt) for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
+    assert kinds == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}

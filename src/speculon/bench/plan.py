@@ -15,7 +15,8 @@ from speculon.proposers.registry import OFF, check_method
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 STOCK = "transformers"
 FIXED = "fixed"  # the policy that others are compared with
-MODES = (OFF, "ngram:8", "suffix:4", "suffix:8", "suffix:16", "draft_model:4", "auto:4", "auto:8", "auto+auto")
+FIXED_MODES = (OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "auto:8")
+MODES = (*FIXED_MODES, "auto+adaptive", "auto:8+solo", "auto+auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class Plan:
         """How many times so many cases are written at once, in each mode and repeat."""
         each = self.size(context=0).edits if workloads.in_loops(workload) else 1
         return self.prompts // each // concurrency * each
+
+    @property
+    def users(self) -> int:
+        """Whose answers are remembered at a time: each mode's."""
+        return max(self.concurrency) * len(self.modes)
 
     @property
     def measurements(self) -> int:

@@ -63,7 +63,7 @@ def check_drafters(llm: LLM, plan: Plan) -> None:
 def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
     """Raises where the users of one mode would have their answers forgotten while the other modes write."""
     looping = any(case.user for some in cases.values() for case in some)
-    pools, wanted = llm.config.speculation.suffix_pools, max(plan.concurrency) * len(plan.modes)
+    pools, wanted = llm.config.speculation.suffix_pools, plan.users
     if looping and 0 < pools < wanted:
         raise InvalidParameter("suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}")
 

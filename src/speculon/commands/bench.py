@@ -22,8 +22,11 @@ QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurre
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a later mode would find the prompt's pages
-    fuse = EngineConfig(**settings).fuse  # what is wrong is told before torch is imported
-    plan = Plan(**{**(QUICK if quick else {}), **{k: v for k, v in asked.items() if v is not None}, "fuse": fuse})
+    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
+    plan = Plan(**{**(QUICK if quick else {}), **{k: v for k, v in asked.items() if v is not None}, "fuse": config.fuse})
+    if "suffix_pools" not in config.speculation.model_fields_set:
+        pools = max(config.speculation.suffix_pools, plan.users)
+        settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
     if plan.widen:
         settings["fuse"] = False  # until it is wide
     with loading(as_json) as tell:

@@ -50,6 +50,15 @@ def prompt_shape(text: str) -> tuple[bool, str]:
     return (True, found[ENOUGH - 1][0]) if len(found) >= ENOUGH else (False, NO_SIGNAL)
 
 
+def kind_of(greedy: bool, prompt: str) -> str:
+    """What sort of text a request asks for; drafts are believed to fare alike in texts of one kind.
+
+    >>> kind_of(True, "Repeat:\n```\nx = 1\n```")
+    'greedy, repeating'
+    """
+    return ("greedy" if greedy else "sampled") + ", repeating" * prompt_shape(prompt)[0]
+
+
 def weakly(word: str) -> tuple[str | None, str]:
     """What a word is a sign of, and the word as it is told from others."""
     for reason, pattern in WEAK_PATTERNS:

@@ -16,6 +16,7 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
+from speculon.control.gates import kind_of
 from speculon.control.policy import Policies
 from speculon.control.timing import Timing
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
@@ -39,6 +40,8 @@ from speculon.verify import Ending, cut, verify
 
 if TYPE_CHECKING:
     from speculon.models.target import Output, Target
+
+SHAPE_TOKENS = 512  # of a prompt's end that are looked at for its kind
 
 log = logging.getLogger("speculon")
 
@@ -158,6 +161,7 @@ class Engine:
             stops = StopStrings(params.stop, text)
             find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
         ending = Ending(stop_ids, params.min_tokens, find_stop)
+        kind = kind_of(params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else "")
         return [
             Sequence(
                 id=next(self._ids),
@@ -177,7 +181,7 @@ class Engine:
                 given=given,
                 methods=self.proposers.methods_of(given, method),
                 policy=speculation.policy or self.config.speculation.policy,
-                kind="greedy" if params.greedy else "sampled",
+                kind=kind,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
                 pool=speculation.pool,
