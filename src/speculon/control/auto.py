@@ -16,7 +16,7 @@ from operator import mul
 from typing import Any
 
 from speculon.config import MAX_DRAFTS
-from speculon.control.estimate import Own, StepCost, grade
+from speculon.control.estimate import StepCost, grade
 from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
@@ -30,11 +30,15 @@ PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
+LAG_SHARE = 0.1  # guess: of a draft's row, what a row costs that is only read
+USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
+TAKE_UP = 0.25  # ms
 TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-Kind = tuple[str, int, int]  # of a text, for one method: its kind, how it departs from it, and its most drafts
+# of a text, for one method: its kind, how it departs from it, its most drafts, and what it costs to take it up, in TAKE_UP ms
+Kind = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ class Auto:
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
         self._others: dict[str, Added] = {}  # by kind of text: what look-ups add
+        self._lengths: dict[str, float] = {}  # by kind of text: tokens of those that have ended
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
@@ -147,7 +152,7 @@ class Auto:
         """Notes what one proposal of a costly method would add for the texts it pays for, where none promises more."""
         now, known = self._round, self._know(method)
         most = MAX_DRAFTS if known.cost.known else COLD_K
-        kinds = [kind_of(seq, text.of(method), min(most, seq.most(method))) for seq, text in group]
+        kinds = [self._kind(seq, text, method, min(most, seq.most(method))) for seq, text in group]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
@@ -157,7 +162,7 @@ class Auto:
         if plan is None:
             now.refused = self._refusal(method, known, survivals)
             return
-        promises = {kind: self._promise(method, plan, survival) for kind, survival in survivals.items()}
+        promises = {kind: self._promise(method, plan, kind, survival) for kind, survival in survivals.items()}
         for (seq, _), kind in zip(group, kinds, strict=True):
             promise, had = promises[kind], now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
@@ -187,7 +192,7 @@ class Auto:
         """The proposal that gains most where one ms could write `rate` tokens."""
         now, share, price = self._round, asking / crowd.total(), rate * self._round.row_ms
         kept = [(share * crowd[kind], survival, depth(survival, price)) for kind, survival in survivals.items()]
-        first = sum(texts for texts, _, k in kept if k) * now.first_ms
+        first = sum(share * crowd[kind] * (now.first_ms + TAKE_UP * kind[3]) for kind, s in survivals.items() if depth(s, price))
         best, most, tokens, rows = None, 0.0, 0.0, 0.0
         for k in range(1, 1 + max(k for _, _, k in kept)):
             for texts, survival, deepest in kept:
@@ -199,10 +204,19 @@ class Auto:
                 most, best = tokens - rate * ms, Plan(k, price, tokens, ms, call / asking)
         return best
 
-    def _promise(self, method: str, plan: Plan, survival: list[float]) -> Promise | None:
+    def _promise(self, method: str, plan: Plan, kind: Kind, survival: list[float]) -> Promise | None:
         k = min(plan.k, depth(survival, plan.price))
         now = self._round
-        return Promise(ask(method, k), sum(survival[:k]), plan.share_ms + now.first_ms + k * now.row_ms) if k else None
+        ms = plan.share_ms + now.first_ms + TAKE_UP * kind[3] + k * now.row_ms
+        return Promise(ask(method, k), sum(survival[:k]), ms) if k else None
+
+    def _kind(self, seq: Sequence, text: Text, method: str, most: int) -> Kind:
+        """What a drafter has not read of a text yet must be read first; its share of a round, if it drafts for it from now on."""
+        lag = len(seq.tokens) - seq.drafted.get(method, 0)
+        tokens = min(seq.room, max(1.0, self._lengths.get(seq.kind, USUAL) - seq.num_output))
+        rounds = max(1.0, tokens / (1 + text.cheap.tokens))
+        ms = LAG_SHARE * lag * self._know(method).cost.row / rounds
+        return seq.kind, text.of(method).kind, min(most, seq.room - 1), round(ms / TAKE_UP)
 
     def _refusal(self, method: str, known: Method, survivals: dict[Kind, list[float]]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
@@ -211,7 +225,7 @@ class Auto:
         if self._round.number - since >= WHY_ROUNDS:
             best = max(survivals.values(), key=lambda survival: survival[0])
             tries = (Reason.LOAD, best), (Reason.LOW_ACCEPTANCE, [1.0] * len(best))
-            rate, one = 1 / self.costs.at(1, 0, 0), ("", 0, 0)
+            rate, one = 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
             reason = next((why for why, s in tries if self._plan(known, Counter([one]), {one: s}, 1, rate)), Reason.COST)
             self._why[key] = self._round.number, reason
         return reason
@@ -234,7 +248,7 @@ class Auto:
         now, known = self._round, self._know(method)
         if method not in now.costly or any(seq.id in now.probes for seq in seqs):
             return ks
-        kinds = [kind_of(seq, self._texts[seq.id].of(method), k) for seq, k in zip(seqs, ks, strict=True)]
+        kinds = [self._kind(seq, self._texts[seq.id], method, k) for seq, k in zip(seqs, ks, strict=True)]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
         plan = self._best(known, crowd, survivals, len(seqs), now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
@@ -288,7 +302,9 @@ class Auto:
         now.probes.clear()  # a round of which `decide` heard nothing may come next
 
     def forget(self, seq: Sequence) -> None:
-        self._texts.pop(seq.id, None)
+        if self._texts.pop(seq.id, None) is not None:
+            usual = self._lengths.setdefault(seq.kind, seq.num_output)
+            self._lengths[seq.kind] = usual + OF_LATE * (seq.num_output - usual)
         self._shadow.forget(seq)
 
     def _learn(self, span: Span, verdict: Verdict, timing: Timing) -> None:
@@ -385,11 +401,6 @@ class Plan:
     tokens: float
     ms: float
     share_ms: float  # of the call, for each text that asks
-
-
-def kind_of(seq: Sequence, own: Own, most: int) -> Kind:
-    room = seq.room - 1
-    return seq.kind, own.kind, most if most < room else room
 
 
 def depth(survival: list[float], price: float) -> int:

@@ -258,6 +258,11 @@ class ProposalCost:
     def known(self) -> bool:
         return bool(self._fit.parts)
 
+    @property
+    def row(self) -> float:
+        """Of one more draft of one text."""
+        return max(0.0, self._fit.parts[2]) if self.known else 0.0
+
     def at(self, texts: float, k: int) -> float:
         """Nothing before the first was seen: so it is seen."""
         return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0

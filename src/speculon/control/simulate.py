@@ -32,8 +32,13 @@ class Text:
     off: Reason | None = None
     kind: str = ""
     limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
+    drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [STANDS])
+
+    @property
+    def num_output(self) -> int:
+        return self.written
 
     @property
     def plain(self) -> bool:
@@ -164,6 +169,7 @@ def propose(
             ks = policy.confirm(method, cast(Any, [running[i] for i in wanting]), list(wanting.values()))
             for i, k in ((i, k) for i, k in zip(wanting, ks, strict=True) if k):
                 asked.setdefault(method, []).append(k)
+                running[i].drafted[method] = len(running[i].tokens)
                 draft = scene.draft(number, running[i], method, k, random)
                 drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         waiting = {i: asks for i, asks in waiting.items() if asks and not drafts[i].tokens}
