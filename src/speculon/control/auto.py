@@ -24,13 +24,14 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 32  # rounds between two look-ups of a text in which they find nothing
+SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
 COLD_K = 4  # drafts of the first proposal of a costly method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
-LAG_SHARE = 0.1  # guess: of a draft's row, what a row costs that is only read
+LAG_SHARE = 0.2  # guess: of a draft's row, what a row costs that is only read
+SURE_OF = 0.5  # guess: of the rounds a text may have left, for how many it will draft
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 TAKE_UP = 0.25  # ms
 TURNS = 3  # of Dinkelbach's iteration
@@ -213,8 +214,9 @@ class Auto:
     def _kind(self, seq: Sequence, text: Text, method: str, most: int) -> Kind:
         """What a drafter has not read of a text yet must be read first; its share of a round, if it drafts for it from now on."""
         lag = len(seq.tokens) - seq.drafted.get(method, 0)
-        tokens = min(seq.room, max(1.0, self._lengths.get(seq.kind, USUAL) - seq.num_output))
-        rounds = max(1.0, tokens / (1 + text.cheap.tokens))
+        usual = self._lengths.get(seq.kind, USUAL)
+        tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
+        rounds = max(1.0, SURE_OF * tokens / (1 + text.cheap.tokens))
         ms = LAG_SHARE * lag * self._know(method).cost.row / rounds
         return seq.kind, text.of(method).kind, min(most, seq.room - 1), round(ms / TAKE_UP)
 
