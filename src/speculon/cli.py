@@ -173,7 +173,9 @@ def bench(
 @answered
 def replay(
     file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
-    policy: Annotated[str, typer.Option(metavar="LIST", help="of auto, fixed, fixed:K; fixed alone is several K")] = "auto,fixed",
+    policy: Annotated[
+        str, typer.Option(metavar="LIST", help="a policy, plain, or fixed:K; fixed alone is several K")
+    ] = "auto,fixed",
     seed: Annotated[int, typer.Option(help="of the luck that the record leaves open")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -153,7 +153,10 @@ def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
     [
         (["nowhere.jsonl"], "RecordError: nowhere.jsonl: No such file or directory"),
         (["novel.txt"], "RecordError: novel.txt, line 1: no record of rounds begins like this"),
-        (["novel.txt", "--policy", "telepathy"], "InvalidParameter: policy = 'telepathy': known are fixed, auto"),
+        (
+            ["novel.txt", "--policy", "telepathy"],
+            "InvalidParameter: policy = 'telepathy': known are fixed, adaptive, solo, shadow, auto",
+        ),
         (["novel.txt", "--policy", "fixed:0"], "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64"),
     ],
 )

@@ -51,6 +51,9 @@ class Shadow:
             self.drafts.setdefault(seq.id, {})[seq.num_output] = {}
         return [ask(seq, self.methods, self.k) for seq in seqs]
 
+    def confirm(self, method: str, seqs: list[Text], ks: list[int]) -> list[int]:
+        return ks
+
     def trim(self, seq: Text, method: str, draft: Draft) -> Draft:
         self.drafts[seq.id][seq.num_output][method] = draft.tokens
         return NO_DRAFT
@@ -149,6 +152,9 @@ class Sweep:
         self.log.append(turn)
         return [ask(seq, turn.methods, turn.k) if turn else Decision(None, 0, Reason.COST) for seq in seqs]
 
+    def confirm(self, method: str, seqs: list[Text], ks: list[int]) -> list[int]:
+        return ks
+
     def trim(self, seq: Text, method: str, draft: Draft) -> Draft:
         return NO_DRAFT
 
@@ -173,9 +179,9 @@ class Planted:
         return getattr(self._inner, name)
 
     def propose(
-        self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Any
+        self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Any, confirm: Any
     ) -> tuple[list[Draft], list[Decision]]:
-        self._inner.propose(spans, decisions, lease, trim)
+        self._inner.propose(spans, decisions, lease, trim, confirm)
         self.log.append(self._inner.timings)
         return [self._draft(span, decision.k) for span, decision in zip(spans, decisions, strict=True)], decisions
 
