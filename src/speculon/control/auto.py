@@ -4,7 +4,8 @@ A round writes N tokens in M milliseconds. A draft whose first k tokens survive 
 N and its rows, and what the proposal takes, to M; of all that a text may do, plain decoding included, it does what makes N / M
 greatest, given what the other texts of the round add of late. Where one proposal serves many texts they choose together: a
 ratio is maximised by maximising N - r M at the r it leads to (Dinkelbach 1967), so a position is drafted while S > r x its
-price. Look-ups that cost next to nothing are asked first; what they found is weighed against the costly method's promise.
+price. Look-ups that cost next to nothing are asked first; what they found is weighed against the costly method's promise, and that
+method once more (`confirm`) for the texts that are then without a draft.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class Auto:
         """The proposal that gains most where one ms could write `rate` tokens."""
         now, share, price = self._round, asking / crowd.total(), rate * self._round.row_ms
         kept = [(share * crowd[kind], survival, depth(survival, price)) for kind, survival in survivals.items()]
-        first = sum(share * crowd[kind] * (now.first_ms + TAKE_UP * kind[3]) for kind, s in survivals.items() if depth(s, price))
+        starts = zip(survivals, kept, strict=True)
+        first = sum(texts * (now.first_ms + TAKE_UP * kind[3]) for kind, (texts, _, deepest) in starts if deepest)
         best, most, tokens, rows = None, 0.0, 0.0, 0.0
         for k in range(1, 1 + max(k for _, _, k in kept)):
             for texts, survival, deepest in kept:
@@ -275,9 +277,7 @@ class Auto:
         for k, survival in enumerate(accumulate(chances, mul), 1):
             tokens, rows = tokens + survival, rows + now.row_ms
             if tokens > rate * rows:
-                best, rate = k, tokens / rows
-            if k == best:
-                kept = tokens, rows
+                best, rate, kept = k, tokens / rows, (tokens, rows)
         if best:
             now.kept_tokens += kept[0] - alone[0]
             now.kept_ms += kept[1] - alone[1]

@@ -145,7 +145,7 @@ class Own:
     tries: float = 0.0
     kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
     failed: int = 0  # drafts in a row of which nothing stood
-    worth: float = HOPE  # tokens that asking has brought of late, less those that its rows could have written
+    worth: float = HOPE  # tokens that asking has brought of late
 
     def observe(self, expected: float, judged: int, accepted: int) -> None:
         """Of `judged` drafts `accepted` stood; `expected` would have, were the text like all others."""
