@@ -4,8 +4,8 @@ A round writes N tokens in M milliseconds. A draft whose first k tokens survive 
 N and its rows, and what the proposal takes, to M; of all that a text may do, plain decoding included, it does what makes N / M
 greatest, given what the other texts of the round add of late. Where one proposal serves many texts they choose together: a
 ratio is maximised by maximising N - r M at the r it leads to (Dinkelbach 1967), so a position is drafted while S > r x its
-price. Look-ups that cost next to nothing are asked first; what they found is weighed against the costly method's promise, and that
-method once more (`confirm`) for the texts that are then without a draft.
+price. Look-ups that cost next to nothing are asked first; what they found is weighed against the costly method's promise,
+and that method once more (`confirm`) for the texts that are then without a draft.
 """
 
 from __future__ import annotations
