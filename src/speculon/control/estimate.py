@@ -209,9 +209,8 @@ class Fit:
             self._p[i][i] += (DRIFT * self.parts[i]) ** 2  # it may change with time
 
 
-class StepCost:
-    """Of a step that decodes `texts` texts, `drafting` of them with `drafts` rows of drafts in all: base + per text
-    + per drafting text + per draft. In ms. A first draft costs more than the next ones: single rows have faster ways."""
+class Cost:
+    """Of something that is done again and again, in ms."""
 
     def __init__(self) -> None:
         self._fit = Fit()
@@ -219,6 +218,17 @@ class StepCost:
     @property
     def known(self) -> bool:
         return bool(self._fit.parts)
+
+    def state(self) -> list[float]:
+        return list(self._fit.parts)
+
+    def restore(self, state: list[float]) -> None:
+        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
+
+
+class StepCost(Cost):
+    """Of a step that decodes `texts` texts, `drafting` of them with `drafts` rows of drafts in all: base + per text
+    + per drafting text + per draft. In ms. A first draft costs more than the next ones: single rows have faster ways."""
 
     @property
     def first(self) -> float:
@@ -241,22 +251,9 @@ class StepCost:
             )
         self._fit.observe((1.0, texts, drafting, drafts), ms)
 
-    def state(self) -> list[float]:
-        return list(self._fit.parts)
 
-    def restore(self, state: list[float]) -> None:
-        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
-
-
-class ProposalCost:
+class ProposalCost(Cost):
     """Of one proposal for `texts` texts of up to `k` drafts each: base + per draft + per draft of each text. In ms."""
-
-    def __init__(self) -> None:
-        self._fit = Fit()
-
-    @property
-    def known(self) -> bool:
-        return bool(self._fit.parts)
 
     @property
     def row(self) -> float:
@@ -266,12 +263,6 @@ class ProposalCost:
     def at(self, texts: float, k: int) -> float:
         """Nothing before the first was seen: so it is seen."""
         return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0
-
-    def state(self) -> list[float]:
-        return list(self._fit.parts)
-
-    def restore(self, state: list[float]) -> None:
-        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
 
     def observe(self, texts: int, k: int, ms: float) -> None:
         if not self.known:
