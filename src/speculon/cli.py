@@ -11,6 +11,7 @@ from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 app = typer.Typer(
     name="speculon",
@@ -277,6 +278,30 @@ def demo(
     from speculon.commands.demo import run
 
     run(num_speculative_tokens, rounds, number, given, as_json)
+
+
+trainer = typer.Typer(help="Train a drafter for a target of one's own, from texts of one's own.", no_args_is_help=True)
+app.add_typer(trainer, name="train")
+
+
+@trainer.command("eagle3")
+@answered
+@settings_from(TrainSettings, HeadSettings)
+def train_eagle3(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Train an EAGLE-3 head, which guesses from the target's hidden states; the same command goes on after an interruption."""
+    from speculon.commands.train import run
+
+    run("eagle3", given, as_json)
+
+
+@trainer.command("draft")
+@answered
+@settings_from(TrainSettings, DraftSettings)
+def train_draft(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Distil a small language model that guesses what the target says; the same command goes on after an interruption."""
+    from speculon.commands.train import run
+
+    run("draft", given, as_json)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,16 @@ from pydantic.fields import FieldInfo
 
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
 from speculon.errors import InvalidParameter, SpeculonError
+from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 PANELS: dict[type[BaseModel], str] = {
     SamplingParams: "Sampling",
     SpeculationConfig: "Speculation",
     ServeConfig: "Server",
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
+    TrainSettings: "Training",
+    HeadSettings: "Head",
+    DraftSettings: "Draft",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
