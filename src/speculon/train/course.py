@@ -26,10 +26,8 @@ REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3  # drafter-scale AdamW
 class Student(Protocol):
     """What is trained: a module whose steps guess one token further each."""
 
-    steps: int
-
     def loss(self, batch: Batch) -> Tensor: ...
-    def guesses(self, batch: Batch) -> Tensor: ...  # bool [steps, B, N]
+    def guesses(self, batch: Batch) -> Tensor: ...  # bool [steps, M], at the positions that count
 
 
 Advance = Callable[[float, Mapping[str, Any]], None]  # share of the run that is done, and figures to show
@@ -105,9 +103,7 @@ class Course:
         for first in range(0, len(self.held.rows), self.settings.rows):
             batch = self.held.batch(range(len(self.held.rows))[first : first + self.settings.rows])
             with self.looks.teacher.autocast():
-                guessed = self.student.guesses(batch)  # [S, B, N]
-            counts = batch.weights[:, 1 : 1 + guessed.shape[-1]] > 0
-            right.append(guessed[:, counts].cpu())
+                right.append(self.student.guesses(batch).cpu())  # [steps, M]
         all_right = torch.cat(right, -1)
         chain = all_right.cumprod(0).float().mean(-1)
         self.measured = {

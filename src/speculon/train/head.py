@@ -167,10 +167,11 @@ class Eagle3Head(nn.Module):
         return total
 
     def guesses(self, batch: Batch) -> Tensor:
-        """Whether the best token of each step is the target's [steps, B, N]."""
-        right = [self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)]
+        """Whether the best token of each step is the target's, from each row whose first guess counts [steps, M]."""
         rows = batch.ids.shape[1] - self.steps
-        return torch.stack([guess == batch.best[:, k + 1 : k + 1 + rows] for k, guess in enumerate(right)])
+        counts = batch.weights[:, 1 : 1 + rows] > 0  # [B, N]
+        guessed = [self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)]
+        return torch.stack([(guess == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, guess in enumerate(guessed)])
 
     def aligned(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
         """At each step the hidden states [B, N, H] and, of the position they guess from, p [B, N, Vd], its entropy, weights."""
