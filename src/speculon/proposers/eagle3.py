@@ -1,0 +1,99 @@
+"""A small head over the target's own hidden states guesses token by token (EAGLE-3, Li et al. 2025).
+
+The states of every position lie in pages, as its own keys and values do, so that it may rest and come back, start behind a
+prefix that was found, or be computed again: nothing that it needs is ever lost. See `models.eagle` for which row lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from speculon.config import SpeculationConfig
+from speculon.core import Draft, Needs, Sequence, Verdict
+from speculon.errors import ConfigError
+from speculon.models.drafters import Eagle3, check_pair, recognise_drafter
+from speculon.models.eagle import EagleHead, head_needs, load_head
+from speculon.models.load import locate
+from speculon.proposers.base import States, TargetFacts
+from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = "eagle3"
+
+log = logging.getLogger("speculon")
+
+
+class Eagle3Drafter:
+    """One call of the head per draft position for all sequences of the round."""
+
+    def __init__(self, sheet: Eagle3, taps: tuple[int, ...], target: TargetFacts, min_confidence: float = 0.0):
+        assert target.model is not None
+        self.sheet, self.target, self.min_confidence = sheet, target.model, min_confidence
+        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
+        self.needs: Needs = head_needs(sheet, taps, target.model, target.rows, target.scored)
+        self.head: EagleHead
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
+        source = config.drafts.get(NAME)
+        if not isinstance(source, str):
+            raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
+        if target.model is None:
+            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
+        sheet = recognise_drafter(locate(source))
+        check_pair(sheet, target.model)
+        return cls(sheet, sheet.readings(target.num_layers)[0], target, config.draft_min_confidence)
+
+    def load(self) -> None:
+        self.head = load_head(self.sheet, self.target)
+
+    def admit(self, seq: Sequence) -> None:
+        """Nothing yet: the prompt is read with the first draft."""
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        own = lease.after(1)  # the first layer holds the taps
+        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
+        states: dict[int, Tensor] = {}  # by index, of its last row [H]
+
+        def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
+            if not drafts[which[0]]:
+                after = self._read([rest[i] for i in which], lease)
+            else:
+                ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
+                pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+                ids = [drafts[i][-1] for i in which]
+                after = self._forward(pieces, ids, torch.stack([states[i] for i in which]), own)
+            states.update(zip(which, after, strict=True))
+            return self.head.logits(after, self.vocab_size)
+
+        return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
+        """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the target's."""
+
+    def release(self, seq: Sequence) -> None:
+        """Its pages go with the target's."""
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
+        """Rows of committed states; the state after each piece."""
+        ids = [token for seq, start, end in pieces for token in seq.tokens[start:end]]
+        taps = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
+        states = self._forward(pieces, ids, self.head.fuse(taps), lease.after(1))
+        mark(NAME, pieces)
+        lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+        return states[lengths.cumsum(0) - 1]
+
+    @torch.inference_mode()
+    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:  # [T, H] -> [T, H]
+        positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
+        flat = torch.tensor([ids, positions], device=states.device)
+        return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
