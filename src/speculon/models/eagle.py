@@ -18,8 +18,10 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
 from speculon.errors import MissingWeights, UnsupportedModel
+from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Attention, Block, Gated, Norm, Tables, tables_of
 from speculon.models.drafters import Eagle3
 from speculon.models.linear import Product, joined
@@ -27,7 +29,6 @@ from speculon.models.recognise import read_header
 from speculon.models.target import scratch_bytes
 
 if TYPE_CHECKING:
-    from speculon.kv.store import View
     from speculon.models.target import Target
 
 MOVING_ROPE = {"dynamic", "longrope"}  # whose angles depend on the longest position of the whole batch
@@ -184,6 +185,25 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
         rotary=LlamaRotaryEmbedding(rope_config(sheet)).to(target.device),
         ids=ids_of(tensors.get("d2t"), target.device),
     )
+
+
+@torch.inference_mode()
+def agreement(head: EagleHead, target: Target, layers: tuple[LayerSpec, ...], taps: tuple[int, ...], ids: list[int]) -> float:
+    """The share of rows of a text in which the head, reading these taps, guesses the target's best token.
+
+    `layers` are the head's own in the pages, of its attention. What the target yields of states afterwards is for the caller to set.
+    """
+    n, device = len(ids), target.device
+    store = PageStore((*target.layers, *layers), 1, n, device)
+    rows = torch.arange(n, device=device)
+    batch = Batch([], torch.tensor([ids], device=device), rows[None], rows)
+    target.capture(taps)
+    out = target.forward(batch, store.view_of([SpanView(0, n, slice(0, n), n)]))
+    assert out.taps is not None
+    states = head.fuse(torch.cat([out.taps[layer][:-1] for layer in taps], -1))
+    view = store.view_of([SpanView(0, n - 1, slice(1, n), n - 1)], len(target.layers))
+    guesses = head.logits(head(batch.input_ids[0, 1:], states, rows[:-1], view), target.vocab_size).argmax(-1)
+    return (guesses == out.logits[1:].argmax(-1)).float().mean().item()
 
 
 def read_tensors(sheet: Eagle3) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from speculon.errors import UnsupportedModel
 
@@ -20,6 +21,7 @@ class Taps:
     def __init__(self, layers: tuple[int, ...]):
         self.layers = layers
         self._found: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def keep(self, layer: int, states: Tensor) -> None:  # [T, D]
         """Remembers the states after `layer`, if they are wanted."""
@@ -40,9 +42,14 @@ class Taps:
                 raise UnsupportedModel(f"{type(model).__name__}: no module is its layer {layer}, so it cannot be tapped")
             for module in modules.get(first if layer == EMBEDDINGS else layer, ()):
                 if layer == EMBEDDINGS:
-                    module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+                    self._hooks.append(module.register_forward_pre_hook(self._keep_input, with_kwargs=True))
                 else:
-                    module.register_forward_hook(self._keep_output(layer))
+                    self._hooks.append(module.register_forward_hook(self._keep_output(layer)))
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _keep_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.keep(EMBEDDINGS, args[0][0] if args else kwargs["hidden_states"][0])

@@ -86,6 +86,8 @@ class Target:
         """
         if wrong := [layer for layer in layers if not -1 <= layer < len(self.layers)]:
             raise ConfigError(f"tap of layer {wrong[0]}: {self.name} has layers 0 to {len(self.layers) - 1}")
+        if self.taps is not None:
+            self.taps.close()
         self.taps = Taps(layers) if layers else None
         if self.taps is not None and isinstance(self.run, partial):
             self.taps.watch(self.model)

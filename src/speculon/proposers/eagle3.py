@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Verdict
+from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError
 from speculon.models.drafters import Eagle3, check_pair, recognise_drafter
-from speculon.models.eagle import EagleHead, head_needs, load_head
+from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
 from speculon.models.load import locate
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
@@ -29,17 +31,34 @@ if TYPE_CHECKING:
 
 NAME = "eagle3"
 
+PROBE = """Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and
+keeps those that it would have written itself, so the text is the same, and it comes sooner. How much sooner depends on how
+often the guesses are right.
+
+def mean(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def variance(values):
+    center = mean(values)
+    return mean([(value - center) ** 2 for value in values])
+"""
+
 log = logging.getLogger("speculon")
 
 
 class Eagle3Drafter:
     """One call of the head per draft position for all sequences of the round."""
 
-    def __init__(self, sheet: Eagle3, taps: tuple[int, ...], target: TargetFacts, min_confidence: float = 0.0):
+    def __init__(self, sheet: Eagle3, target: TargetFacts, min_confidence: float = 0.0):
         assert target.model is not None
+        self.readings, self.tokenizer = sheet.readings(target.num_layers), target.tokenizer
         self.sheet, self.target, self.min_confidence = sheet, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.needs: Needs = head_needs(sheet, taps, target.model, target.rows, target.scored)
+        self.needs: Needs = head_needs(sheet, self.readings[0], target.model, target.rows, target.scored)
         self.head: EagleHead
 
     @classmethod
@@ -51,15 +70,32 @@ class Eagle3Drafter:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
         sheet = recognise_drafter(locate(source))
         check_pair(sheet, target.model)
-        return cls(sheet, sheet.readings(target.num_layers)[0], target, config.draft_min_confidence)
+        return cls(sheet, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head = load_head(self.sheet, self.target)
+        if len(self.readings) > 1 and self.tokenizer is not None:
+            self.needs = replace(self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)))
+
+    def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
+        """Where a config's taps can be read in two ways: those with which the head guesses better."""
+        layers = self.needs.layers[1:]
+        shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.readings}
+        best = max(shares, key=lambda taps: shares[taps])
+        told = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
+        log.info("%s: taps can be read in two ways; guessed right on a short text: %s; taken: %s", NAME, told, list(best))
+        return best
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is read with the first draft."""
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        """Nothing after a single token: there are no states before it."""
+        able = [len(seq.tokens) > 1 for seq in seqs]
+        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
+        return [next(drafts) if yes else NO_DRAFT for yes in able]
+
+    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         own = lease.after(1)  # the first layer holds the taps
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
         states: dict[int, Tensor] = {}  # by index, of its last row [H]
