@@ -191,7 +191,7 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
 def agreement(head: EagleHead, target: Target, layers: tuple[LayerSpec, ...], taps: tuple[int, ...], ids: list[int]) -> float:
     """The share of rows of a text in which the head, reading these taps, guesses the target's best token.
 
-    `layers` are the head's own in the pages, of its attention. What the target yields of states afterwards is for the caller to set.
+    `layers` are those of the head's attention in the pages. Sets what the target yields of states.
     """
     n, device = len(ids), target.device
     store = PageStore((*target.layers, *layers), 1, n, device)
