@@ -23,7 +23,7 @@ from speculon.core import LayerSpec, Needs
 from speculon.errors import MissingWeights, UnsupportedModel
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Attention, Block, Gated, Norm, Tables, tables_of
-from speculon.models.drafters import Eagle3
+from speculon.models.drafters import Eagle3, check_offsets
 from speculon.models.linear import Product, joined
 from speculon.models.recognise import read_header
 from speculon.models.target import scratch_bytes
@@ -183,7 +183,7 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
         head=product("lm_head") if "lm_head.weight" in tensors else target.head,
         scale=sheet.logit_scale,
         rotary=LlamaRotaryEmbedding(rope_config(sheet)).to(target.device),
-        ids=ids_of(tensors.get("d2t"), target.device),
+        ids=ids_of(sheet, tensors.get("d2t"), target.device),
     )
 
 
@@ -230,6 +230,9 @@ def rope_config(sheet: Eagle3) -> LlamaConfig:
     )
 
 
-def ids_of(offsets: Tensor | None, device: torch.device) -> Tensor | None:  # [Vd] -> [Vd]
+def ids_of(sheet: Eagle3, offsets: Tensor | None, device: torch.device) -> Tensor | None:  # [Vd] -> [Vd]
     """The target's id of each draft id: d2t holds the difference."""
-    return None if offsets is None else torch.arange(len(offsets), device=device) + offsets.to(device, torch.long)
+    if offsets is None:
+        return None
+    check_offsets(sheet.path, offsets.tolist(), sheet.vocab_size)
+    return torch.arange(len(offsets), device=device) + offsets.to(device, torch.long)
