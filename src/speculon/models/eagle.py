@@ -88,11 +88,13 @@ class EagleHead:
 
     def logits(self, state: Tensor, vocab_size: int) -> Tensor:  # [R, H] -> [R, V]
         """Scores over the target's vocabulary; minus infinity for what the draft's lacks."""
-        scores = self.head(state if self.norm_output else self.norm(state)).float() * self.scale
-        if self.ids is None:
-            scores = scores[:, :vocab_size]
-            return F.pad(scores, (0, vocab_size - scores.shape[-1]), value=-math.inf)
-        return scores.new_full((len(scores), vocab_size), -math.inf).index_copy_(1, self.ids, scores)
+        scores = self.head(state if self.norm_output else self.norm(state)).float()
+        if self.scale != 1:
+            scores = scores * self.scale
+        if self.ids is not None:
+            return scores.new_full((len(scores), vocab_size), -math.inf).index_copy_(1, self.ids, scores)
+        missing = vocab_size - scores.shape[1]  # one of the two may be padded
+        return scores if not missing else F.pad(scores, (0, missing), value=-math.inf)
 
 
 def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, scored: int) -> Needs:
