@@ -222,7 +222,7 @@ class ModelObject(Protocol):
 class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
-    method: str = Field("auto", description="off | suffix | ngram | synthetic | auto, or a plug-in's name")
+    method: str = Field("auto", description="off | suffix | ngram | draft_model | eagle3 | auto, or a plug-in's name")
     policy: PolicyName = Field(
         "fixed",
         description="how far to speculate: fixed (K drafts) | adaptive (K follows what was accepted) | solo (fixed, "
@@ -256,7 +256,9 @@ class SpeculationConfig(Checked):
     suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 21 bytes a token")
     suffix_pool_ttl: float = Field(3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
-    draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
+    draft_min_confidence: float = Field(
+        0.0, ge=0, lt=1, description="draft_model, eagle3: stop drafting after a token below this"
+    )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="for a drafter beyond the memory limit: use it, go on plainly, or fail"
     )

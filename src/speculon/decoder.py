@@ -295,7 +295,8 @@ class SpeculativeDecoder:
         engine.pool.attach(seq)
         try:
             most = self.config.max_batch_tokens
-            while seq.pending > min(most, engine.pool.block_size):
+            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)  # a drafter that reads states waits for them
+            while seq.pending > beside:
                 engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]), engine.stopwatch())
             yield Span(seq, seq.committed, seq.pending)
         finally:

@@ -16,7 +16,8 @@ SpeculonError
 │   ├── MissingWeights
 │   ├── CorruptWeights              truncated, or not what its header says
 │   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
-│   └── UnsupportedModel            an architecture trait this engine cannot carry, by name
+│   ├── UnsupportedModel            an architecture trait this engine cannot carry, by name
+│   └── WrongPair                   a drafter that was made for another target
 ├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
 ├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays whole
@@ -112,6 +113,10 @@ class UnsafeCheckpoint(ModelError):
 
 class UnsupportedModel(ModelError):
     """An architecture trait that cannot be carried exactly, named."""
+
+
+class WrongPair(ModelError):
+    """A drafter that was made for another target; names both numbers."""
 
 
 class RecordError(SpeculonError, ValueError):

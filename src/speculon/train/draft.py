@@ -49,7 +49,7 @@ class SmallDraft:
     """How `train draft` makes its student, and what it writes in the end."""
 
     method = "draft"
-    taps = ()
+    taps: tuple[int, ...] | None = ()
 
     def __init__(self, settings: DraftSettings):
         self.settings = settings
@@ -104,7 +104,7 @@ def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
 
 @torch.no_grad()
 def copy_alike(target: nn.Module, draft: nn.Module, layers: int, depth: int) -> None:
-    """Copies each parameter that both have in one shape: the first half of the layers from the bottom, the others from the top."""
+    """Copies parameters of one shape: those of the first half of the layers from the bottom, of the others from the top."""
     sources = dict(target.named_parameters())
     for name, parameter in draft.named_parameters():
         source = sources.get(source_name(name, layers, depth))
