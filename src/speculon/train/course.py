@@ -134,7 +134,7 @@ class Course:
                     parameters[rest].copy_(file.get_tensor(name))
                 else:
                     key, _, of = rest.partition("/")
-                    owner[parameters[of]].state[parameters[of]][key] = file.get_tensor(name).to(place_of(key, parameters[of]))
+                    owner[parameters[of]].state[parameters[of]][key] = file.get_tensor(name).to(parameters[of].device)
             facts = json.loads(file.metadata()["facts"])
         self.step, self.elapsed, self.losses, self.measured = (facts[k] for k in ("step", "elapsed", "losses", "measured"))
 
@@ -145,15 +145,10 @@ class Course:
         if not file.exists():
             file.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
         before = json.loads(file.read_text(encoding="utf-8"))
-        for name in sorted(before.keys() | identity.keys()):
+        for name in [*identity, *(name for name in before if name not in identity)]:
             if before.get(name) != identity.get(name):
                 was = f"{name} = {before.get(name)!r}, now {identity.get(name)!r}"
                 raise ConfigError(f"{self.folder} holds a run with {was}: name another work folder, or delete it")
-
-
-def place_of(key: str, parameter: Tensor) -> torch.device:
-    """AdamW counts its steps on the CPU, wherever the parameter is."""
-    return torch.device("cpu") if key == "step" else parameter.device
 
 
 def schedule(progress: float, warmup: float) -> float:

@@ -80,6 +80,8 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
         documents = regenerate(settings, documents, watch)
     rows = Rows.of(documents, settings.length, end_of(teacher, tokens), settings.prompt_weight, settings.seed)
     held_rows = held_out_rows(settings, held, end_of(teacher, tokens))
+    if settings.eval_rows and held_rows is None:
+        watch.tell("the held-out texts fill no row: nothing is measured before the end")
     torch.manual_seed(settings.seed)
     student = kind.student(teacher, rows)
     limit = settings.cache_gb * 1e9
