@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data import Corpus, load_tokenizer, write_atomically
 from draft_texts import write_texts
+from eagle3_card import finish
 from report import Report
 
 from speculon.demo import corpus
@@ -26,6 +27,7 @@ OPTIONS = {
     "prompt-weight": 0.3,
     "eval-every": 400,
     "eval-rows": 32,
+    "eval-prompts": 64,
     "cache-gb": 8,
 }
 
@@ -47,8 +49,8 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def lay_out(args: argparse.Namespace) -> tuple[Path, Path]:
-    """Folders of JSONL: what to learn from, and held-out texts to measure on."""
+def lay_out(args: argparse.Namespace) -> tuple[Path, Path, int]:
+    """Folders of JSONL: what to learn from, and held-out texts to measure on; tokens of files among the former."""
     learn, held = args.work / "learn", args.work / "held"
     for folder in (args.texts_work, learn, held):
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +62,9 @@ def lay_out(args: argparse.Namespace) -> tuple[Path, Path]:
     texts = json.loads((args.texts_work / "texts.json").read_bytes())
     write_lines(learn / "written.jsonl", [{"tokens": ids, "prompt_tokens": n} for n, ids in texts["written"]])
     write_lines(held / "written.jsonl", [{"tokens": ids, "prompt_tokens": n} for n, ids in texts["greedy"]])
-    write_lines(learn / "files.jsonl", [{"tokens": ids} for ids in some_files(data, args.file_tokens, args.seed)])
-    return learn, held
+    files = some_files(data, args.file_tokens, args.seed)
+    write_lines(learn / "files.jsonl", [{"tokens": ids} for ids in files])
+    return learn, held, sum(map(len, files))
 
 
 def some_files(data: Corpus, tokens: int, seed: int) -> list[list[int]]:
@@ -81,11 +84,13 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 def main() -> None:
     args, more = parse_arguments()
-    learn, held = lay_out(args)
+    learn, held, file_tokens = lay_out(args)
     options = {**OPTIONS, "minutes": args.minutes, "seed": args.seed, "work": args.work / "run", "eval-data": held, "data": learn}
     command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", "--target", str(args.target), "--out", str(args.out)]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))] + more
-    raise SystemExit(subprocess.run(command).returncode)
+    if code := subprocess.run(command).returncode:
+        raise SystemExit(code)
+    finish(args.out, args.stdlib, file_tokens)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ def test_no_text_at_all_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
     with pytest.raises(DataError, match="no such file"):
         read(tmp_path / "none")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
+        read(tmp_path / "b.bin")
+    with pytest.raises(DataError, match="not one text"):  # in a folder it is passed over
         read(tmp_path)
     with pytest.raises(DataError, match="token id 256.*ends at 255"):
         read(lines(tmp_path / "c.jsonl", {"tokens": [256]}))

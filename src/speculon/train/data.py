@@ -39,7 +39,7 @@ class Document:
 
 def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> list[Document]:
     """Every document of files and folders, in the order of their names. Raises DataError with file and line."""
-    found = [document for path in paths for file in files_of(path) for document in documents_in(file, tokens)]
+    found = [one for path in paths for file in files_of(path) for one in documents_in(file, tokens, named=file == path)]
     if not found:
         raise DataError(f"{', '.join(map(str, paths))}: not one text in it")
     most = max(max(document.ids) for document in found)
@@ -58,10 +58,13 @@ def files_of(path: Path) -> list[Path]:
     return sorted(file for file in below if file.is_file())
 
 
-def documents_in(file: Path, tokens: Tokens) -> Iterator[Document]:
+def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
+    """Of a file that was named itself; one that was only found in a folder is passed over when it is no text."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
+        if not named:
+            return
         raise DataError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if file.suffix == ".jsonl":
         for number, line in enumerate(text.splitlines(), 1):
