@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,8 @@ def test_looks_are_kept_within_their_bound_and_read_again(
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
     torch.testing.assert_close(batch.taps, fresh.taps)
     torch.testing.assert_close(batch.p, fresh.p)
+    monkeypatch.setattr("speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes))
+    assert Looks(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
 
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
@@ -240,12 +243,15 @@ def test_what_does_not_fit_the_target_is_refused(world: Path, changes: dict[str,
         train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
 
 
-def test_another_run_in_the_same_folder_is_refused_by_name(world: Path) -> None:
+def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with ttt = 2, now 3"):
         train(Eagle3(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
         train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1, seed=1), Silent())
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="target_hash"):
+        patch.setattr(Teacher, "fingerprint", "another")
+        train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     (world / "texts" / "more.py").write_text("one more\n")
     try:
         with pytest.raises(ConfigError, match=r"rows_hash"):

@@ -72,7 +72,7 @@ def run(method: str, given: Given, as_json: bool) -> None:
         raise typer.Exit(EXIT_STOPPED)
     if as_json:
         return print_json(asdict(done)["record"])
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{settings.out}: {method} for {settings.target}, {done.step} steps", markup=False)
     if tried := done.record.get("evaluation"):
         shares = ", ".join(f"{share:.0%}" for share in tried["acceptance_per_position"])

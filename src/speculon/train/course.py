@@ -20,6 +20,7 @@ from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Batch, Looks
 
 FREE = frozenset({"out", "work", "steps", "minutes", "cache_gb", "save_minutes", "eval_prompts", "eval_tokens"})
+FIRST, LAST = 20, 50  # losses that are kept for the record: of the first steps and of the last ones
 REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3  # drafter-scale AdamW at 1e-4 is usual for 4096 wide heads
 
 
@@ -92,8 +93,8 @@ class Course:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self.losses.append(loss.item())
-        return {"step": self.step, "loss": self.losses[-1], "rate": rate, "batch": self.looks.rows.hash(chosen)}
+        self.losses = [*self.losses[:FIRST], *self.losses[FIRST:][1 - LAST :], loss.item()]
+        return {"step": self.step, "loss": self.losses[-1], "rate": round(rate, 6), "batch": self.looks.rows.hash(chosen)}
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
@@ -105,6 +106,8 @@ class Course:
             with self.looks.teacher.autocast():
                 right.append(self.student.guesses(batch).cpu())  # [steps, M]
         all_right = torch.cat(right, -1)
+        if not all_right.numel():
+            return {}
         chain = all_right.cumprod(0).float().mean(-1)
         self.measured = {
             "accuracy": [round(value, 4) for value in all_right.float().mean(-1).tolist()],

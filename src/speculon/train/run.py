@@ -16,7 +16,7 @@ from torch import nn
 from speculon.errors import InvalidParameter
 from speculon.models.load import load_tokenizer
 from speculon.text import Tokenizer
-from speculon.train.course import Advance, Course
+from speculon.train.course import FIRST, LAST, Advance, Course
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.evaluate import evaluate
 from speculon.train.export import circumstances, write_json
@@ -87,7 +87,12 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     limit = settings.cache_gb * 1e9
     looks = Looks(teacher, rows, settings.folder / "looks.bin", limit)
     held_looks = Looks(teacher, held_rows, settings.folder / "looks_held.bin", limit) if held_rows else None
-    identity = {"method": kind.method, **kind.settings.model_dump(mode="json"), "rows_hash": rows.fingerprint}
+    identity = {
+        "method": kind.method,
+        **kind.settings.model_dump(mode="json"),
+        "target_hash": teacher.fingerprint,
+        "rows_hash": rows.fingerprint,
+    }
     course = Course(settings, student, looks, held_looks, identity)
     with watch.training() as advance:
         finished = course.run(advance)
@@ -138,7 +143,7 @@ def facts_of(
     settings: TrainSettings, course: Course, identity: Mapping[str, Any], documents: list[Document], rows: Rows
 ) -> dict[str, Any]:
     """What the record says of the run."""
-    some = max(1, len(course.losses) // 20)
+    first, last = course.losses[:FIRST], course.losses[-LAST:]
     return {
         "method": identity["method"],
         "settings": json.loads(settings.model_dump_json()),
@@ -153,7 +158,7 @@ def facts_of(
         "steps": course.step,
         "tokens_seen": course.step * settings.rows * settings.length,
         "minutes": round(course.elapsed / 60, 2),
-        "loss_at_first": sum(course.losses[:some]) / some,
-        "loss_at_last": sum(course.losses[-some:]) / some,
+        "loss_at_first": sum(first) / len(first),
+        "loss_at_last": sum(last) / len(last),
         "held_out": course.measured,
     }

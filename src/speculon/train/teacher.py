@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.models.load import load_config, load_model, locate, pick_device, pick_dtype, quiet
 from speculon.models.recognise import recognise, refuse_unsafe
-from speculon.train.data import Rows
+from speculon.train.data import Rows, digest
 
 NUMBERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -66,6 +67,12 @@ class Teacher:
         """The weight of the last norm, where it is an RMSNorm of that name."""
         weight = getattr(getattr(self.base, "norm", None), "weight", None)
         return weight if isinstance(weight, Tensor) and weight.shape == (self.width,) else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of some of its weights: another model under the same name is another target."""
+        weights = (self.head.weight[:64], next(self.layers[-1].parameters()))
+        return digest(*(weight.detach().float().cpu().numpy() for weight in weights)).hex()
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.number) if self.number is not torch.float32 else nullcontext()
@@ -141,6 +148,12 @@ def tap_ids(asked: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
     return asked
 
 
+def free_for(file: Path) -> float:
+    """Bytes that a file may grow to: a disk that is full while pages are written to it ends the process without a word."""
+    taken = file.stat().st_blocks * 512 if file.exists() else 0
+    return 0.9 * (shutil.disk_usage(file.parent).free + taken)
+
+
 class Looks:
     """What the target makes of rows: looked at once for the first ones, in a file of at most `limit` bytes; anew for others."""
 
@@ -148,7 +161,7 @@ class Looks:
         self.teacher, self.rows = teacher, rows
         width = (len(teacher.taps) + 1) * teacher.width
         length = rows.ids.shape[1]
-        self.room = min(len(rows), int(limit // (length * width * teacher.number.itemsize)))
+        self.room = min(len(rows), int(min(limit, free_for(file)) // (length * width * teacher.number.itemsize)))
         self.kept, self.seen = torch.empty(0), torch.empty(0)
         if self.room:
             shape = (self.room, length, width)
