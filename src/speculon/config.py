@@ -88,7 +88,7 @@ def invalid_parameter(error: ValidationError) -> InvalidParameter:
         return InvalidParameter(".".join([*map(str, first["loc"]), inner.name]), inner.value, inner.limit)
     name = ".".join(str(part) for part in first["loc"]) or error.title
     limit = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return InvalidParameter(name, first["input"], limit)
+    return InvalidParameter(name, None if first["type"] == "missing" else first["input"], limit)
 
 
 class Structured(Checked):

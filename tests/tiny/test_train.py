@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
+from speculon.cli import app
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.models.families import recognise_drafter
 from speculon.train import losses
@@ -23,7 +25,7 @@ from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Looks, Teacher
 from tests.tiny.eagle_reference import forward, fuse
-from tests.tiny.training import Silent, make_world, settings
+from tests.tiny.training import QUICK, Silent, make_world, settings
 
 FORMS = [
     pytest.param({}, id="usual"),
@@ -258,3 +260,19 @@ def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypa
             train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     finally:
         (world / "texts" / "more.py").unlink()
+
+
+def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path) -> None:
+    def run(*words: str) -> tuple[int, Any]:
+        done = CliRunner().invoke(app, ["train", *words, "--json"])
+        return done.exit_code, json.loads(done.stdout)
+
+    told = {**QUICK, "target": world / "target", "data": world / "texts", "out": world / "by command", "steps": 2}
+    options = [word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    assert run("eagle3", "--out", "x") == (2, {"error": {"type": "InvalidParameter", "message": "target = None: Field required"}})
+    code, refused = run("draft", *options, "--layers", "0")
+    assert (code, refused["error"]["message"]) == (2, "layers = 0: Input should be greater than or equal to 1")
+    code, refused = run("eagle3", *options, "--data", str(world / "none"))
+    assert (code, refused["error"]["type"]) == (2, "DataError")
+    code, record = run("eagle3", *options, "--ttt", "2")
+    assert (code, record["steps"], record["method"], record["form"]["ttt"]) == (0, 2, "eagle3", 2)

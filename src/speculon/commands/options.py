@@ -90,8 +90,10 @@ def metavar_of(kind: Any) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
-    shown = f"(default: {default})" if default is not None and default != () and default != {} else ""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    shown = (
+        f"(default: {default})" if default is not None and default != () and default != {} else "(required)" * field.is_required()
+    )
     many = "may be repeated" if get_origin(without_none(field.annotation)) is tuple else ""
     return " ".join(part for part in (field.description and field.description + ";" * bool(many), many, shown) if part)
 

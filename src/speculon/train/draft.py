@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculon.errors import InvalidParameter
-from speculon.models.load import load_tokenizer
+from speculon.models.load import load_tokenizer, quiet
 from speculon.train.data import Rows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings
@@ -72,7 +72,8 @@ class SmallDraft:
 
     def write(self, student: SmallModel, teacher: Teacher, target: str, folder: Path) -> None:
         """The model in bf16, and the target's tokenizer beside it."""
-        copy.deepcopy(student.model).to(torch.bfloat16).save_pretrained(folder)
+        with quiet():
+            copy.deepcopy(student.model).to(torch.bfloat16).save_pretrained(folder)
         load_tokenizer(target).save_pretrained(folder)
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
