@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculon.errors import ConfigError
-from speculon.models.fuse import LENGTHS, Trial
+from speculon.models.fuse import LENGTHS, Trial, fuse
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, tiny_model
@@ -69,6 +69,20 @@ def test_only_what_is_wanted_is_kept() -> None:
     assert sorted(taps) == [0, 2]
     assert target.taps is not None
     assert not target.taps._found, "nothing is held between forwards"
+
+
+def test_a_tapped_target_can_still_be_fused() -> None:
+    target = wrap_model(tiny_model("llama"), fused=False)
+    target.capture((0,))
+    trial = Trial.of(target)
+    before = target.forward(trial.batch, trial.view).taps
+    fuse(target, share=True)
+    after = target.forward(trial.batch, trial.view).taps
+    assert before is not None
+    assert after is not None
+    assert target.fusion is not None
+    assert target.fusion.one_loop
+    torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
