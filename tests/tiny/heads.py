@@ -37,6 +37,12 @@ def deep_model() -> PreTrainedModel:
 
 
 @cache
+def observed() -> PreTrainedModel:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(deep_model())
+
+
+@cache
 def deep_target(device: str = "cpu") -> Target:
     return wrap_model(copy.deepcopy(deep_model()).to(device), name="deep", share=False)
 
@@ -115,7 +121,7 @@ def watch_heads(truth: Texts | None = None) -> Watch:
 def true_taps(ids: list[int], layers: tuple[int, ...]) -> Tensor:
     """What the stock model's layers leave of each id [n, k * Ht]."""
     with torch.inference_mode():
-        states = deep_model()(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = observed()(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer + 1][0] for layer in layers], -1)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +28,19 @@ def tapped(name: str, layers: tuple[int, ...], fused: bool) -> dict[int, Tensor]
     return taps
 
 
+@cache
+def observed(name: str) -> Any:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(tiny_model(name))
+
+
 def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
     """For each text: after the embeddings and each layer [n, D], the last one behind the final norm."""
     row = 0
     for n in LENGTHS:
         ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
         with torch.inference_mode():
-            out = tiny_model(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+            out = observed(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
         yield tuple(states[0] for states in out.hidden_states)
         row += n
 
