@@ -67,6 +67,7 @@ class Job:
     usage: bool = False  # in the stream's last chunk
     stats: bool = False
     echo: bool = False
+    asked: tuple[bytes, ...] = ()  # each prompt, as it is captured; empty: nothing is
     reply: Callable[[], Reply] = field(default=Spoken)
 
     @property
