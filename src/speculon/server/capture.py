@@ -46,7 +46,7 @@ class Files:
     """
 
     def __init__(self, root: Path, limit: int):
-        self._root, self._limit, self._part = root, limit, min(PART, limit // 16)
+        self.root, self._limit, self._part = root, limit, min(PART, limit // 16)
         self._sizes: dict[Path, int] = {}  # of every file, the one written longest ago first
         self._last: dict[str, Path] = {}  # label -> the file that its lines go to
         self.taken = 0  # bytes on the disk, as blocks
@@ -66,7 +66,7 @@ class Files:
         path = self._last.get(label)
         if path is None or self._sizes[path] + len(line) > self._part:
             self._number += 1
-            path = self._root / label / f"{self._number:08}.jsonl"
+            path = self.root / label / f"{self._number:08}.jsonl"
         while self.taken + room > self._limit:
             self._delete(next(iter(self._sizes)))
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -160,7 +160,7 @@ class Capture:
             return self._files.append(label, line)
         except OSError as error:
             self.open = False
-            log.warning("no more texts are captured: %s: %s", error.filename or "the disk", error.strerror or error)
+            log.warning("no more texts are captured: %s: %s", error.filename or self._files.root, error.strerror or error)
             return False
 
     def _settle(self, size: int, writing: Future[Written]) -> None:
