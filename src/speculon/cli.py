@@ -10,7 +10,8 @@ import typer
 from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.serve_config import ServeConfig
 
 app = typer.Typer(
     name="speculon",
