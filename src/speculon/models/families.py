@@ -183,5 +183,5 @@ def unseen(source: Source) -> ModelError:
 def line_of(checkpoint: Checkpoint) -> str:
     size = f"{checkpoint.num_parameters:,} parameters" if checkpoint.num_parameters else "pickle weights"
     dtype = SHORT.get(checkpoint.dtype or "", checkpoint.dtype)
-    layers = f"{checkpoint.num_layers} layers of {checkpoint.hidden_size}"
+    layers = f"{checkpoint.num_layers} layer{'s' * (checkpoint.num_layers != 1)} of {checkpoint.hidden_size}"
     return f"language model {checkpoint.architecture}: {layers}, {size}; {dtype}, {checkpoint.num_bytes / 1e6:.1f} MB"
