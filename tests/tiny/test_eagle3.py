@@ -101,12 +101,13 @@ def ask(k: int) -> dict[str, Any]:
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_every_dialect_changes_no_token(dialect: str, k: int, tmp_path: Path) -> None:
-    head = write_eagle3(tmp_path, deep_model().config, dialect, taps=None if dialect in TAPLESS else (0, 2, 3))
+    taps = None if dialect in TAPLESS else (1, 3, 4)
+    head = write_eagle3(tmp_path, deep_model().config, dialect, taps=taps)
     watch = watch_heads(plain("greedy"))
     results = write(crowd("greedy"), folder_of(head), ask(k))
     assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
-    assert not wrong_rows(watch, head_of(taps=None if dialect in TAPLESS else (0, 2, 3)), whole("greedy"))
+    assert not wrong_rows(watch, head_of(taps=taps), whole("greedy"))
     assert len(watch.rows) > 20
 
 
@@ -234,6 +235,27 @@ def test_a_prefix_whose_writer_did_not_draft_is_read_from_its_states(tmp_path: P
     assert not wrong_rows(watch, head_of(), {("drafted", 0): [*first, *results["drafted", 0].tokens]})
 
 
+@pytest.mark.parametrize("better", [0, 1], ids=["outputs", "inputs"])
+def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
+    better: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    readings = (0, 2, 3), (-1, 1, 2)
+    head = write_eagle3(tmp_path, deep_model().config, "specforge", taps=readings[0])
+    agreement = eagle.agreement
+
+    def favour(*args: Any) -> float:
+        assert 0 <= agreement(*args) <= 1
+        return float(args[3] == readings[better])
+
+    monkeypatch.setattr("speculon.proposers.eagle3.agreement", favour)
+    with caplog.at_level("INFO", "speculon"):
+        watch = watch_heads(plain("greedy"))
+        results = write(crowd("greedy"), folder_of(head), ask(3))
+    assert texts_of(results) == plain("greedy")
+    assert f"taken: {list(readings[better])}" in caplog.text
+    assert bool(wrong_rows(watch, head_of(taps=readings[0]), whole("greedy"))) == bool(better)
+
+
 # planted errors: each must show in the rows or in the guesses
 
 
@@ -269,7 +291,7 @@ def inherited_theta(patch: pytest.MonkeyPatch) -> None:
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle, "ids_of", lambda offsets, device: None if offsets is None else offsets)
+    patch.setattr(eagle, "ids_of", lambda sheet, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

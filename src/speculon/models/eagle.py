@@ -23,7 +23,7 @@ from speculon.core import LayerSpec, Needs
 from speculon.errors import MissingWeights, UnsupportedModel
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Attention, Block, Gated, Norm, Tables, tables_of
-from speculon.models.drafters import Eagle3
+from speculon.models.drafters import Eagle3, check_offsets
 from speculon.models.linear import Product, joined
 from speculon.models.recognise import read_header
 from speculon.models.target import scratch_bytes
@@ -88,11 +88,13 @@ class EagleHead:
 
     def logits(self, state: Tensor, vocab_size: int) -> Tensor:  # [R, H] -> [R, V]
         """Scores over the target's vocabulary; minus infinity for what the draft's lacks."""
-        scores = self.head(state if self.norm_output else self.norm(state)).float() * self.scale
-        if self.ids is None:
-            scores = scores[:, :vocab_size]
-            return F.pad(scores, (0, vocab_size - scores.shape[-1]), value=-math.inf)
-        return scores.new_full((len(scores), vocab_size), -math.inf).index_copy_(1, self.ids, scores)
+        scores = self.head(state if self.norm_output else self.norm(state)).float()
+        if self.scale != 1:
+            scores = scores * self.scale
+        if self.ids is not None:
+            return scores.new_full((len(scores), vocab_size), -math.inf).index_copy_(1, self.ids, scores)
+        missing = vocab_size - scores.shape[1]  # one of the two may be padded
+        return scores if not missing else F.pad(scores, (0, missing), value=-math.inf)
 
 
 def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, scored: int) -> Needs:
@@ -183,7 +185,7 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
         head=product("lm_head") if "lm_head.weight" in tensors else target.head,
         scale=sheet.logit_scale,
         rotary=LlamaRotaryEmbedding(rope_config(sheet)).to(target.device),
-        ids=ids_of(tensors.get("d2t"), target.device),
+        ids=ids_of(sheet, tensors.get("d2t"), target.device),
     )
 
 
@@ -230,6 +232,9 @@ def rope_config(sheet: Eagle3) -> LlamaConfig:
     )
 
 
-def ids_of(offsets: Tensor | None, device: torch.device) -> Tensor | None:  # [Vd] -> [Vd]
+def ids_of(sheet: Eagle3, offsets: Tensor | None, device: torch.device) -> Tensor | None:  # [Vd] -> [Vd]
     """The target's id of each draft id: d2t holds the difference."""
-    return None if offsets is None else torch.arange(len(offsets), device=device) + offsets.to(device, torch.long)
+    if offsets is None:
+        return None
+    check_offsets(sheet.path, offsets.tolist(), sheet.vocab_size)
+    return torch.arange(len(offsets), device=device) + offsets.to(device, torch.long)

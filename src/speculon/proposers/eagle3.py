@@ -18,8 +18,9 @@ import torch
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError
-from speculon.models.drafters import Eagle3, check_pair, recognise_drafter
+from speculon.models.drafters import Eagle3, Shape, check_pair
 from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
+from speculon.models.families import recognise_drafter
 from speculon.models.load import locate
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
@@ -31,21 +32,11 @@ if TYPE_CHECKING:
 
 NAME = "eagle3"
 
-PROBE = """Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and
-keeps those that it would have written itself, so the text is the same, and it comes sooner. How much sooner depends on how
-often the guesses are right.
-
-def mean(values):
-    total = 0.0
-    for value in values:
-        total += value
-    return total / len(values)
-
-
-def variance(values):
-    center = mean(values)
-    return mean([(value - center) ** 2 for value in values])
-"""
+PROBE = (
+    "Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and "
+    "keeps those that it would have written itself, so the text is the same, and it comes sooner. How much sooner depends on "
+    "how often the guesses are right: def mean(values): return sum(values) / len(values)"
+)
 
 log = logging.getLogger("speculon")
 
@@ -68,14 +59,17 @@ class Eagle3Drafter:
             raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
         if target.model is None:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        sheet = recognise_drafter(locate(source))
-        check_pair(sheet, target.model)
+        sheet, model = recognise_drafter(locate(source)), target.model
+        odd = check_pair(sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__))
+        log.info("%s: %s", NAME, sheet.line(len(model.layers)))
+        for note in (*sheet.notes, *odd):
+            log.warning("%s: %s", NAME, note)
         return cls(sheet, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head = load_head(self.sheet, self.target)
         if len(self.readings) > 1 and self.tokenizer is not None:
-            self.needs = replace(self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)))
+            self.needs = replace(self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context]))
 
     def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
         """Where a config's taps can be read in two ways: those with which the head guesses better."""
