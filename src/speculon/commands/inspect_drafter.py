@@ -79,8 +79,8 @@ def head_facts(sheet: Eagle3) -> Facts:
 def fit_of(family: Family, target: Checkpoint) -> Facts:
     odd = check_fit(family, target)
     facts: Facts = {"fits": True, "target": str(target.path), "odd": list(odd)}
-    if family.sheet and target.num_layers is not None:
-        facts |= {"found": family.sheet.line(target.num_layers), "taps": family.sheet.tap_words(target.num_layers)}
+    if family.sheet:
+        facts |= {"found": family.beside(target.num_layers).line, "taps": family.sheet.tap_words(target.num_layers)}
     return facts
 
 

@@ -83,7 +83,8 @@ def below(folder: Path) -> list[Path]:
 def candidate(path: Path, near: int, target: Checkpoint) -> Candidate:
     try:
         family = family_of(path)
-        return Candidate(path, near, family, check_fit(family, target))
+        odd = check_fit(family, target)
+        return Candidate(path, near, family.beside(target.num_layers), odd)
     except ModelError as error:
         return Candidate(path, near, refusal=str(error).removeprefix(f"{path}: "))
 
