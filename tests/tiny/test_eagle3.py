@@ -68,9 +68,9 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
 
 
 def write(
-    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], **settings: Any
+    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], device: str = "cpu", **settings: Any
 ) -> dict[Key, Result]:
-    engine = make_engine(deep_target(), speculation=speculation, **settings)
+    engine = make_engine(deep_target(device), speculation=speculation, **settings)
     for request in requests:
         engine.add_request(request.prompt, request.params, asked, request.id)
     return drain(engine)
