@@ -206,7 +206,8 @@ class SpeculationConfig(Checked):
         "while one text is written alone) | shadow (drafts are watched, not used) | auto (as far as it pays)",
     )
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
-        None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
+        None,
+        description="drafter: a checkpoint, a table {method: path}, auto[:FOLDER] to look for one; in Python also a model object",
     )
     num_speculative_tokens: int | None = Field(
         None,
