@@ -244,7 +244,9 @@ class SpeculationConfig(Checked):
         None, gt=0, allow_inf_nan=False, description="all that the process may hold; None: what it holds and what is free"
     )
     additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
-    options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong"
+    )
 
     @property
     def remembered_bytes(self) -> int:
