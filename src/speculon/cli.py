@@ -10,7 +10,8 @@ import typer
 from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.serve_config import ServeConfig
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 app = typer.Typer(
@@ -112,13 +113,14 @@ def inspect(
     model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
     fuse: Annotated[bool, typer.Option(help="rewrite layers where that computes the same, and say which")] = True,
     load: Annotated[bool, typer.Option(help="load it and check it against its stock forward; without: headers only")] = True,
+    target: Annotated[str | None, typer.Option(help="of a drafter: the model it is to draft for; says whether it fits")] = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
-    """Say what a checkpoint is, whether it is carried or refused, and what it takes of memory with a --draft."""
+    """Say what a checkpoint or drafter is, whether it is carried or refused, and what it takes of memory with a --draft."""
     from speculon.commands.inspect import run
 
-    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json)
+    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json, target)
 
 
 @app.command()

@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 DIALECTS = ("safeailab", "specforge", "modelopt", "angelslim", "nebius", "speculators")
@@ -223,6 +224,16 @@ def save_weights(folder: Path, tensors: dict[str, Tensor], shards: int = 1, pick
             save_file({name: tensors[name] for name in part}, folder / file)
         weight_map = {name: file for file, part in files.items() for name in part}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    """Takes tensors out of a checkpoint that has been written in one file."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: tensor for name, tensor in tensors.items() if name not in names}, folder / "model.safetensors")
+
+    return change
 
 
 # -- config.json, dialect by dialect ---------------------------------------------------------------------------------------

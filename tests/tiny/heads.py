@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,14 +31,20 @@ Texts = Mapping[Key, list[int]]
 
 
 @cache
-def deep_model(seed: int = 0) -> PreTrainedModel:
+def deep_model() -> PreTrainedModel:
     """The stock model; treat it as read-only."""
-    return build("llama", seed, num_hidden_layers=DEPTH, max_position_embeddings=CONTEXT)
+    return build("llama", num_hidden_layers=DEPTH, max_position_embeddings=CONTEXT)
 
 
 @cache
-def deep_target(seed: int = 0) -> Target:
-    return wrap_model(deep_model(seed), name="deep", share=False)
+def observed() -> PreTrainedModel:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(deep_model())
+
+
+@cache
+def deep_target(device: str = "cpu") -> Target:
+    return wrap_model(copy.deepcopy(deep_model()).to(device), name="deep", share=False)
 
 
 @dataclass
@@ -81,7 +88,7 @@ class Watched(Eagle3Drafter):
         after = super()._read(pieces, lease)
         row = 0
         for seq, start, end in pieces:
-            states = self.last[row : row + end - start].clone()
+            states = self.last[row : row + end - start].cpu().clone()
             self.watch.rows.append(Rows((seq.request_id, seq.sample), start, states))
             row += end - start
         return after
@@ -111,10 +118,10 @@ def watch_heads(truth: Texts | None = None) -> Watch:
     return watch
 
 
-def true_taps(ids: list[int], layers: tuple[int, ...], seed: int = 0) -> Tensor:
+def true_taps(ids: list[int], layers: tuple[int, ...]) -> Tensor:
     """What the stock model's layers leave of each id [n, k * Ht]."""
     with torch.inference_mode():
-        states = deep_model(seed)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = observed()(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer + 1][0] for layer in layers], -1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams
+from speculon.errors import SpeculonError
 from speculon.models import eagle
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
@@ -68,9 +69,9 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
 
 
 def write(
-    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], **settings: Any
+    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], device: str = "cpu", **settings: Any
 ) -> dict[Key, Result]:
-    engine = make_engine(deep_target(), speculation=speculation, **settings)
+    engine = make_engine(deep_target(device), speculation=speculation, **settings)
     for request in requests:
         engine.add_request(request.prompt, request.params, asked, request.id)
     return drain(engine)
@@ -254,6 +255,30 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
     assert texts_of(results) == plain("greedy")
     assert f"taken: {list(readings[better])}" in caplog.text
     assert bool(wrong_rows(watch, head_of(taps=readings[0]), whole("greedy"))) == bool(better)
+
+
+def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
+    true, wrong = {"taps": (0, 2, 3), "norm_before_residual": True}, {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+    head = write_eagle3(tmp_path, deep_model().config, config={**wrong, "norm_before_residual": False}, **true)
+    for options, right in (({}, False), ({"taps": [0, 2, 3], "norm_before_residual": True}, True)):
+        watch = watch_heads(plain("greedy"))
+        results = write(crowd("greedy"), {**folder_of(head), "options": options}, ask(3))
+        assert texts_of(results) == plain("greedy")
+        assert bool(wrong_rows(watch, head_of(**true), whole("greedy"))) != right
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"taps": [1, 2]}, r"options.taps = \[1, 2\]: .* a list of 3 layers"),
+        ({"taps": [1, 2, 7]}, "reads layers 1, 2, 7"),
+        ({"norm_output": "yes"}, "options.norm_output = 'yes': .* true or false"),
+    ],
+)
+def test_a_wrong_correction_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config)
+    with pytest.raises(SpeculonError, match=message):
+        make_engine(deep_target(), speculation={**folder_of(head), "options": options})
 
 
 # planted errors: each must show in the rows or in the guesses

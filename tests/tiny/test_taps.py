@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from speculon.errors import ConfigError
-from speculon.models.fuse import LENGTHS, Trial
+from speculon.models.fuse import LENGTHS, Trial, fuse
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, tiny_model
@@ -25,13 +28,19 @@ def tapped(name: str, layers: tuple[int, ...], fused: bool) -> dict[int, Tensor]
     return taps
 
 
+@cache
+def observed(name: str) -> Any:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(tiny_model(name))
+
+
 def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
     """For each text: after the embeddings and each layer [n, D], the last one behind the final norm."""
     row = 0
     for n in LENGTHS:
         ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
         with torch.inference_mode():
-            out = tiny_model(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+            out = observed(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
         yield tuple(states[0] for states in out.hidden_states)
         row += n
 
@@ -69,6 +78,20 @@ def test_only_what_is_wanted_is_kept() -> None:
     assert sorted(taps) == [0, 2]
     assert target.taps is not None
     assert not target.taps._found, "nothing is held between forwards"
+
+
+def test_a_tapped_target_can_still_be_fused() -> None:
+    target = wrap_model(tiny_model("llama"), fused=False)
+    target.capture((0,))
+    trial = Trial.of(target)
+    before = target.forward(trial.batch, trial.view).taps
+    fuse(target, share=True)
+    after = target.forward(trial.batch, trial.view).taps
+    assert before is not None
+    assert after is not None
+    assert target.fusion is not None
+    assert target.fusion.one_loop
+    torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:

@@ -14,8 +14,9 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig, Structured
 from speculon.errors import InvalidParameter, SpeculonError
+from speculon.serve_config import ServeConfig
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 PANELS: dict[type[BaseModel], str] = {

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+from speculon.checked import Checked
 from speculon.commands.options import Given, pick
 from speculon.commands.screen import bar, counting, errors, print_json
-from speculon.config import Checked
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 EXIT_STOPPED = 130

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speculon.errors import CorruptWeights, ModelError, WrongPair
-from speculon.models.recognise import Checkpoint
+from speculon.models.recognise import Checkpoint, read_header
 
 MAKERS = {
     "safeailab": "SafeAILab",
@@ -19,6 +21,7 @@ MAKERS = {
     "nebius": "nebius",
     "speculators": "speculators",
 }
+INTEGERS = {"I64": "q", "I32": "i"}
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -130,6 +133,24 @@ def check_pair(sheet: Eagle3, target: Shape) -> tuple[str, ...]:
     if sheet.verifier and target.architecture not in sheet.verifier:
         return (f"made for {', '.join(sheet.verifier)}, the target is {target.architecture}",)
     return ()
+
+
+def read_offsets(sheet: Eagle3) -> list[int]:
+    """d2t [Vd] from its file; empty where it has none. Raises `CorruptWeights` for other than integers."""
+    name = sheet.names.get("d2t")
+    for file in sheet.files if name else ():
+        header, data = read_header(file)
+        if name in header:
+            kind, (first, last) = header[name]["dtype"], header[name]["data_offsets"]
+            if kind not in INTEGERS:
+                raise CorruptWeights(f"{file}: {name} is of {kind}, not of integers")
+            with file.open("rb") as weights:
+                weights.seek(data + first)
+                numbers = array(INTEGERS[kind], weights.read(last - first))
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            return numbers.tolist()
+    return []
 
 
 def check_offsets(path: Path, offsets: Sequence[int], vocab_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculon.errors import MissingWeights, ModelError, UnsafeCheckpoint, UnsupportedModel
@@ -25,6 +25,10 @@ class Family:
     sheet: Eagle3 | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None
+
+    def beside(self, num_layers: int | None) -> Family:
+        """The same, told for a target of so many layers."""
+        return self if self.sheet is None else replace(self, line=self.sheet.line(num_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,5 +187,5 @@ def unseen(source: Source) -> ModelError:
 def line_of(checkpoint: Checkpoint) -> str:
     size = f"{checkpoint.num_parameters:,} parameters" if checkpoint.num_parameters else "pickle weights"
     dtype = SHORT.get(checkpoint.dtype or "", checkpoint.dtype)
-    layers = f"{checkpoint.num_layers} layers of {checkpoint.hidden_size}"
+    layers = f"{checkpoint.num_layers} layer{'s' * (checkpoint.num_layers != 1)} of {checkpoint.hidden_size}"
     return f"language model {checkpoint.architecture}: {layers}, {size}; {dtype}, {checkpoint.num_bytes / 1e6:.1f} MB"

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "eagle3"
+TAPS, FLAGS = "taps", ("norm_before_residual", "norm_output")
 
 PROBE = (
     "Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and "
@@ -59,7 +61,7 @@ class Eagle3Drafter:
             raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
         if target.model is None:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        sheet, model = recognise_drafter(locate(source)), target.model
+        sheet, model = overridden(recognise_drafter(locate(source)), config.options), target.model
         odd = check_pair(sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__))
         log.info("%s: %s", NAME, sheet.line(len(model.layers)))
         for note in (*sheet.notes, *odd):
@@ -127,3 +129,18 @@ class Eagle3Drafter:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
         return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
+
+
+def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
+    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target layers, and the flags.
+
+    Raises `ConfigError` for a value of another kind.
+    """
+    said = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
+    for name, value in said.items():
+        good = type(value) is bool if name in FLAGS else isinstance(value, list | tuple) and len(value) == sheet.taps
+        if not good:
+            kind = "true or false" if name in FLAGS else f"a list of {sheet.taps} layers"
+            raise ConfigError(f"options.{name} = {value!r}: for {sheet.path} it is {kind}")
+    taps: dict[str, Any] = {"tap_ids": tuple(said.pop(TAPS)), "after": True} if TAPS in said else {}
+    return replace(sheet, **said, **taps)

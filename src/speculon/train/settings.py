@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from speculon.config import Checked
+from speculon.checked import Checked
 
 
 class TrainSettings(Checked):
