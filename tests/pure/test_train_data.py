@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.errors import DataError, InvalidParameter
-from speculon.train.data import Document, Rows, read_documents, split
+from speculon.errors import DataError, InvalidParameter, InvalidRequest
+from speculon.train.data import Document, Messages, Rows, read_documents, split
 from speculon.train.settings import HeadSettings, TrainSettings
 
 TURNS = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
@@ -26,7 +25,11 @@ class Bytes:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def render(self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]], answer_follows: bool) -> str:
+    def render_chat(
+        self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None, *, answer_follows: bool = True
+    ) -> str:
+        if any(m["content"] is None for m in messages):
+            raise InvalidRequest("no template for calls")
         said = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
         return said + "<assistant>" * answer_follows
 
@@ -86,11 +89,17 @@ def test_a_line_says_what_is_learned(tmp_path: Path, record: dict[str, Any], who
 
 def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path: Path) -> None:
     class Forgetful(Bytes):
-        def render(self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]], answer_follows: bool) -> str:
-            return super().render(messages[-2:] if len(messages) > 2 else messages, tools, answer_follows)
+        def render_chat(self, messages: Messages, *known: Any, **more: Any) -> str:
+            return super().render_chat(messages[-2:] if len(messages) > 2 else messages, *known, **more)
 
     (document,) = read_documents([lines(tmp_path / "x.jsonl", {"messages": TURNS})], Forgetful(), 256)
     assert learned(document) == "b</>"
+
+
+def test_a_call_that_the_template_cannot_write_ends_what_is_read(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    (document,) = read(lines(tmp_path / "x.jsonl", {"messages": [*TURNS, TURNS[0], call]}, {"messages": [TURNS[0], call]}))
+    assert learned(document) == "b</>d</>"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,7 @@ def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path
         pytest.param("[1]", "none of the known keys", id="no object"),
         pytest.param('{"text": 3}', "text must be a string", id="no text"),
         pytest.param('{"messages": "hi"}', "list of objects with a role", id="no messages"),
-        pytest.param('{"messages": [{"role": "user"}, {"role": "assistant"}]}', "content", id="no content"),
+        pytest.param('{"messages": [{"role": "user"}, {"role": "assistant"}]}', "message 2 has neither", id="no content"),
         pytest.param('{"tokens": [-1]}', "list of token ids", id="negative id"),
         pytest.param('{"tokens": [1], "prompt_tokens": 2}', "from 0 to 1", id="prompt beyond the text"),
     ],

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speculon.errors import DataError
+from speculon.errors import DataError, InvalidRequest
 
 HELD_OUT = 50  # one document in so many is never trained on
 
@@ -21,11 +21,16 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
+Messages = Seq[Mapping[str, Any]]
+
+
 class Tokens(Protocol):
     """What is asked of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def render(self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]], answer_follows: bool) -> str: ...
+    def render_chat(
+        self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None, *, answer_follows: bool = True
+    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +105,20 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("messages must be a list of objects with a role")
-    tools = record.get("tools") or ()
+    known = (record.get("tools") or (), record.get("chat_template_kwargs"))
     ids: list[int] = []
     answer: list[bool] = []
     shown, prompt = "", 0
     for number, message in enumerate(messages, 1):
         if message["role"] != "assistant":
             continue
-        before = tokens.render(messages[: number - 1], tools, answer_follows=True)
-        after = tokens.render(messages[:number], tools, answer_follows=False)
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"message {number} has neither content nor tool_calls")
+        before = tokens.render_chat(messages[: number - 1], *known)
+        try:
+            after = tokens.render_chat(messages[:number], *known, answer_follows=False)
+        except InvalidRequest:
+            break  # a template may ask for the call of a tool, and not be able to write it
         if not before.startswith(shown) or not after.startswith(before):
             break  # the template rewrites what was said before: the turns up to here stand
         for part, learned in ((before[len(shown) :], False), (after[len(before) :], True)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +47,6 @@ class Watch(Protocol):
     def training(self) -> AbstractContextManager[Advance]: ...
 
 
-class TrainTokens(Tokenizer):
-    """A tokenizer that also writes conversations which have their answer."""
-
-    def render(self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]], answer_follows: bool) -> str:
-        if answer_follows:
-            return self.render_chat(messages, tools)
-        text: str = self.inner.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, tokenize=False)
-        return text
-
-
 @dataclass(frozen=True, slots=True)
 class Done:
     """A run that has ended. `record` is None where it was asked to stop before its end."""
@@ -72,7 +61,7 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     watch.tell("loading the target")
     teacher = Teacher(settings.target, kind.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, kind.spare, teacher)
-    tokens = TrainTokens(load_tokenizer(settings.target))
+    tokens = Tokenizer(load_tokenizer(settings.target))
     watch.tell("reading the texts")
     documents, held = documents_of(settings, tokens, teacher)
     settings.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +97,7 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     return Done(course.step, record)
 
 
-def documents_of(settings: TrainSettings, tokens: TrainTokens, teacher: Teacher) -> tuple[list[Document], list[Document]]:
+def documents_of(settings: TrainSettings, tokens: Tokenizer, teacher: Teacher) -> tuple[list[Document], list[Document]]:
     """Texts to learn from, and held-out ones."""
     documents = read_documents(settings.data, tokens, teacher.vocab_size)
     if not settings.eval_data:
