@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from speculon.cli import app
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.models.families import recognise_drafter
+from speculon.models.load import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
 from speculon.train.draft import SmallDraft
@@ -24,6 +25,7 @@ from speculon.train.head import Eagle3Head
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
 from speculon.train.teacher import Looks, Teacher
+from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
@@ -141,6 +143,26 @@ def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: 
     torch.testing.assert_close(batch.p, out.logits.softmax(-1))
     torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
     assert torch.equal(batch.best, out.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
+    with quiet():
+        tiny_model(name).save_pretrained(tmp_path)
+    teacher = Teacher(str(tmp_path), None, "fp32", "cpu")
+    rows = rows_of(teacher)
+    ids = torch.from_numpy(rows.ids).long()
+    with torch.no_grad():
+        out = teacher.model(ids, output_hidden_states=True)
+    looked = teacher.look(ids)
+    torch.testing.assert_close(teacher.scores(looked[..., -teacher.width :]), out.logits)
+    for tap, found in zip(teacher.taps, looked.split(teacher.width, -1), strict=False):
+        if tap + 1 < len(teacher.layers):  # the last of them has been normed
+            torch.testing.assert_close(found, out.hidden_states[tap + 1])
+    for kind in (Eagle3(HeadSettings(ttt=2)), SmallDraft(DraftSettings(layers=2))):
+        student = kind.student(teacher, rows)
+        student.loss(Looks(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
+        assert all(parameter.grad is not None for parameter in student.parameters())
 
 
 def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher: Teacher) -> None:

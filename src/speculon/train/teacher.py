@@ -42,7 +42,8 @@ class Teacher:
             refuse_unsafe(checkpoint, allow_pickle=False)
             config = load_config(checkpoint, trust_remote_code=False)
             place = pick_device(device)
-            number = pick_dtype("auto" if path != "demo" else "float32", checkpoint.dtype, place)
+            exact = precision == "fp32" or path == "demo"  # otherwise as `LLM` would run it
+            number = pick_dtype("float32" if exact else "auto", checkpoint.dtype, place)
             self.model = load_model(checkpoint, config, number, place, trust_remote_code=False).eval().requires_grad_(False)
         self.device, self.number = place, NUMBERS[precision]
         self.config = config.get_text_config()
