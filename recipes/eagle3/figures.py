@@ -65,9 +65,10 @@ def main() -> None:
     torch.set_num_threads(1)
     draft = {"draft_model": "demo-draft", "eagle3": asked.head}
     llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"method": OFF, "draft": draft})
-    size = workloads.Size(asked.cases * 12, asked.tokens, llm.engine.max_context)
-    cases = []
-    for case in workloads.build("code", llm.tokenizer, size):
+    find, temperature = workloads.parse("code")
+    found = find(llm.tokenizer, workloads.Size(0, asked.tokens, llm.engine.max_context))
+    cases: list[workloads.Case] = []
+    for case in (workloads.at(temperature, case, i) for i, case in enumerate(found)):
         if not loops(llm.generate([case.prompt], case.params, speculation={"method": OFF})[0].token_ids):
             cases.append(case)
         if len(cases) == asked.cases:
@@ -112,17 +113,19 @@ def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Names
         numbers = f"{mode.tokens:.2f} | {positions} | {ratio} | {forward:.2f} | {draft:.2f} | {rest:.2f}"
         print(f"| {method} | {k or '-'} | {numbers} |")
     print()
-    for method in ("draft_model", "eagle3"):
-        tried = [mode for (name, _), mode in modes.items() if name == method]
-        for rival, others in (("plain decoding", [plain]), *beside(modes, method)):
-            depth = next((d for d in DEPTHS if best(tried, d, layers) > best(others, d, layers)), None)
-            where = f"from {depth} layers on" if depth else f"at no depth up to {DEPTHS[-1]}"
-            print(f"- `{method}` at its best K is faster than {rival} {where} (the target has {layers}).")
+    pairs = [("draft_model", OFF), ("eagle3", OFF), ("eagle3", "draft_model")]
+    for method, rival in pairs:
+        ours, theirs = ([mode for (name, _), mode in modes.items() if name == one] for one in (method, rival))
+        depths = [depth for depth in DEPTHS if best(ours, depth, layers) > best(theirs, depth, layers)]
+        print(f"- `{method}` at its best K is faster than `{rival}` {ranges(depths)} (the target has {layers}).")
 
 
-def beside(modes: dict[tuple[str, int], Mode], method: str) -> list[tuple[str, list[Mode]]]:
-    other = "eagle3" if method == "draft_model" else "draft_model"
-    return [(f"`{other}` at its best", [mode for (name, _), mode in modes.items() if name == other])]
+def ranges(depths: list[int]) -> str:
+    """Depths as runs of numbers."""
+    ends = [d for d in depths if d + 1 not in depths]
+    starts = [d for d in depths if d - 1 not in depths]
+    runs = [f"{a} to {b}" if b < DEPTHS[-1] else f"{a} and more" for a, b in zip(starts, ends, strict=True)]
+    return f"at depths {', '.join(runs)}" if runs else f"at no depth up to {DEPTHS[-1]}"
 
 
 def best(modes: list[Mode], depth: int, of: int) -> float:
