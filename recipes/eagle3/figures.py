@@ -99,7 +99,7 @@ def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> 
 
 
 def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Namespace, llm: LLM) -> None:
-    layers, plain = len(llm.engine.target.layers), modes[OFF, 0]
+    layers = len(llm.engine.target.layers)
     threads = f"{platform.machine()}, {os.cpu_count()} cores, one thread; torch {torch.__version__}"
     print(f"{cases} texts of up to {asked.tokens} tokens, {asked.repeats} times; {threads}\n")
     print("| method | K | tokens per target call | accepted, by position | x plain | ms a step: forward | draft | rest |")
