@@ -89,6 +89,8 @@ def test_a_killed_run_ends_as_if_nobody_had(world: Path, killed: Path, whole: di
     before = len(log_of(copy_of(killed, "again")))
     assert differs(go_on(world, "again"), whole) is None
     assert len(log_of(world / "again.work")) < before + STEPS  # it went on, and did not begin anew
+    sessions = json.loads((world / "again" / "training.json").read_text())["sessions"]
+    assert [one["from_step"] > 0 for one in sessions] == [False, True]
 
 
 def test_a_lost_state_of_the_optimizer_is_found_out(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ def evaluate(speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[
     llm = LLM(settings.target, device=settings.device, speculation=asked)
     room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
     total = RequestStats()
+    order = random.Random(settings.seed).sample(held, len(held))
     with watch.counting("drafting", settings.eval_prompts, "texts") as advance:
         for number in range(settings.eval_prompts):
-            prompt = beginning(held, settings.seed, number, room)
+            prompt = beginning([order[number % len(order)]], settings.seed, number, room)
             length = first_loop(llm, prompt, settings.eval_tokens)
             if length:
                 params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)

@@ -19,7 +19,7 @@ from speculon.train.course import FIRST, LAST, Advance, Course
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.evaluate import evaluate
 from speculon.train.export import circumstances, write_json
-from speculon.train.regenerate import regenerate
+from speculon.train.regenerate import regenerate, whole_lines
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Looks, Teacher
 
@@ -57,7 +57,7 @@ class Done:
 
 def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     """Trains a drafter and writes its folder; goes on where an earlier run in the same work folder was."""
-    made_with = circumstances()
+    made_with = circumstances()  # now: the code on disk may change while it runs
     watch.tell("loading the target")
     teacher = Teacher(settings.target, kind.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, kind.spare, teacher)
@@ -83,13 +83,15 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
         "rows_hash": rows.fingerprint,
     }
     course = Course(settings, student, looks, held_looks, identity)
+    with (settings.folder / "sessions.jsonl").open("a", encoding="utf-8") as sessions:
+        sessions.write(json.dumps({"from_step": course.step, **made_with}) + "\n")
     with watch.training() as advance:
         finished = course.run(advance)
     if not finished:
         return Done(course.step, None)
     watch.tell("writing the folder")
     kind.write(student, teacher, settings.target, settings.out)
-    record = {**made_with, **facts_of(settings, course, identity, documents, rows)}
+    record = facts_of(settings, course, identity, documents, rows)
     write_json(settings.out / "training.json", record)
     if settings.eval_prompts and held:
         record["evaluation"] = evaluate(kind.speculation(settings.out), settings, held, watch)
@@ -144,6 +146,7 @@ def facts_of(
             "rows": len(rows),
             "hash": rows.fingerprint,
         },
+        "sessions": [json.loads(line) for line in whole_lines(settings.folder / "sessions.jsonl")],
         "steps": course.step,
         "tokens_seen": course.step * settings.rows * settings.length,
         "minutes": round(course.elapsed / 60, 2),
