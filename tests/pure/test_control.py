@@ -129,7 +129,7 @@ def test_a_costly_method_is_weighed_again_when_it_is_known_who_wants_it() -> Non
     auto, seqs = Auto(), [Text(i, ("model",), 8) for i in range(8)]
     auto.costs.restore([3.85, 0.55, 0.7, 0.2])
     known = auto.methods["model"] = Method()
-    known.cost.restore([0.2, 1.0, 0.2])
+    known.cost.restore([0.2, 1.0, 0.2, 0.0])
     for _ in range(50):
         known.of("").observe([0] * 8, 8)
     decisions = auto.decide(cast(Any, seqs), Load(8, 0, 9))

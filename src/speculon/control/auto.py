@@ -22,7 +22,7 @@ from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
-from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
@@ -31,15 +31,13 @@ PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
-LAG_SHARE = 0.2  # guess: of a draft's row, what a row costs that is only read
-SURE_OF = 0.5  # guess: of the rounds a text may have left, for how many it will draft
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
-TAKE_UP = 0.25  # ms
+TAKE_UP = 0.1  # ms
 TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-# of a text, for one method: its kind, how it departs from it, its most drafts, and what it costs to take it up, in TAKE_UP ms
+# of a text, for one method: its kind, how it departs from it, its most drafts, and what its reading adds to each, in TAKE_UP ms
 Kind = tuple[str, int, int, int]
 
 
@@ -132,7 +130,8 @@ class Auto:
 
     def _meet(self, seq: Sequence) -> Text:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
-        text = self._texts[seq.id] = Text(replace(self._others.setdefault(seq.kind, Added())))
+        others = self._others.setdefault(seq.kind, Added())
+        text = self._texts[seq.id] = Text(replace(others), replace(others))
         return text
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
@@ -158,9 +157,10 @@ class Auto:
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
+        reach = 1 - sum(text.cheap.share for _, text in group) * alone  # of the others, for whom they find nothing either
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
-        plan = self._best(known, crowd, survivals, 1 + known.reach * (len(group) - 1), tokens, ms)
+        plan = self._best(known, crowd, survivals, alone + reach * (1 - alone), tokens, ms)
         if plan is None:
             now.refused = self._refusal(method, known, survivals)
             return
@@ -175,51 +175,58 @@ class Auto:
         known: Method,
         crowd: Counter[Kind],
         survivals: dict[Kind, list[float]],
-        asking: float,
+        share: float,
         tokens: float,
         ms: float,
     ) -> Plan | None:
-        """The proposal for `asking` of a crowd that raises the rate of a round most, which has `tokens` and `ms` without it."""
+        """The proposal for a share of a crowd that raises the rate of a round most, which has `tokens` and `ms` without it."""
         plan, rate = None, tokens / ms
         for _ in range(TURNS):
-            found = self._plan(known, crowd, survivals, asking, rate)
+            found = self._plan(known, crowd, survivals, share, rate)
             if found is None:
                 break
             plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
         return plan if rate > (1 + MARGIN / crowd.total()) * tokens / ms else None
 
     def _plan(
-        self, known: Method, crowd: Counter[Kind], survivals: dict[Kind, list[float]], asking: float, rate: float
+        self, known: Method, crowd: Counter[Kind], survivals: dict[Kind, list[float]], share: float, rate: float
     ) -> Plan | None:
         """The proposal that gains most where one ms could write `rate` tokens."""
-        now, share, price = self._round, asking / crowd.total(), rate * self._round.row_ms
-        kept = [(share * crowd[kind], survival, depth(survival, price)) for kind, survival in survivals.items()]
-        starts = zip(survivals, kept, strict=True)
-        first = sum(texts * (now.first_ms + TAKE_UP * kind[3]) for kind, (texts, _, deepest) in starts if deepest)
+        now, price, each = self._round, rate * self._round.row_ms, rate * (self._round.row_ms + known.cost.row)
+        depths, asking, first = {}, 0.0, 0.0
+        for kind, survival in survivals.items():
+            begin = now.first_ms + TAKE_UP * kind[3]
+            if sum(chance - each for chance in survival if chance > each) > rate * begin:  # else it is better left out
+                depths[kind] = depth(survival, price)
+                asking += share * crowd[kind]
+                first += share * crowd[kind] * begin
         best, most, tokens, rows = None, 0.0, 0.0, 0.0
-        for k in range(1, 1 + max(k for _, _, k in kept)):
-            for texts, survival, deepest in kept:
+        for k in range(1, 1 + max(depths.values(), default=0)):
+            for kind, deepest in depths.items():
                 if k <= deepest:
-                    tokens, rows = tokens + texts * survival[k - 1], rows + texts
+                    texts = share * crowd[kind]
+                    tokens, rows = tokens + texts * survivals[kind][k - 1], rows + texts
             call = known.cost.at(asking, k)
             ms = call + first + rows * now.row_ms
             if tokens - rate * ms > most:
-                most, best = tokens - rate * ms, Plan(k, price, tokens, ms, call / asking)
+                most, best = tokens - rate * ms, Plan(k, depths, tokens, ms, call / asking)
         return best
 
     def _promise(self, method: str, plan: Plan, kind: Kind, survival: list[float]) -> Promise | None:
-        k = min(plan.k, depth(survival, plan.price))
+        k = plan.of(kind)
         now = self._round
         ms = plan.share_ms + now.first_ms + TAKE_UP * kind[3] + k * now.row_ms
         return Promise(ask(method, k), sum(survival[:k]), ms) if k else None
 
     def _kind(self, seq: Sequence, text: Text, method: str, most: int) -> Kind:
-        """What a drafter has not read of a text yet must be read first; its share of a round, if it drafts for it from now on."""
-        lag = len(seq.tokens) - seq.drafted.get(method, 0)
-        usual = self._lengths.get(seq.kind, USUAL)
-        tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
-        rounds = max(1.0, SURE_OF * tokens / (1 + text.cheap.tokens))
-        ms = LAG_SHARE * lag * self._know(method).cost.row / rounds
+        """What a drafter has not read of a text it must read first: a price that all drafts share that the text may yet want."""
+        known, unread = self._know(method), len(seq.tokens) - seq.drafted.get(method, 0) - 1
+        ms = unread * known.cost.read
+        if ms > TAKE_UP / 2:
+            usual = self._lengths.get(seq.kind, USUAL)
+            tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
+            wants = 1 - text.ever.share  # of its rounds, those in which look-ups find nothing
+            ms /= max(1.0, wants * tokens / (1 + text.ever.tokens + wants * known.brings))
         return seq.kind, text.of(method).kind, min(most, seq.room - 1), round(ms / TAKE_UP)
 
     def _refusal(self, method: str, known: Method, survivals: dict[Kind, list[float]]) -> Reason:
@@ -241,7 +248,8 @@ class Auto:
         for method, group in now.costly.items():
             known, (seq, _) = self._know(method), group[now.number % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
-            if method not in used and known.saved_ms >= known.cost.at(1, k) + now.first_ms + k * now.row_ms:
+            unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
+            if method not in used and known.saved_ms >= known.cost.at(1, k, unread) + now.first_ms + k * now.row_ms:
                 known.saved_ms = 0.0
                 now.probes[seq.id] = ask(method, k)
 
@@ -255,8 +263,8 @@ class Auto:
         kinds = [self._kind(seq, self._texts[seq.id], method, k) for seq, k in zip(seqs, ks, strict=True)]
         crowd = Counter(kinds)
         survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        plan = self._best(known, crowd, survivals, len(seqs), now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
-        return [min(plan.k, depth(survivals[kind], plan.price)) for kind in kinds] if plan else [0] * len(seqs)
+        plan = self._best(known, crowd, survivals, 1.0, now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
+        return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where another method promises more."""
@@ -292,11 +300,8 @@ class Auto:
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
             self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms)
-        for method, (texts, k, ms) in timing.proposals.items():
-            known = self._know(method)
-            known.cost.observe(texts, k, ms)
-            if method in now.costly:
-                known.reach += OF_LATE * (texts / len(now.costly[method]) - known.reach)
+        for method, call in timing.proposals.items():
+            self._know(method).cost.observe(*call)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         for known in self.methods.values():
@@ -336,14 +341,19 @@ class Auto:
         now, method = self._round, draft.sources[0] if draft.tokens else ""
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
-            texts, _, ms = timing.proposals.get(method, (1, 0, 0.0))
-            text.costly.late(gained, rows + ms / texts)
-            if seq.id not in now.passed:  # what the draft that was passed over would have brought is not known
-                text.cheap.late(0.0, 0.0)
+            known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
+            known.brings += OF_ALL * (gained - known.brings)
+            text.costly.add(True, gained, rows + (call.ms - known.cost.read * call.unread) / call.texts)
+            if seq.id in now.passed:  # what the draft that was passed over would have brought is not known
+                return
+            found = (False, 0.0, 0.0)
         else:
-            text.costly.late(0.0, 0.0)
-            text.cheap.late(gained, rows)
-            self._others[seq.kind].late(gained, rows, OF_ALL)
+            text.costly.add(False, 0.0, 0.0)
+            found = (bool(method), float(gained), rows)
+        text.rounds += 1
+        text.cheap.add(*found)
+        text.ever.add(*found, 1 / text.rounds)
+        self._others[seq.kind].add(*found, OF_ALL)
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained if name == method else 0.0)
@@ -396,13 +406,17 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One proposal of a costly method: at most `k` drafts of each text, those that survive with more than `price`."""
+    """One proposal of a costly method: at most `k` drafts of each text that takes part."""
 
     k: int
-    price: float
+    depths: dict[Kind, int]  # of the texts that take part
     tokens: float
     ms: float
     share_ms: float  # of the call, for each text that asks
+
+    def of(self, kind: Kind) -> int:
+        """The most drafts of a text."""
+        return min(self.k, self.depths.get(kind, 0))
 
 
 def depth(survival: list[float], price: float) -> int:

@@ -32,6 +32,7 @@ HOPE_FADE = 0.1  # per look-up
 UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
+READ_SHARE = 0.03  # guess: of a proposal of one draft, what a token costs that is only read; until some were
 OUTLIER = 2.0  # times the estimate
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
@@ -253,19 +254,27 @@ class StepCost(Cost):
 
 
 class ProposalCost(Cost):
-    """Of one proposal for `texts` texts of up to `k` drafts each: base + per draft + per draft of each text. In ms."""
+    """Of one proposal for `texts` texts of up to `k` drafts each, `unread` tokens of which it reads first: base + per draft
+    + per draft of each text + per unread token. In ms."""
 
     @property
     def row(self) -> float:
         """Of one more draft of one text."""
         return max(0.0, self._fit.parts[2]) if self.known else 0.0
 
-    def at(self, texts: float, k: int) -> float:
-        """Nothing before the first was seen: so it is seen."""
-        return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0
+    @property
+    def read(self) -> float:
+        """Of a token that is only read."""
+        return max(0.0, self._fit.parts[3]) if self.known else 0.0
 
-    def observe(self, texts: int, k: int, ms: float) -> None:
+    def at(self, texts: float, k: int, unread: int = 0) -> float:
+        """Nothing before the first was seen: so it is seen."""
+        return self._fit.at((1.0, k, k * texts, unread)) if self.known and texts and k else 0.0
+
+    def observe(self, texts: int, k: int, ms: float, unread: int = 0) -> None:
         if not self.known:
-            parts = [0.1 * ms, 0.6 * ms / k, 0.3 * ms / (k * texts)]  # guess
-            self._fit.guess(parts, [ms, ms / k, ms / (k * texts)])
-        self._fit.observe((1.0, k, k * texts), ms)
+            drafts = k * texts
+            call = ms / (1 + READ_SHARE * unread / drafts)
+            parts = [0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts]  # guess
+            self._fit.guess(parts, [ms, ms / k, ms / drafts, READ_SHARE * ms / drafts])
+        self._fit.observe((1.0, k, k * texts, unread), ms)
