@@ -11,6 +11,7 @@ and that method once more (`confirm`) for the texts that are then without a draf
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
@@ -18,7 +19,7 @@ from typing import Any
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.estimate import StepCost, grade
-from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
+from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -82,7 +83,7 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
-        self._others: dict[str, Added] = {}  # by kind of text: what look-ups add
+        self._others: dict[str, Others] = {}  # by kind of text: what look-ups add
         self._lengths: dict[str, float] = {}  # by kind of text: tokens of those that have ended
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
@@ -130,7 +131,7 @@ class Auto:
 
     def _meet(self, seq: Sequence) -> Text:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
-        others = self._others.setdefault(seq.kind, Added())
+        others = self._others.setdefault(seq.kind, Others()).added
         text = self._texts[seq.id] = Text(replace(others), replace(others))
         return text
 
@@ -155,11 +156,11 @@ class Auto:
         most = MAX_DRAFTS if known.cost.known else COLD_K
         kinds = [self._kind(seq, text, method, min(most, seq.most(method))) for seq, text in group]
         crowd = Counter(kinds)
-        survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
         reach = 1 - sum(text.cheap.share for _, text in group) * alone  # of the others, for whom they find nothing either
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
+        survivals = self._worths(known, crowd, tokens, ms)
         plan = self._best(known, crowd, survivals, alone + reach * (1 - alone), tokens, ms)
         if plan is None:
             now.refused = self._refusal(method, known, survivals)
@@ -169,6 +170,24 @@ class Auto:
             promise, had = promises[kind], now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
                 now.promise[seq.id] = promise
+
+    def _worths(self, known: Method, crowd: Iterable[Kind], tokens: float, ms: float) -> dict[Kind, list[float]]:
+        """What each draft is expected to save, in tokens of this round: less than its survival where look-ups would soon
+        have something again, and write more in the same time."""
+        found: dict[Kind, list[float]] = {}
+        for kind in crowd:
+            others = self._others[kind[0]]
+            survival = known.of(kind[0]).survival(kind[1], kind[2])
+            added, slot = others.added, ms / self._round.texts
+            share = max(added.share, 1e-3)
+            quick = (share + added.tokens) / (share * slot + added.ms)
+            part = min(1.0, (tokens / ms) / quick)
+            stay, left = others.stay(), 1.0
+            found[kind] = []
+            for chance in survival:
+                left *= stay
+                found[kind].append(chance * (left + (1 - left) * part))
+        return found
 
     def _best(
         self,
@@ -262,8 +281,8 @@ class Auto:
             return ks
         kinds = [self._kind(seq, self._texts[seq.id], method, k) for seq, k in zip(seqs, ks, strict=True)]
         crowd = Counter(kinds)
-        survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        plan = self._best(known, crowd, survivals, 1.0, now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
+        tokens, ms = now.texts + now.kept_tokens, now.plain_ms + now.kept_ms
+        plan = self._best(known, crowd, self._worths(known, crowd, tokens, ms), 1.0, tokens, ms)
         return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
@@ -346,14 +365,18 @@ class Auto:
             text.costly.add(True, gained, rows + (call.ms - known.cost.read * call.unread) / call.texts)
             if seq.id in now.passed:  # what the draft that was passed over would have brought is not known
                 return
-            found = (False, 0.0, 0.0)
+            found, wrote = (False, 0.0, 0.0), gained
         else:
             text.costly.add(False, 0.0, 0.0)
-            found = (bool(method), float(gained), rows)
+            found, wrote = (bool(method), float(gained), rows), gained
         text.rounds += 1
         text.cheap.add(*found)
         text.ever.add(*found, 1 / text.rounds)
-        self._others[seq.kind].add(*found, OF_ALL)
+        others = self._others[seq.kind]
+        others.added.add(*found, OF_ALL)
+        if text.bare:
+            others.back.add(found[0], text.bare, 1 - OF_ALL)
+        text.bare = 0 if found[0] else wrote + 1
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained if name == method else 0.0)

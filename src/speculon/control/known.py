@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.control.estimate import Acceptance, Own, ProposalCost
+from speculon.control.estimate import Acceptance, Own, ProposalCost, Share
 
 OF_LATE = 0.15  # weight of the last round in what a text adds
 OF_ALL = 0.02  # in what texts of its kind do
+HOPE_BACK = 0.1  # guess
+BACK_TRIES = 10.0
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
@@ -55,6 +57,18 @@ class Added:
 
 
 @dataclass(slots=True)
+class Others:
+    """What look-ups do for texts of one kind."""
+
+    added: Added = field(default_factory=Added)
+    back: Share = field(default_factory=Share)  # how often they had something again, among tokens written since they had nothing
+
+    def stay(self) -> float:
+        """P(they have nothing one token later, either), where they have nothing."""
+        return 1 - self.back.mean(HOPE_BACK, BACK_TRIES)
+
+
+@dataclass(slots=True)
 class Text:
     """One text."""
 
@@ -62,6 +76,7 @@ class Text:
     ever: Added = field(default_factory=Added)  # the same, since it began
     costly: Added = field(default_factory=Added)
     rounds: int = BELIEVED
+    bare: int = 0  # tokens written since its look-ups last had something
     own: dict[str, Own] = field(default_factory=dict)  # by method
 
     def of(self, method: str) -> Own:
