@@ -17,9 +17,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from speculon.config import MAX_DRAFTS
 from speculon.control.estimate import StepCost, grade
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -27,19 +27,14 @@ from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
-COLD_K = 4  # drafts of the first proposal of a costly method
+COLD_K = 4  # drafts of the first proposals of a method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
-MARGIN = 0.02  # of the round's rate: what a costly method must add to it
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
-TAKE_UP = 0.1  # ms
-TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-# of a text, for one method: its kind, how it departs from it, its most drafts, and what its reading adds to each, in TAKE_UP ms
-Kind = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,119 +140,81 @@ class Auto:
             if (price := now.cheap.get(method)) is not None:
                 worth = text.of(method).worth
                 if price < 2 * worth or not (now.number + seq.id) % int(min(SELDOM, price / max(worth, 1e-9))):
-                    asks.append(ask(method, min(seq.most(method), seq.room - 1)))
+                    most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
+                    asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
         if (promise := now.promise.get(seq.id)) is not None:
             asks.append(promise.ask)
         return tuple(asks)
 
     def _offer(self, method: str, group: Group) -> None:
         """Notes what one proposal of a costly method would add for the texts it pays for, where none promises more."""
-        now, known = self._round, self._know(method)
-        most = MAX_DRAFTS if known.cost.known else COLD_K
-        kinds = [self._kind(seq, text, method, min(most, seq.most(method))) for seq, text in group]
-        crowd = Counter(kinds)
+        now = self._round
+        kinds = self._kinds(method, group, (seq.most(method) for seq, _ in group))
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
         reach = 1 - sum(text.cheap.share for _, text in group) * alone  # of the others, for whom they find nothing either
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
-        survivals = self._worths(known, crowd, tokens, ms)
-        plan = self._best(known, crowd, survivals, alone + reach * (1 - alone), tokens, ms)
+        offer = self._offered(method, kinds, tokens, ms)
+        plan = offer.best(alone + reach * (1 - alone), tokens, ms)
         if plan is None:
-            now.refused = self._refusal(method, known, survivals)
+            now.refused = self._refusal(method, kinds)
             return
-        promises = {kind: self._promise(method, plan, kind, survival) for kind, survival in survivals.items()}
+        promises = {kind: promised(method, plan, offer, kind) for kind in plan.depths}
         for (seq, _), kind in zip(group, kinds, strict=True):
-            promise, had = promises[kind], now.promise.get(seq.id)
+            promise, had = promises.get(kind), now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
                 now.promise[seq.id] = promise
 
-    def _worths(self, known: Method, crowd: Iterable[Kind], tokens: float, ms: float) -> dict[Kind, list[float]]:
-        """What each draft is expected to save, in tokens of this round: less than its survival where look-ups would soon
-        have something again, and write more in the same time."""
-        found: dict[Kind, list[float]] = {}
-        for kind in crowd:
+    def _offered(self, method: str, kinds: list[Kind], tokens: float, ms: float) -> Offer:
+        """What each draft is expected to save, in tokens, as far as one may be worth its row: where look-ups will soon have
+        something again, they would write it in less time than others take for a token."""
+        now, known, rate = self._round, self._know(method), tokens / ms
+        texts, worths, price = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms
+        for kind in texts:
             others = self._others[kind[0]]
-            survival = known.of(kind[0]).survival(kind[1], kind[2])
-            added, slot = others.added, ms / self._round.texts
-            share = max(added.share, 1e-3)
-            quick = (share + added.tokens) / (share * slot + added.ms)
-            part = min(1.0, (tokens / ms) / quick)
-            stay, left = others.stay(), 1.0
-            found[kind] = []
-            for chance in survival:
+            stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
+            found, left = worths.setdefault(kind, []), 1.0 - part
+            for survival in known.of(kind[0]).survival(kind[1], kind[2]):
                 left *= stay
-                found[kind].append(chance * (left + (1 - left) * part))
+                worth = survival * (part + left)
+                if worth <= price:
+                    break
+                found.append(worth)
+        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms)
+
+    def _kinds(self, method: str, group: Group, ks: Iterable[int]) -> list[Kind]:
+        known, read_ms = self._know(method), self._know(method).cost.read
+        found = []
+        for (seq, text), k in zip(group, ks, strict=True):
+            unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
+            part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
+            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part))
         return found
 
-    def _best(
-        self,
-        known: Method,
-        crowd: Counter[Kind],
-        survivals: dict[Kind, list[float]],
-        share: float,
-        tokens: float,
-        ms: float,
-    ) -> Plan | None:
-        """The proposal for a share of a crowd that raises the rate of a round most, which has `tokens` and `ms` without it."""
-        plan, rate = None, tokens / ms
-        for _ in range(TURNS):
-            found = self._plan(known, crowd, survivals, share, rate)
-            if found is None:
-                break
-            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
-        return plan if rate > (1 + MARGIN / crowd.total()) * tokens / ms else None
+    def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
+        """How many more drafts a text may want of a method: they share the price of reading what it has not read of it."""
+        usual = self._lengths.get(seq.kind, USUAL)
+        tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
+        bare = 1 - text.ever.share  # of its rounds, those in which look-ups find nothing
+        return max(1.0, bare * tokens / (1 + text.ever.tokens + bare * known.brings))
 
-    def _plan(
-        self, known: Method, crowd: Counter[Kind], survivals: dict[Kind, list[float]], share: float, rate: float
-    ) -> Plan | None:
-        """The proposal that gains most where one ms could write `rate` tokens."""
-        now, price, each = self._round, rate * self._round.row_ms, rate * (self._round.row_ms + known.cost.row)
-        depths, asking, first = {}, 0.0, 0.0
-        for kind, survival in survivals.items():
-            begin = now.first_ms + TAKE_UP * kind[3]
-            if sum(chance - each for chance in survival if chance > each) > rate * begin:  # else it is better left out
-                depths[kind] = depth(survival, price)
-                asking += share * crowd[kind]
-                first += share * crowd[kind] * begin
-        best, most, tokens, rows = None, 0.0, 0.0, 0.0
-        for k in range(1, 1 + max(depths.values(), default=0)):
-            for kind, deepest in depths.items():
-                if k <= deepest:
-                    texts = share * crowd[kind]
-                    tokens, rows = tokens + texts * survivals[kind][k - 1], rows + texts
-            call = known.cost.at(asking, k)
-            ms = call + first + rows * now.row_ms
-            if tokens - rate * ms > most:
-                most, best = tokens - rate * ms, Plan(k, depths, tokens, ms, call / asking)
-        return best
-
-    def _promise(self, method: str, plan: Plan, kind: Kind, survival: list[float]) -> Promise | None:
-        k = plan.of(kind)
-        now = self._round
-        ms = plan.share_ms + now.first_ms + TAKE_UP * kind[3] + k * now.row_ms
-        return Promise(ask(method, k), sum(survival[:k]), ms) if k else None
-
-    def _kind(self, seq: Sequence, text: Text, method: str, most: int) -> Kind:
-        """What a drafter has not read of a text it must read first: a price that all drafts share that the text may yet want."""
-        known, unread = self._know(method), len(seq.tokens) - seq.drafted.get(method, 0) - 1
-        ms = unread * known.cost.read
-        if ms > TAKE_UP / 2:
-            usual = self._lengths.get(seq.kind, USUAL)
-            tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
-            wants = 1 - text.ever.share  # of its rounds, those in which look-ups find nothing
-            ms /= max(1.0, wants * tokens / (1 + text.ever.tokens + wants * known.brings))
-        return seq.kind, text.of(method).kind, min(most, seq.room - 1), round(ms / TAKE_UP)
-
-    def _refusal(self, method: str, known: Method, survivals: dict[Kind, list[float]]) -> Reason:
+    def _refusal(self, method: str, kinds: list[Kind]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
-        key = method, self._round.texts
+        now, known = self._round, self._know(method)
+        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
         since, reason = self._why.get(key, (-WHY_ROUNDS, Reason.COST))
-        if self._round.number - since >= WHY_ROUNDS:
-            best = max(survivals.values(), key=lambda survival: survival[0])
-            tries = (Reason.LOAD, best), (Reason.LOW_ACCEPTANCE, [1.0] * len(best))
-            rate, one = 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
-            reason = next((why for why, s in tries if self._plan(known, Counter([one]), {one: s}, 1, rate)), Reason.COST)
-            self._why[key] = self._round.number, reason
+        if now.number - since >= WHY_ROUNDS:
+            best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
+            alone, sure = (
+                Offer(known.cost, {one: 1}, {one: survival}, now.first_ms, now.row_ms).plan(1, rate)
+                for survival in (best, [1.0] * len(best))
+            )
+            reason = Reason.COST
+            if alone and now.texts > 1:
+                reason = Reason.LOAD
+            elif sure and not alone:
+                reason = Reason.LOW_ACCEPTANCE
+            self._why[key] = now.number, reason
         return reason
 
     def _probe(self) -> None:
@@ -276,13 +233,12 @@ class Auto:
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
         """A costly method is weighed once more, for the texts that nothing cheaper had a draft for."""
-        now, known = self._round, self._know(method)
+        now = self._round
         if method not in now.costly or any(seq.id in now.probes for seq in seqs):
             return ks
-        kinds = [self._kind(seq, self._texts[seq.id], method, k) for seq, k in zip(seqs, ks, strict=True)]
-        crowd = Counter(kinds)
+        kinds = self._kinds(method, [(seq, self._texts[seq.id]) for seq in seqs], ks)
         tokens, ms = now.texts + now.kept_tokens, now.plain_ms + now.kept_ms
-        plan = self._best(known, crowd, self._worths(known, crowd, tokens, ms), 1.0, tokens, ms)
+        plan = self._offered(method, kinds, tokens, ms).best(1.0, tokens, ms)
         return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
@@ -427,24 +383,9 @@ class Auto:
             self._know(name).restore(known)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One proposal of a costly method: at most `k` drafts of each text that takes part."""
-
-    k: int
-    depths: dict[Kind, int]  # of the texts that take part
-    tokens: float
-    ms: float
-    share_ms: float  # of the call, for each text that asks
-
-    def of(self, kind: Kind) -> int:
-        """The most drafts of a text."""
-        return min(self.k, self.depths.get(kind, 0))
-
-
-def depth(survival: list[float], price: float) -> int:
-    """How many positions survive with more than `price`; survival only falls."""
-    return next((i for i, chance in enumerate(survival) if chance <= price), len(survival))
+def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
+    k = plan.of(kind)
+    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
 
 
 def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:

@@ -19,11 +19,11 @@ BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
-FADE = 0.99  # per observation and position of a method
+FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
-BONUS = 0.25  # standard deviation of a single try, at most
+BONUS = 0.5  # standard deviation of a single try, at most
 SURE = 0.999
-REFRESH = 4  # drafts after which chances are computed anew
+REFRESH = 16  # drafts after which chances are computed anew, sooner while few were seen
 BAD_LUCK = 5  # drafts in a row of which nothing stands: more of them count for more than their share
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
@@ -89,7 +89,7 @@ class Acceptance:
         """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
         found = self._survivals.get((kind, k))
         if found is None:
-            hope = BONUS / (self._seen + 1) ** 0.5  # few tries may have been bad luck, and would be the last ones
+            hope = BONUS / (self._overall.tries + 1) ** 0.5  # few tries may have been bad luck, and would be the last ones
             found = [shifted(min(SURE, self.chance(position) + hope), kind) for position in range(k)]
             found = self._survivals[kind, k] = list(accumulate(found, mul))
         return found
@@ -101,7 +101,7 @@ class Acceptance:
         if self._wider:
             self._wider.observe(grades, accepted)
         self._stale += 1
-        if self._stale >= REFRESH:
+        if self._stale >= min(REFRESH, self._seen / REFRESH):
             self._refresh()
         self._overall.add(accepted, judged, FADE**judged)
         for position in range(judged):
@@ -181,33 +181,49 @@ def shifted(chance: float, kind: int) -> float:
     return part / (1 - chance + part)
 
 
+Four = tuple[float, float, float, float]
+
+
 class Fit:
-    """Milliseconds as a sum of positive parts: recursive least squares on relative errors, with fading (Ljung 1999, 11.2)."""
+    """Milliseconds as a sum of four positive parts: recursive least squares on relative errors, with fading (Ljung 1999, 11.2).
+
+    Sums are written out: this runs several times in each round, and loops over four numbers take three times as long.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[float] = []  # ms of each feature
+        self.parts: tuple[float, ...] = ()  # ms of each feature; none before a guess
         self._p: list[list[float]] = []  # how uncertain they are
 
-    def at(self, features: tuple[float, ...]) -> float:
-        return sum(max(part, 0.0) * x for part, x in zip(self.parts, features, strict=True))
+    def at(self, features: Four) -> float:
+        a, b, c, d = self.parts
+        x, y, z, w = features
+        return (a * x if a > 0 else 0.0) + (b * y if b > 0 else 0.0) + (c * z if c > 0 else 0.0) + (d * w if d > 0 else 0.0)
 
-    def guess(self, parts: list[float], spread: list[float]) -> None:
+    def guess(self, parts: Four, spread: Four) -> None:
         """A beginning, and its standard deviations."""
         self.parts = parts
-        self._p = [[spread[i] ** 2 * (i == j) for j in range(len(parts))] for i in range(len(parts))]
+        self._p = [[spread[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
 
-    def observe(self, features: tuple[float, ...], ms: float) -> None:
+    def observe(self, features: Four, ms: float) -> None:
         if ms <= 0:  # a clock too coarse for it
             return
-        x = [value / ms for value in features]  # what is fitted is 1
-        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._p]
-        error = 1.0 - sum(v * part for v, part in zip(x, self.parts, strict=True))
+        x, y, z, w = (value / ms for value in features)  # what is fitted is 1
+        a, b, c, d = self.parts
+        error = 1.0 - (a * x + b * y + c * z + d * w)
         slow = ms > OUTLIER * self.at(features)  # another process took the core
-        total = NOISE * (16.0 if slow else 1.0) + sum(v * w for v, w in zip(x, px, strict=True))
-        self.parts = [part + w / total * error for part, w in zip(self.parts, px, strict=True)]
+        px, py, pz, pw = gain = [p * x + q * y + r * z + s * w for p, q, r, s in self._p]
+        total = NOISE * (16.0 if slow else 1.0) + x * px + y * py + z * pz + w * pw
+        step = error / total
+        parts = [a + px * step, b + py * step, c + pz * step, d + pw * step]
+        for i, (p, q, r, s) in enumerate(self._p):
+            g = gain[i] / total
+            self._p[i] = row = [p - g * px, q - g * py, r - g * pz, s - g * pw]
+            row[i] += (DRIFT * parts[i]) ** 2  # it may change with time
         for i, row in enumerate(self._p):
-            self._p[i] = [p - px[i] * other / total for p, other in zip(row, px, strict=True)]
-            self._p[i][i] += (DRIFT * self.parts[i]) ** 2  # it may change with time
+            if parts[i] < 0:  # what the others are most likely to be, if this one is 0
+                short = parts[i] / row[i]
+                parts = [part - short * p for part, p in zip(parts, row, strict=True)]
+        self.parts = (*parts,)
 
 
 class Cost:
@@ -224,7 +240,9 @@ class Cost:
         return list(self._fit.parts)
 
     def restore(self, state: list[float]) -> None:
-        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
+        if state:
+            a, b, c, d = state
+            self._fit.guess((a, b, c, d), (UNSURE * abs(a), UNSURE * abs(b), UNSURE * abs(c), UNSURE * abs(d)))
 
 
 class StepCost(Cost):
@@ -248,7 +266,7 @@ class StepCost(Cost):
         if not self.known:
             alone = ms / (1 + 0.1 * texts)
             self._fit.guess(
-                [0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone], [alone, 0.1 * alone, 0.1 * alone, 0.05 * alone]
+                (0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone), (alone, 0.1 * alone, 0.1 * alone, 0.05 * alone)
             )
         self._fit.observe((1.0, texts, drafting, drafts), ms)
 
@@ -275,6 +293,6 @@ class ProposalCost(Cost):
         if not self.known:
             drafts = k * texts
             call = ms / (1 + READ_SHARE * unread / drafts)
-            parts = [0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts]  # guess
-            self._fit.guess(parts, [ms, ms / k, ms / drafts, READ_SHARE * ms / drafts])
+            parts = (0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts)  # guess
+            self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
         self._fit.observe((1.0, k, k * texts, unread), ms)

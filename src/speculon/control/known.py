@@ -11,6 +11,7 @@ OF_LATE = 0.15  # weight of the last round in what a text adds
 OF_ALL = 0.02  # in what texts of its kind do
 HOPE_BACK = 0.1  # guess
 BACK_TRIES = 10.0
+LEAST_SHARE = 1e-3
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
@@ -63,9 +64,15 @@ class Others:
     added: Added = field(default_factory=Added)
     back: Share = field(default_factory=Share)  # how often they had something again, among tokens written since they had nothing
 
+    @property
     def stay(self) -> float:
         """P(they have nothing one token later, either), where they have nothing."""
         return 1 - self.back.mean(HOPE_BACK, BACK_TRIES)
+
+    def rate(self, slot_ms: float) -> float:
+        """Tokens per ms that they write where they have something, in a crowd in which a text takes `slot_ms` of each round."""
+        share = max(self.added.share, LEAST_SHARE)
+        return (share + self.added.tokens) / (share * slot_ms + self.added.ms)
 
 
 @dataclass(slots=True)
