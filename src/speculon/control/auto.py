@@ -30,6 +30,7 @@ SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
 COLD_K = 4  # drafts of the first proposals of a method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
+SURPRISE = 0.5  # guess: drafts of a probe that stood beyond those that were believed to
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
@@ -224,8 +225,10 @@ class Auto:
         for method, group in now.costly.items():
             known, (seq, _) = self._know(method), group[now.number % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
-            unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
-            if method not in used and known.saved_ms >= known.cost.at(1, k, unread) + now.first_ms + k * now.row_ms:
+            price = known.cost.at(1, k) + now.first_ms + k * now.row_ms
+            reading = known.cost.read * (len(seq.tokens) - seq.drafted.get(method, 0) - 1)
+            # reading what a long text adds may cost as much as is saved meanwhile: no probe would ever be due
+            if method not in used and known.saved_ms >= price + min(reading, price):
                 known.saved_ms = 0.0
                 now.probes[seq.id] = ask(method, k)
 
@@ -295,9 +298,9 @@ class Auto:
             ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
             judged = min(verdict.accepted + (not ended), len(draft.tokens))
             grades = grades_of(draft.confidence, judged)
+            if text is not None and seq.id in self._round.probes:
+                self._conclude(seq, text, draft.sources[0], grades, verdict.accepted)
             self._judge(seq, text, draft.sources[0], grades, verdict.accepted)
-            if seq.id in self._round.probes:
-                self._conclude(seq, draft.sources[0], 2 * verdict.accepted >= judged)
         if text is not None:  # it is this policy's
             self._book(seq, text, draft, len(verdict.tokens) - 1, timing)
             for fate in self._shadow.settle(seq):
@@ -337,13 +340,15 @@ class Auto:
             if name in text.own:
                 text.own[name].asked(gained if name == method else 0.0)
 
-    def _conclude(self, seq: Sequence, method: str, worked: bool) -> None:
-        """What a probe has shown."""
-        known = self._know(method)
-        known.distance = 1.0 if worked else LONGEST
-        if worked:  # at once again: a surprise is either luck or news
+    def _conclude(self, seq: Sequence, text: Text, method: str, grades: list[int], accepted: int) -> None:
+        """What a probe has shown, beside what was believed."""
+        known, own = self._know(method), text.of(method)
+        chances = (own.adjust(known.of(seq.kind).chance(i, grade)) for i, grade in enumerate(grades))
+        surprised = accepted > sum(accumulate(chances, mul)) + SURPRISE
+        known.distance = 1.0 if surprised else LONGEST
+        if surprised:  # at once again: it is either luck or news
             known.saved_ms = float("inf")
-            for evidence in (known.acceptance, known.of(seq.kind), self._texts[seq.id].of(method)):
+            for evidence in (known.acceptance, known.of(seq.kind), own):
                 evidence.doubt()
 
     # what is known

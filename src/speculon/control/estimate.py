@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, log2
+from math import exp, log2, sqrt
 from operator import mul
 from typing import Any
 
@@ -21,7 +21,6 @@ PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
-BONUS = 0.5  # standard deviation of a single try, at most
 SURE = 0.999
 REFRESH = 16  # drafts after which chances are computed anew, sooner while few were seen
 BAD_LUCK = 5  # drafts in a row of which nothing stands: more of them count for more than their share
@@ -89,9 +88,9 @@ class Acceptance:
         """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
         found = self._survivals.get((kind, k))
         if found is None:
-            hope = BONUS / (self._overall.tries + 1) ** 0.5  # few tries may have been bad luck, and would be the last ones
-            found = [shifted(min(SURE, self.chance(position) + hope), kind) for position in range(k)]
-            found = self._survivals[kind, k] = list(accumulate(found, mul))
+            tries = self._overall.tries + PRIOR_TRIES
+            hoped = (hopeful(self.chance(position), tries) for position in range(k))
+            found = self._survivals[kind, k] = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
@@ -173,6 +172,11 @@ class Own:
 
     def _odds(self, hits: float) -> float:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
+
+
+def hopeful(chance: float, tries: float) -> float:
+    """A standard deviation above: what was tried may have had bad luck, and would not be tried again."""
+    return min(SURE, chance + sqrt(chance * (1 - chance) / tries))
 
 
 def shifted(chance: float, kind: int) -> float:
