@@ -30,7 +30,7 @@ SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
 COLD_K = 4  # drafts of the first proposals of a method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
-SURPRISE = 0.5  # guess: drafts of a probe that stood beyond those that were believed to
+SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
@@ -344,7 +344,7 @@ class Auto:
         """What a probe has shown, beside what was believed."""
         known, own = self._know(method), text.of(method)
         chances = (own.adjust(known.of(seq.kind).chance(i, grade)) for i, grade in enumerate(grades))
-        surprised = accepted > sum(accumulate(chances, mul)) + SURPRISE
+        surprised = accepted > SURPRISE * sum(accumulate(chances, mul))
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news
             known.saved_ms = float("inf")
