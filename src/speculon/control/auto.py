@@ -175,7 +175,7 @@ class Auto:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
             found, left = worths.setdefault(kind, []), 1.0 - part
-            for survival in known.of(kind[0]).survival(kind[1], kind[2]):
+            for survival in known.of(kind[0]).survival(kind[1], kind[2], dear=kind[3] > 0):
                 left *= stay
                 worth = survival * (part + left)
                 if worth <= price:

@@ -66,7 +66,7 @@ class Acceptance:
         self._overall = Share()
         self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
-        self._survivals: dict[tuple[int, int], list[float]] = {}
+        self._survivals: dict[tuple[int, int, bool], list[float]] = {}
         self._stale = 0
         self._seen = 0  # drafts that were ever judged
 
@@ -84,13 +84,18 @@ class Acceptance:
             return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
         return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
 
-    def survival(self, kind: int, k: int) -> list[float]:
-        """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
-        found = self._survivals.get((kind, k))
+    def survival(self, kind: int, k: int, dear: bool = False) -> list[float]:
+        """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet.
+
+        Each is taken a standard deviation higher: what had bad luck would not be tried again. Where trying is `dear`, that
+        is the deviation of all that was ever seen: hope ends with experience.
+        """
+        found = self._survivals.get((kind, k, dear))
         if found is None:
-            tries = self._overall.tries + PRIOR_TRIES
+            tries = PRIOR_TRIES + (self._seen if dear else self._overall.tries)
             hoped = (hopeful(self.chance(position), tries) for position in range(k))
-            found = self._survivals[kind, k] = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
+            found = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
+            self._survivals[kind, k, dear] = found
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
@@ -175,7 +180,7 @@ class Own:
 
 
 def hopeful(chance: float, tries: float) -> float:
-    """A standard deviation above: what was tried may have had bad luck, and would not be tried again."""
+    """A standard deviation above, after so many tries."""
     return min(SURE, chance + sqrt(chance * (1 - chance) / tries))
 
 
