@@ -32,6 +32,7 @@ UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
 READ_SHARE = 0.03  # guess: of a proposal of one draft, what a token costs that is only read; until some were
+COLD_CALLS = 3  # guess: of a method, before its cost is believed
 OUTLIER = 2.0  # times the estimate
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
@@ -282,7 +283,22 @@ class StepCost(Cost):
 
 class ProposalCost(Cost):
     """Of one proposal for `texts` texts of up to `k` drafts each, `unread` tokens of which it reads first: base + per draft
-    + per draft of each text + per unread token. In ms."""
+    + per draft of each text + per unread token. In ms.
+
+    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    @property
+    def known(self) -> bool:
+        return self._calls >= COLD_CALLS
+
+    def restore(self, state: list[float]) -> None:
+        super().restore(state)
+        self._calls = COLD_CALLS if state else 0
 
     @property
     def row(self) -> float:
@@ -295,11 +311,12 @@ class ProposalCost(Cost):
         return max(0.0, self._fit.parts[3]) if self.known else 0.0
 
     def at(self, texts: float, k: int, unread: int = 0) -> float:
-        """Nothing before the first was seen: so it is seen."""
+        """Nothing while it is not known: so it is seen."""
         return self._fit.at((1.0, k, k * texts, unread)) if self.known and texts and k else 0.0
 
     def observe(self, texts: int, k: int, ms: float, unread: int = 0) -> None:
-        if not self.known:
+        self._calls += 1
+        if not self._fit.parts:
             drafts = k * texts
             call = ms / (1 + READ_SHARE * unread / drafts)
             parts = (0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts)  # guess
