@@ -10,7 +10,9 @@ import typer
 from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.serve_config import ServeConfig
+from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 app = typer.Typer(
     name="speculon",
@@ -111,13 +113,14 @@ def inspect(
     model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
     fuse: Annotated[bool, typer.Option(help="rewrite layers where that computes the same, and say which")] = True,
     load: Annotated[bool, typer.Option(help="load it and check it against its stock forward; without: headers only")] = True,
+    target: Annotated[str | None, typer.Option(help="of a drafter: the model it is to draft for; says whether it fits")] = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
-    """Say what a checkpoint is, whether it is carried or refused, and what it takes of memory with a --draft."""
+    """Say what a checkpoint or drafter is, whether it is carried or refused, and what it takes of memory with a --draft."""
     from speculon.commands.inspect import run
 
-    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json)
+    run(model or path, load, pick(SpeculationConfig, given), fuse, as_json, target)
 
 
 @app.command()
@@ -277,6 +280,30 @@ def demo(
     from speculon.commands.demo import run
 
     run(num_speculative_tokens, rounds, number, given, as_json)
+
+
+trainer = typer.Typer(help="Train a drafter for a target of one's own, from texts of one's own.", no_args_is_help=True)
+app.add_typer(trainer, name="train")
+
+
+@trainer.command("eagle3")
+@answered
+@settings_from(TrainSettings, HeadSettings)
+def train_eagle3(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Train an EAGLE-3 head, which guesses from the target's hidden states; the same command goes on after an interruption."""
+    from speculon.commands.train import run
+
+    run("eagle3", given, as_json)
+
+
+@trainer.command("draft")
+@answered
+@settings_from(TrainSettings, DraftSettings)
+def train_draft(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Distil a small language model that guesses what the target says; the same command goes on after an interruption."""
+    from speculon.commands.train import run
+
+    run("draft", given, as_json)
 
 
 if __name__ == "__main__":

@@ -15,24 +15,23 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     InstanceOf,
-    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
 )
 from pydantic_settings import (
     BaseSettings,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
+from speculon.checked import Checked, invalid_parameter, new_or_there
 from speculon.errors import ConfigError, InvalidParameter
+from speculon.serve_config import ServeConfig
 
 MAX_STOPS = 64  # each stop string is searched for at every token; the OpenAI API allows 4
 MAX_STOP_CHARS = 256
@@ -67,28 +66,6 @@ def known_policy(name: str) -> str:
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
 Acceptance = Literal["auto", "matching", "rejection"]
-
-
-class Checked(BaseModel):
-    """Refuses bad values with `InvalidParameter`, which names the field, the value and the limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def __init__(self, /, **values: Any):
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise invalid_parameter(error) from None
-
-
-def invalid_parameter(error: ValidationError) -> InvalidParameter:
-    first = error.errors(include_url=False)[0]
-    inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, InvalidParameter):  # of settings within settings, which has named its own field
-        return InvalidParameter(".".join([*map(str, first["loc"]), inner.name]), inner.value, inner.limit)
-    name = ".".join(str(part) for part in first["loc"]) or error.title
-    limit = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return InvalidParameter(name, first["input"], limit)
 
 
 class Structured(Checked):
@@ -222,14 +199,15 @@ class ModelObject(Protocol):
 class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
-    method: str = Field("auto", description="off | suffix | ngram | synthetic | auto, or a plug-in's name")
+    method: str = Field("auto", description="off | suffix | ngram | draft_model | eagle3 | auto, or a plug-in's name")
     policy: PolicyName = Field(
         "fixed",
         description="how far to speculate: fixed (K drafts) | adaptive (K follows what was accepted) | solo (fixed, "
         "while one text is written alone) | shadow (drafts are watched, not used) | auto (as far as it pays)",
     )
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
-        None, description="draft checkpoint, or a table {method: path}; in Python also a model object"
+        None,
+        description="drafter: a checkpoint, a table {method: path}, auto[:FOLDER] to look for one; in Python also a model object",
     )
     num_speculative_tokens: int | None = Field(
         None,
@@ -256,7 +234,9 @@ class SpeculationConfig(Checked):
     suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 21 bytes a token")
     suffix_pool_ttl: float = Field(3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use")
     synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
-    draft_min_confidence: float = Field(0.0, ge=0, lt=1, description="draft_model: stop drafting after a token below this")
+    draft_min_confidence: float = Field(
+        0.0, ge=0, lt=1, description="draft_model, eagle3: stop drafting after a token below this"
+    )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="for a drafter beyond the memory limit: use it, go on plainly, or fail"
     )
@@ -264,7 +244,9 @@ class SpeculationConfig(Checked):
         None, gt=0, allow_inf_nan=False, description="all that the process may hold; None: what it holds and what is free"
     )
     additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
-    options: dict[str, Any] = Field(default_factory=dict, description="settings of a plug-in proposer")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong"
+    )
 
     @property
     def remembered_bytes(self) -> int:
@@ -321,39 +303,6 @@ class RequestSpeculation(Checked):
         raise ValueError(f"a string or a list of token ids, at most {MAX_PREDICTION} long")
 
 
-class ServeConfig(Checked):
-    """How the server listens, and what it allows."""
-
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
-    port: int = Field(8000, ge=0, le=65535, description="0: any free one")
-    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        (), description="bearer tokens of clients; better by environment, there one per line"
-    )
-    served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
-    cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
-    max_queue: int = Field(128, ge=0, description="texts that may wait for a place; more are answered with 429")
-    max_request_tokens: int | None = Field(None, ge=1, description="most tokens per text; also for chats that do not say")
-    max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request")
-    body_timeout: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive")
-    request_timeout: float | None = Field(None, gt=0, allow_inf_nan=False, description="seconds until a request is ended")
-    drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False, description="seconds for running requests after TERM")
-    log_format: Literal["text", "json"] = Field("text", description="of the line that each request leaves: text or json")
-
-    @field_validator("api_key", mode="before")
-    @classmethod
-    def _one_or_one_per_line(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(value.splitlines()) or ("",)
-        return () if value is None else (value,) if isinstance(value, SecretStr) else value
-
-    @field_validator("api_key")
-    @classmethod
-    def _none_empty(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        if not all(key.get_secret_value().strip() for key in value):  # a variable that was never set must not open the server
-            raise ValueError("a key has at least one character")
-        return value
-
-
 class EngineConfig(BaseSettings):
     """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
 
@@ -408,9 +357,7 @@ class EngineConfig(BaseSettings):
     @field_validator("state")
     @classmethod
     def _can_be_a_folder(cls, value: Path | None) -> Path | None:
-        if value is not None and not (value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())):
-            raise ValueError("a folder, or the name of a new one in a folder that is there")
-        return value
+        return new_or_there(value)
 
     def __init__(self, /, **values: Any):
         unknown = {k for k in os.environ if k.startswith("SPECULON_")} - set(self._env_names())

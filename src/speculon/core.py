@@ -161,9 +161,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's claim on the page pool."""
+    """One layer's claim on the page pool: keys and values, or the taps of each position as one key."""
 
-    kind: Literal["attention"]
+    kind: Literal["attention", "taps"]
     heads: int  # key-value heads
     k_dim: int
     v_dim: int
@@ -177,11 +177,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter asks of the engine: hidden-state taps, its own KV layers, what feeds it, its limits."""
+    """What a drafter asks of the engine: hidden-state taps, layers of its own in the pages, its limits."""
 
-    taps: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()  # target layers (-1: the embeddings) whose states lie in the first of its own layers
     layers: tuple[LayerSpec, ...] = ()
-    fed_by: Literal["tokens", "taps"] = "tokens"
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
     bytes_scratch: int = 0  # intermediate results of its largest forward

@@ -21,7 +21,9 @@ from speculon.engine.admission import check_draft, read_ids
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
 from speculon.llm import Completion, RequestOutput, absorb
+from speculon.models.choose import by_method
 from speculon.models.load import wrap_model
+from speculon.models.pairing import is_search
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
@@ -99,7 +101,9 @@ class SpeculativeDecoder:
             raise ConfigError(f"state = {settings['state']!r}: is kept by LLM and by the server")
         speculation = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
         speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
-        speculation |= {} if draft is None else {"draft": draft}
+        if isinstance(draft, str) and is_search(draft):
+            raise ConfigError(f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's")
+        speculation |= {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
         self.config = EngineConfig(**settings, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
@@ -295,7 +299,8 @@ class SpeculativeDecoder:
         engine.pool.attach(seq)
         try:
             most = self.config.max_batch_tokens
-            while seq.pending > min(most, engine.pool.block_size):
+            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)  # a drafter that reads states waits for them
+            while seq.pending > beside:
                 engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]), engine.stopwatch())
             yield Span(seq, seq.committed, seq.pending)
         finally:

@@ -16,7 +16,9 @@ SpeculonError
 │   ├── MissingWeights
 │   ├── CorruptWeights              truncated, or not what its header says
 │   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
-│   └── UnsupportedModel            an architecture trait this engine cannot carry, by name
+│   ├── UnsupportedModel            an architecture trait this engine cannot carry, by name
+│   └── WrongPair                   a drafter that was made for another target
+├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
 ├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays whole
     ├── NotReady                    the model is being loaded, or the server is about to end
@@ -113,8 +115,16 @@ class UnsupportedModel(ModelError):
     """An architecture trait that cannot be carried exactly, named."""
 
 
+class WrongPair(ModelError):
+    """A drafter that was made for another target; names both numbers."""
+
+
 class RecordError(SpeculonError, ValueError):
     """A record of rounds that cannot be read, or says too little; names the file, and the line where there is one."""
+
+
+class DataError(SpeculonError, ValueError):
+    """Texts to learn from that cannot be read or used; names the file, and the line where there is one."""
 
 
 class EngineError(SpeculonError, RuntimeError):

@@ -16,6 +16,7 @@ from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, Sp
 from speculon.core import Event, FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter, InvalidRequest
+from speculon.models.choose import with_drafts
 from speculon.models.load import load_target, load_tokenizer
 from speculon.telemetry import RequestStats, SpeculationStats
 from speculon.text import Stream, Tokenizer, check_messages, final_text
@@ -147,7 +148,7 @@ class LLM:
             settings["model"] = model
         if speculation is not None:
             settings["speculation"] = speculation
-        self.config = with_own_draft(EngineConfig(**settings))
+        self.config = with_drafts(EngineConfig(**settings))
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         target = load_target(
@@ -300,13 +301,6 @@ class LLM:
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
         for one in output.outputs:
             one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
-
-
-def with_own_draft(config: EngineConfig) -> EngineConfig:
-    """The shipped model comes with a draft; one that is set stays."""
-    if config.model != "demo" or config.speculation.draft is not None:
-        return config
-    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"draft": "demo-draft"})})
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,13 +48,18 @@ class Tokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def render_chat(
-        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] = (), variables: Mapping[str, Any] | None = None
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answer_follows: bool = True,
     ) -> str:
-        """The conversation as the checkpoint's template writes it, up to where the answer begins."""
+        """The conversation as the checkpoint's template writes it, up to where the answer begins, if one follows."""
         check_messages(messages)
         if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
-        known = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
+        known = {**(variables or {}), "tokenize": False, "add_generation_prompt": answer_follows}
         if taken := known.keys() & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES:
             raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:

@@ -89,7 +89,7 @@ def test_names_resolve_to_methods(monkeypatch: pytest.MonkeyPatch):
     proposers = Proposers(SpeculationConfig(), FACTS)
     assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("suffix",), ("ngram",)]
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
-    known = "off, auto, draft_model, grammar, ngram, prediction, suffix, synthetic"
+    known = "off, auto, draft_model, eagle3, grammar, ngram, prediction, suffix, synthetic"
     with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
         proposers.lacking("eagle9")
 

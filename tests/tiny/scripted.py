@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from speculon.config import EngineConfig, SamplingParams
 from speculon.core import Draft, Event, Finish, Needs, Sequence, TokenLogprobs, Verdict
 from speculon.engine.engine import Engine
@@ -42,7 +40,7 @@ class Scripted:
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: Lease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Any) -> None:
         assert all(seq.id in self.known for seq in seqs)
 
     def release(self, seq: Sequence) -> None:

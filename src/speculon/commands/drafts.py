@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from speculon.llm import Completion
 
 OWN = "the model itself"
-COLOURS: Mapping[str, str] = {"ngram": "green", "draft_model": "cyan", "prediction": "magenta", "suffix": "yellow"}
+COLOURS: Mapping[str, str] = {
+    "ngram": "green",
+    "draft_model": "cyan",
+    "eagle3": "bright_blue",
+    "prediction": "magenta",
+    "suffix": "yellow",
+}
 OTHER = "blue"  # a plug-in's
 # what a model writes must not steer the terminal: control characters are drawn, lines and tabs are kept
 DRAWN: dict[int, int] = {

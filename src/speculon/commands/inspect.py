@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, print_json
 from speculon.errors import MemoryExceeded, SpeculonError
+from speculon.models.families import family_of
 from speculon.models.recognise import Checkpoint, recognise
 
 if TYPE_CHECKING:
@@ -46,8 +48,12 @@ WORDS = {
 }
 
 
-def run(model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool) -> None:
-    facts = headers(recognise(folder_of(model)))
+def run(model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool, target: str | None = None) -> None:
+    family = family_of(folder_of(model))
+    if family.checkpoint is None or target is not None:
+        inspect_drafter.show(family, target and recognise(folder_of(target)) or None, as_json)
+        return
+    facts = headers(family.checkpoint)
     refusal: SpeculonError | None = None
     if load:
         try:

@@ -14,14 +14,19 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig, Structured
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig, Structured
 from speculon.errors import InvalidParameter, SpeculonError
+from speculon.serve_config import ServeConfig
+from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 PANELS: dict[type[BaseModel], str] = {
     SamplingParams: "Sampling",
     SpeculationConfig: "Speculation",
     ServeConfig: "Server",
     EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
+    TrainSettings: "Training",
+    HeadSettings: "Head",
+    DraftSettings: "Draft",
 }
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
@@ -86,8 +91,10 @@ def metavar_of(kind: Any) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    default = field.get_default(call_default_factory=True)
-    shown = f"(default: {default})" if default is not None and default != () and default != {} else ""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    shown = (
+        f"(default: {default})" if default is not None and default != () and default != {} else "(required)" * field.is_required()
+    )
     many = "may be repeated" if get_origin(without_none(field.annotation)) is tuple else ""
     return " ".join(part for part in (field.description and field.description + ";" * bool(many), many, shown) if part)
 

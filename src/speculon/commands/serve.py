@@ -48,6 +48,10 @@ def run(given: Given, speculative_config: str | None) -> None:
             await super().shutdown(sockets)
 
     http = Http(options)
+    if config.serve.capture is not None:
+        whose = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
+        folder = config.serve.capture.absolute()
+        say(f"captures what clients of {whose} ask and get in {folder}, {config.serve.capture_gb:g} GB at most")
 
     async def attend() -> SpeculonError | None:
         """Serves to the end; the engine's fault where that was the end."""

@@ -76,11 +76,13 @@ class Engine:
             scored=config.max_num_seqs + drafts,
             fuse=config.fuse,
             compile=config.compile,
+            model=target,
         )
         budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
         self.proposers = Proposers(config.speculation, facts, budget.promise)
         drafters = self.proposers.needs
         self.promise = budget.promise(drafters)
+        target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
@@ -244,6 +246,8 @@ class Engine:
         view = lease.view(batch)
         watch.lap("prepare")
         out = self.target.forward(batch, view)
+        if out.taps is not None:
+            self.proposers.keep(out.taps, view)
         watch.lap("forward")
         verdicts = cut(verify(batch, out.logits), spans)
         watch.lap("verify")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import torch
+from torch import Tensor
+
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS
 from speculon.core import Decision, Plan, Reason, Sequence, Span, Verdict
 from speculon.kv.blocks import BlockPool
-from speculon.kv.store import PageStore, SpanView, View
+from speculon.kv.store import PageStore, SpanView, View, tail_of
 
 
 class Lease:
@@ -53,13 +56,24 @@ class DraftLease:
     store: PageStore
     first_layer: int
 
-    def view(self, pieces: list[tuple[Sequence, int, int]]) -> View:
-        """For one flat row of (sequence, start, end) pieces, positions end to end."""
+    def view(self, pieces: list[tuple[Sequence, int, int]], first: int = 0) -> View:
+        """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions below `first`."""
         spans, row = [], 0
         for seq, start, end in pieces:
-            spans.append(SpanView(row, row + end - start, self.store.where(seq.table, end), end))
+            where, context = self.store.where(seq.table, end), end - first
+            spans.append(SpanView(row, row + end - start, tail_of(where, context), context))
             row += end - start
         return self.store.view_of(spans, self.first_layer)
+
+    def after(self, layers: int) -> DraftLease:
+        """The same without its first `layers`."""
+        return DraftLease(self.store, self.first_layer + layers)
+
+    def taps(self, pieces: list[tuple[Sequence, int, int]]) -> Tensor:  # [T, n * D]
+        """What its first layer holds of the target's states at these positions."""
+        states = self.store.k[self.first_layer].flatten(1)
+        found = [states[tail_of(self.store.where(seq.table, end), end - start)] for seq, start, end in pieces]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Leases:

@@ -101,9 +101,7 @@ class SpanView:
 
     def tail(self, length: int) -> Where:
         """The slots of the last `length` positions."""
-        if isinstance(self.where, slice):
-            return slice(self.where.stop - length, self.where.stop)
-        return self.where[self.context - length :]
+        return tail_of(self.where, length)
 
 
 @dataclass(slots=True)
@@ -133,6 +131,13 @@ class View:
             self.store.k[layer].index_copy_(0, slots, k)
             self.store.v[layer].index_copy_(0, slots, v)
 
+    def keep(self, layer: int, states: list[Tensor]) -> None:  # [T, D] each
+        """Puts the states of all T rows into their slots, side by side, in a layer of kind `taps`."""
+        pool, at = self.store.k[self.first_layer + layer], 0
+        for part in states:
+            pool[self.slots, 0, at : at + part.shape[1]] = part
+            at += part.shape[1]
+
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:  # k [Dk, slots * Hkv], v [slots * Hkv, Dv]
         """The keys and values of all slots, whosoever they are."""
         return self.store.flat[self.first_layer + layer]
@@ -147,9 +152,14 @@ class View:
         return by_span(k, spans), by_span(v, spans)
 
 
+def tail_of(where: Where, length: int) -> Where:
+    """The last `length` of these slots."""
+    return slice(where.stop - length, where.stop) if isinstance(where, slice) else where[len(where) - length :]
+
+
 def by_span(slots: Tensor, spans: int) -> Tensor:
     """[B * S, Hkv, D] -> [B, Hkv, S, D]."""
-    return slots.view(spans, -1, *slots.shape[1:]).transpose(1, 2)
+    return slots.view(spans, len(slots) // spans, *slots.shape[1:]).transpose(1, 2)
 
 
 def gather_bytes(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotat
 from speculon.models.compare import close
 from speculon.models.linear import Linear, Packed, Product
 from speculon.models.loop import Loop
+from speculon.models.taps import Taps
 from speculon.models.target import Target
 
 FEW_ROWS = 6  # beyond it the compiled products were no faster than the packed ones
@@ -114,16 +115,18 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop, compiled for one row and for up to `FEW_ROWS` on the threads there are; other steps take the loop as it is."""
+    """A loop, compiled for one row and for up to `FEW_ROWS` on the threads there are; other steps take the loop as it is,
+    and so do all of a model that is tapped: the compiled forms keep no states.
+    """
 
     def __init__(self, loop: Loop):
         self.loop, self.threads, layers = loop, torch.get_num_threads(), Layers(loop)
         self.one, self.few = torch.compile(layers, dynamic=False), torch.compile(layers, dynamic=True)
 
-    def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
+    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         rows = batch.input_ids.shape[1]
-        if rows > FEW_ROWS or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
-            return self.loop(batch, view)
+        if taps is not None or rows > FEW_ROWS or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
+            return self.loop(batch, view, taps)
         token = _view.set(view)
         try:
             # Copies: other strides, or tensors not born in inference mode, would be compiled for once more.

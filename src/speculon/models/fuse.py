@@ -128,6 +128,8 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
 
     With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
     """
+    tapped = target.taps.layers if target.taps else ()
+    target.capture(())  # a layer with hooks is left as it is
     trial, fusion = Trial.of(target), Fusion(len(target.layers))
     with torch.inference_mode():
         with recorded(target.model, trial) as layers:
@@ -156,6 +158,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
         except NotThisKind as reason:
             fusion.refused[str(reason)] += 1
     target.fusion = fusion
+    target.capture(tapped)
 
 
 def decoder_layers(model: nn.Module) -> Iterator[tuple[int, Place]]:

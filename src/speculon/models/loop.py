@@ -10,6 +10,7 @@ from speculon.batch import Batch
 from speculon.kv.store import View
 from speculon.models.block import Block, Norm, tables_of
 from speculon.models.linear import Product
+from speculon.models.taps import EMBEDDINGS, Taps
 
 
 @dataclass(slots=True)
@@ -22,11 +23,15 @@ class Loop:
     norm: Norm
     head: Product
 
-    def __call__(self, batch: Batch, view: View) -> Tensor | None:  # [R, V]
+    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         x = self.embed(batch.input_ids)
         cos, sin = self.rotary(x, batch.position_ids)
         tables = tables_of(cos, sin, self.blocks[0].attention.head_dim)
         x = x[0]
-        for block in self.blocks:
+        if taps is not None:
+            taps.keep(EMBEDDINGS, x)
+        for number, block in enumerate(self.blocks):
             x = block(x, tables, view)
+            if taps is not None:
+                taps.keep(number, x)
         return self.head(self.norm(x.index_select(0, batch.score_rows))) if batch.score_rows.numel() else None

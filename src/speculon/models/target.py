@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
+from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
+from speculon.models.taps import Taps
 
 if TYPE_CHECKING:
     from speculon.models.fuse import Fusion
 
-Run = Callable[[Batch, View], Tensor | None]  # logits [R, V]
+Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
 STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that live at the same time
@@ -30,7 +32,7 @@ class Output:
     """What one forward yields."""
 
     logits: Tensor  # [R, V] float32
-    taps: Tensor | None = None  # [T, n * D]
+    taps: dict[int, Tensor] | None = None  # [T, D] after each layer that is tapped
     ms: float = 0.0
 
 
@@ -52,6 +54,7 @@ class Target:
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.device, self.dtype = model.device, model.dtype
         self.run: Run = partial(stock_forward, model)
+        self.taps: Taps | None = None
         self.fusion: Fusion | None = None
         self.count()
 
@@ -60,6 +63,34 @@ class Target:
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
         self.num_parameters = sum(p.numel() for p in weights)
         self.num_bytes = sum(p.nbytes for p in weights)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of the residual stream."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def embedding(self) -> Tensor:  # [V, D]
+        """The rows of the embedding as they are stored: some models scale or norm what they look up."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """[T, D] -> [T, V]."""
+        return self.model.get_output_embeddings()
+
+    def capture(self, layers: tuple[int, ...]) -> None:
+        """From now on each forward yields the states after these layers (-1: the embeddings), in this order.
+
+        Raises `ConfigError` for a layer that is not there, and `UnsupportedModel` where one cannot be found.
+        """
+        if wrong := [layer for layer in layers if not -1 <= layer < len(self.layers)]:
+            raise ConfigError(f"tap of layer {wrong[0]}: {self.name} has layers 0 to {len(self.layers) - 1}")
+        if self.taps is not None:
+            self.taps.close()
+        self.taps = Taps(layers) if layers else None
+        if self.taps is not None and isinstance(self.run, partial):
+            self.taps.watch(self.model)
 
     def needs(self, rows: int, scored: int) -> Needs:
         """Its claims, when T = `rows` and R = `scored` in its largest forward."""
@@ -71,15 +102,16 @@ class Target:
     def forward(self, batch: Batch, view: View) -> Output:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
-        scores = self.run(batch, view)
+        scores = self.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return Output(logits, ms=(time.perf_counter() - start) * 1e3)
+        taps = self.taps.take() if self.taps is not None else None
+        return Output(logits, taps, (time.perf_counter() - start) * 1e3)
 
 
-def stock_forward(model: PreTrainedModel, batch: Batch, view: View) -> Tensor | None:  # [R, V]
-    """One forward through transformers' own code; None where no row is scored."""
+def stock_forward(model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
+    """One forward through transformers' own code; None where no row is scored. `taps` watch the model themselves."""
     row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
     if batch.score_rows.numel():
         return model(**row, logits_to_keep=batch.score_rows).logits[0]

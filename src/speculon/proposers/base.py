@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -12,8 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
+    from speculon.models.target import Target
     from speculon.proposers.pools import Pools
     from speculon.text import Tokenizer
+
+
+States = Mapping[int, "Tensor"] | None
 
 
 class Proposer(Protocol):
@@ -35,8 +40,11 @@ class Proposer(Protocol):
         """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to guess."""
         ...
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
-        """What became of the round; `seqs` hold the committed tokens already."""
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
+        """What became of the round; `seqs` hold the committed tokens already.
+
+        `taps` are the states of all T rows of the target's forward, by layer [T, D], where anybody reads them.
+        """
 
     def release(self, seq: Sequence) -> None:
         """Called once, when `seq` has ended or was aborted."""
@@ -63,6 +71,7 @@ class TargetFacts:
     scored: int = 0
     fuse: bool = True  # whether models are fused, and compiled then
     compile: bool = False
+    model: Target | None = None  # for drafters that share its weights or are tried on it
 
 
 class Factory(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
-from speculon.proposers.base import Proposer, Remembering, TargetFacts
+from speculon.proposers.base import Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from speculon.kv.budget import Promise
     from speculon.kv.lease import Lease
+    from speculon.kv.store import View
 
 log = logging.getLogger("speculon")
 
@@ -49,6 +50,17 @@ class Proposers:
     def needs(self) -> list[Needs]:
         """Of those that own layers or weights, in the order of their layers."""
         return [self._built[method].needs for method in self._first_layer]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's layers whose states any of them reads."""
+        return tuple(sorted({layer for needs in self.needs for layer in needs.taps}))
+
+    def keep(self, taps: Mapping[int, Tensor], view: View) -> None:
+        """Puts the states [T, D] of one forward of the target, by layer, into the pages of those who read them."""
+        for method, first in self._first_layer.items():
+            if wanted := self._built[method].needs.taps:
+                view.keep(first, [taps[layer] for layer in wanted])
 
     def chain(self, name: str) -> tuple[str, ...]:
         """The methods behind a name, asked one after the other until one has a draft; none for plain decoding."""
@@ -144,7 +156,7 @@ class Proposers:
                 outcome[i] = Decision(None, 0, spans[i].seq.off)
         return drafts, outcome
 
-    def observe(self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: Tensor | None) -> None:
+    def observe(self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: States) -> None:
         """Tells each method that was asked what became of its sequences; `verdicts` by sequence id."""
         asked: dict[str, list[Sequence]] = defaultdict(list)
         for span, decision in zip(spans, decisions, strict=True):

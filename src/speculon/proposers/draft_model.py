@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +20,12 @@ from speculon.batch import Batch
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Verdict
 from speculon.errors import ConfigError, ModelError
-from speculon.grammar import Scouts
 from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
-from speculon.proposers.base import TargetFacts
-from speculon.sampling import NEVER, Row, pick, weigh
+from speculon.proposers.base import States, TargetFacts
+from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.sampling import NEVER
 from speculon.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "draft_model"
-
-Piece = tuple[Sequence, int, list[int]]  # a sequence, a position in it, and the ids from there on
 
 
 class DraftModel:
@@ -71,78 +70,41 @@ class DraftModel:
         """Nothing yet: the prompt is computed with the first draft."""
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        drafts: list[list[int]] = [[] for _ in seqs]
-        sure: list[list[float]] = [[] for _ in seqs]
-        probs: list[list[Tensor]] = [[] for _ in seqs]
-        scouts = Scouts(seqs)
-        active = list(range(len(seqs)))
-        self._catch_up(seqs, lease)
-        while active:
-            logits = self._next([(seqs[i], drafts[i]) for i in active], lease)  # [len(active), V]
-            bans = scouts.forbid(active, logits.device)
-            rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
-            weights = weigh(logits, rows)
-            tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
-            chosen = torch.tensor(tokens, device=logits.device)[:, None]
-            confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
-            for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
-                drafts[i].append(token)
-                sure[i].append(share)
-                if seqs[i].rejection:
-                    probs[i].append(weights[row].softmax(-1))
-            active = [
-                i
-                for i in active
-                if scouts.go_on(i, drafts[i][-1]) and len(drafts[i]) < budgets[i] and sure[i][-1] >= self.min_confidence
-            ]
-        return [
-            Draft(tuple(d), (NAME,) * len(d), torch.stack(q) if q else None, tuple(c))
-            for d, q, c in zip(drafts, probs, sure, strict=True)
-        ]
+        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease))
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+        def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
+            if not drafts[which[0]]:
+                return self._next([rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which], lease)
+            ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
+            pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+            return self._next(pieces, [drafts[i][-1:] for i in which], lease)
+
+        return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
         """Nothing to learn: the commit has set `seq.drafted` back to what was accepted."""
 
     def release(self, seq: Sequence) -> None:
         """Its pages go with the target's."""
 
-    def _catch_up(self, seqs: list[Sequence], lease: DraftLease) -> None:
-        """Computes what is missing, in calls of at most `max_rows` rows, until the next call can take the rest."""
-        while sum(len(seq.tokens) - seq.drafted.get(NAME, 0) for seq in seqs) > self.max_rows:
-            room, pieces = self.max_rows, []
-            for seq in seqs:
-                start = seq.drafted.get(NAME, 0)
-                missing = seq.tokens[start:-1][:room]  # the last token is for the call that is scored
-                pieces += [(seq, start, missing)] * bool(missing)
-                room -= len(missing)
-            if not pieces:
-                return
-            self._forward(pieces, [], lease)
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
+        self._forward(pieces, [seq.tokens[start:end] for seq, start, end in pieces], [], lease)
 
-    def _next(self, texts: list[tuple[Sequence, list[int]]], lease: DraftLease) -> Tensor:
-        """Logits [B, V] after each text, computing what its layers have not seen."""
-        pieces: list[Piece] = []
-        last, row = [], -1
-        for seq, draft in texts:
-            start, written = seq.drafted.get(NAME, 0), len(seq.tokens)
-            ids = [*seq.tokens[start:], *draft] if start < written else draft[start - written :]
-            row += len(ids)
-            last.append(row)
-            pieces.append((seq, start, ids))
-        logits = self._forward(pieces, last, lease)[:, : self.vocab_size]
+    def _next(self, pieces: list[Piece], ids: list[list[int]], lease: DraftLease) -> Tensor:
+        """Logits [B, V] after each piece."""
+        ends = [total - 1 for total in accumulate(len(piece) for piece in ids)]
+        logits = self._forward(pieces, ids, ends, lease)[:, : self.vocab_size]
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)  # one of the two may be padded
 
-    def _forward(self, pieces: list[Piece], scored: list[int], lease: DraftLease) -> Tensor:
+    def _forward(self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease) -> Tensor:
         """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
-        ids = [token for _, _, piece in pieces for token in piece]
-        positions = [start + i for _, start, piece in pieces for i in range(len(piece))]
-        spans = [(seq, start, start + len(piece)) for seq, start, piece in pieces]
-        flat = (torch.tensor(numbers, dtype=torch.long, device=self.model.device) for numbers in (ids, positions, scored))
+        positions = [position for _, start, end in pieces for position in range(start, end)]
+        rows = ([token for piece in ids for token in piece], positions, scored)
+        flat = (torch.tensor(numbers, dtype=torch.long, device=self.model.device) for numbers in rows)
         input_ids, position_ids, score_rows = flat
         batch = Batch([], input_ids[None], position_ids[None], score_rows)
-        logits = self.model.forward(batch, lease.view(spans)).logits
-        for seq, _, end in spans:
-            seq.drafted[NAME] = end
+        logits = self.model.forward(batch, lease.view(pieces)).logits
+        mark(NAME, pieces)
         return logits
 
 

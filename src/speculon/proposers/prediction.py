@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 from speculon.config import MAX_DRAFTS, SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
-from speculon.proposers.base import TargetFacts
+from speculon.proposers.base import States, TargetFacts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from speculon.kv.lease import DraftLease
 
 NAME = "prediction"
@@ -96,7 +94,7 @@ class Prediction:
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: Tensor | None) -> None:
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
         """Nothing to learn: the next proposal reads the committed tokens."""
 
     def release(self, seq: Sequence) -> None:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Draft, Needs, Verdict
 from speculon.core import Sequence as Text
-from speculon.proposers.base import TargetFacts
+from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.pools import LONGEST, Found, Pools, Trail, key_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from speculon.kv.lease import DraftLease
 
 NAME = "suffix"
@@ -94,7 +92,7 @@ class Suffix:
     def propose(self, seqs: list[Text], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
 
-    def observe(self, seqs: list[Text], verdicts: list[Verdict], taps: Tensor | None) -> None:
+    def observe(self, seqs: list[Text], verdicts: list[Verdict], taps: States) -> None:
         """Nothing to learn: the next proposal reads the committed tokens."""
 
     def release(self, seq: Text) -> None:

@@ -36,7 +36,9 @@ class Text:
         self.stats: RequestStats | None = None
         self._job, self._tokenizer, self._reply = job, tokenizer, job.reply()
         self._stream = Stream(tokenizer, stops=p.stop, skip_special_tokens=p.skip_special_tokens)
-        self._before = 0  # characters of an echoed prompt
+        self.echoed = 0  # characters of the prompt that the answer begins with
+        self.said: list[Delta] = []  # so far, where it is to be captured
+        self.reason: str | None = None  # why it ended, as clients are told
         self._prompt = prompt if job.echo else []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -56,17 +58,18 @@ class Text:
         if event.logprobs is not None or logprobs is not None:
             logprobs = self._logprobs(logprobs, event.logprobs or (), starts)
         deltas = self._reply.push(echo + text)
-        if event.finish is None:
-            return Piece(self.index, deltas, logprobs)
-        deltas += self._reply.end()
-        reason = "tool_calls" if event.finish.reason == "stop" and self._reply.called else event.finish.reason
-        return Piece(self.index, deltas, logprobs, reason, event.finish.matched)
+        if event.finish:
+            deltas += self._reply.end()
+            self.reason = "tool_calls" if event.finish.reason == "stop" and self._reply.called else event.finish.reason
+        if self._job.asked:
+            self.said += deltas
+        return Piece(self.index, deltas, logprobs, self.reason, event.finish.matched if event.finish else None)
 
     def _echo(self) -> tuple[str, Any]:
         """The prompt's text and log-probabilities, once; the first token has none, since nothing precedes it."""
         ids, self._prompt = self._prompt, []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        self._before = len(text)
+        self.echoed = len(text)
         if self._job.params.prompt_logprobs is None:
             return text, None
         _, starts = follow(Stream(self._tokenizer, skip_special_tokens=False), ids)
@@ -77,7 +80,7 @@ class Text:
     def _logprobs(self, echoed: Any, lps: Iterable[TokenLogprobs], starts: list[int]) -> Any:
         if self._job.kind == "chat.completion":
             return {"content": [self._token(lp) for lp in lps]}
-        table = self._table(lps, [self._before + start for start in starts])
+        table = self._table(lps, [self.echoed + start for start in starts])
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
     def _token(self, lp: TokenLogprobs) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def create_app(server: Server, version: str) -> FastAPI:
     add_models(app, server)
     add_texts(app, server)
     add_pools(app, server)
+    add_capture(app, server)
     return app
 
 
@@ -102,6 +103,22 @@ def add_pools(app: FastAPI, server: Server) -> None:
             raise InvalidParameter("query", [name for name, _ in said], "takes pool, once, or nothing")
         if not await server.engine.forget_pools(request.state.tenant, None if pool is None else pool_of(pool)):
             raise HTTPException(404, "nothing is remembered under this name and API key")
+        return Response(status_code=204)
+
+
+def add_capture(app: FastAPI, server: Server) -> None:
+    responses: dict[int | str, dict[str, Any]] = {**RESPONSES, 404: {**RESPONSES[404], "description": "Nothing is captured"}}
+
+    @app.delete("/v1/speculation/capture", status_code=204, responses=responses)
+    async def forget(request: Request) -> Response:
+        """Delete the texts that were captured of this API key."""
+        if request.query_params:  # who names a user must not think that his texts alone are deleted
+            raise InvalidParameter("query", list(request.query_params), "takes nothing: all of this API key is deleted")
+        try:
+            if server.capture is None or not await server.capture.forget(request.state.tenant):
+                raise HTTPException(404, "nothing is captured of this API key")
+        except OSError as error:
+            raise HTTPException(500, f"it could not be deleted: {error.strerror or error}") from None
         return Response(status_code=204)
 
 
@@ -173,7 +190,9 @@ async def answer(server: Server, request: Request, prefix: str, read: Callable[[
     if session.job.stream:
         return EventStream(session, record)
     try:
-        return JSONResponse(await unless_gone(request, gather(session, record)))
+        response = JSONResponse(await unless_gone(request, gather(session, record)))
+        session.done()
+        return response
     finally:
         session.close()
 
@@ -181,8 +200,8 @@ async def answer(server: Server, request: Request, prefix: str, read: Callable[[
 class Session:
     """A job in the engine, and its answer so far."""
 
-    def __init__(self, answer: Answer, mailbox: Any, seconds: float | None):
-        self.answer, self.job, self._mailbox = answer, answer.job, mailbox
+    def __init__(self, answer: Answer, mailbox: Any, seconds: float | None, done: Callable[[Answer], None]):
+        self.answer, self.job, self._mailbox, self._done = answer, answer.job, mailbox, done
         self._until = asyncio.get_running_loop().time() + seconds if seconds else None
 
     async def pieces(self, record: Record) -> AsyncIterator[list[Any]]:
@@ -205,6 +224,10 @@ class Session:
             record.hear(events)
             yield [piece for event in events if (piece := self.answer.push(event)) is not None]
 
+    def done(self) -> None:
+        """All of it is on its way to the client."""
+        self._done(self.answer)
+
     def close(self) -> None:
         self._mailbox.close()
 
@@ -213,7 +236,8 @@ async def begin(server: Server, answer_id: str, tenant: str, read: Callable[[], 
     server.check_ready()
     job = await server.read(read)
     mailbox = await server.submit(job, answer_id, tenant)
-    return Session(Answer.to(job, answer_id, server.house.name, server.house.tokenizer), mailbox, server.config.request_timeout)
+    answer = Answer.to(job, answer_id, server.house.name, server.house.tokenizer)
+    return Session(answer, mailbox, server.config.request_timeout, lambda answer: server.keep(answer, tenant))
 
 
 async def gather(session: Session, record: Record) -> dict[str, Any]:
@@ -245,6 +269,7 @@ class EventStream(StreamingResponse):
                 yield b"".join(line(answer.chunk(piece)) for piece in batch)
             for chunk in answer.last():
                 yield line(chunk)
+            session.done()
         except SpeculonError as error:
             yield self._last_words(error)
         except Exception as error:

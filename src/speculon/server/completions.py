@@ -9,6 +9,7 @@ from typing import Any
 from speculon.errors import InvalidParameter
 from speculon.server.calls import Named, Required, Spoken, calls_schema, recognise
 from speculon.server.job import DEFAULT_TOKENS, House, Job, sampling_of, shared, text_of
+from speculon.server.lines import ask_chat, ask_completion
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 
 TOOLS_TOLD = "You can call these functions. Answer with a JSON array of calls, each with its name and arguments:"  # where a
@@ -26,7 +27,8 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
     if echoed is not None and max_tokens == 1:
         # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an end of text, too.
         params = params.model_copy(update={"ignore_eos": True})
-    return Job("text_completion", prompts, params, echo=bool(body.echo), **shared(body, house))
+    asked = ask_completion(body, prompts, house)
+    return Job("text_completion", prompts, params, echo=bool(body.echo), asked=asked, **shared(body, house))
 
 
 def read_prompts(prompt: Any, house: House) -> list[list[int]]:
@@ -50,7 +52,8 @@ def read_chat(body: ChatRequest, house: House) -> Job:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=forced,
     )
-    return Job("chat.completion", [prompt], params, reply=reply, **shared(body, house))
+    asked = ask_chat(body, tools_in_use(body), house)
+    return Job("chat.completion", [prompt], params, reply=reply, asked=asked, **shared(body, house))
 
 
 def tools_in_use(body: ChatRequest) -> list[Tool]:

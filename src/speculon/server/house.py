@@ -14,6 +14,8 @@ from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine, Mailbox
 from speculon.engine.wire import Add, Ready
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
+from speculon.server.answer import Answer
+from speculon.server.capture import Capture
 from speculon.server.door import OPEN_PATHS
 from speculon.server.job import House, Job
 from speculon.server.metrics import Metrics
@@ -41,7 +43,8 @@ class Server:
         self._tokenizer = tokenizer or self._load_tokenizer
         self.name = self.config.served_model_name or self._model
         self.engine = engine or AsyncEngine(settings, on_stage)
-        self.metrics = Metrics(self.engine, self.name)
+        self.capture = Capture.of(self.config)
+        self.metrics = Metrics(self.engine, self.name, self.capture)
         self.began = int(time())
         self.draining = False
         self.loaded = asyncio.Event()
@@ -59,6 +62,8 @@ class Server:
             await asyncio.gather(loading, return_exceptions=True)
             await self.engine.stop()
             self._reader.shutdown(wait=False, cancel_futures=True)
+            if self.capture is not None:
+                await self.capture.close()
 
     @property
     def house(self) -> House:
@@ -109,6 +114,11 @@ class Server:
         speculation = job.speculation.model_copy(update={"tenant": tenant})
         asked = [Add(f"{answer_id}-{i}", ids, job.params, speculation) for i, ids in enumerate(job.prompts)]
         return await self.engine.submit(asked)
+
+    def keep(self, answer: Answer, tenant: str) -> None:
+        """An answer has been given; its texts are captured where the settings, the client and its key allow it."""
+        if self.capture is not None:
+            self.capture.take(answer, tenant)
 
     def finish(self, record: Record) -> None:
         """One request is over. Texts and refusals leave a line; probes and scrapes do not."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from speculon.config import RequestSpeculation, SamplingParams, ServeConfig
+from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
+from speculon.serve_config import ServeConfig
 from speculon.server.calls import Reply, Spoken
 from speculon.server.schemas import Content, Sampling
 from speculon.text import Tokenizer
@@ -66,6 +67,7 @@ class Job:
     usage: bool = False  # in the stream's last chunk
     stats: bool = False
     echo: bool = False
+    asked: tuple[bytes, ...] = ()  # each prompt, as it is captured; empty: nothing is
     reply: Callable[[], Reply] = field(default=Spoken)
 
     @property

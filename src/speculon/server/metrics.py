@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from speculon.core import Load, Reason
 from speculon.engine.wire import Ready
+from speculon.server.capture import Capture
 from speculon.server.record import Record
 from speculon.telemetry import EngineCounters
 
@@ -30,9 +31,11 @@ class Reading(Protocol):
 
 
 class Metrics:
-    def __init__(self, engine: Reading, model: str):
+    def __init__(self, engine: Reading, model: str, capture: Capture | None = None):
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model))
+        if capture is not None:
+            self._registry.register(CaptureCollector(capture))
         own = self._registry
         self._answers = Counter("speculon_http_requests", "answers given", ["route", "status"], registry=own)
         self._finished = Counter("speculon_requests", "requests that were served, by how they ended", ["finish"], registry=own)
@@ -135,6 +138,21 @@ class EngineCollector(Collector):
         for position, accepted in sorted(totals.accepted_at.items()):
             family.add_metric((*labels, str(position)), accepted)
         yield family
+
+
+class CaptureCollector(Collector):
+    """What was captured; there is nothing of it where nothing is to be."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+
+    def collect(self) -> Iterator[Metric]:
+        capture = self._capture
+        yield gauge("capturing", "1 while texts are captured, 0 once the disk has refused one", capture.open)
+        yield counter("captured_texts", "texts written for training", {(): capture.texts})
+        yield counter("captured_bytes", "bytes of them", {(): capture.bytes})
+        yield counter("capture_lost_texts", "texts that the disk refused or was too slow for", {(): capture.lost})
+        yield gauge("capture_disk_bytes", "on the disk, in blocks, with what earlier processes captured", capture.taken)
 
 
 def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:

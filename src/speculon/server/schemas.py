@@ -116,7 +116,7 @@ class Ignored(Body):
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    store: bool | None = Field(None, description="false: this request is not captured, where the server captures its traffic")
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -1,0 +1,133 @@
+"""What the shipped EAGLE-3 head brings, beside plain decoding and the shipped draft model, and where the time goes.
+
+    python recipes/eagle3/figures.py --cases 12 --repeats 3
+
+Greedy continuations of held-out files that do not run in circles (the `code` workload), one at a time. Every mode writes every
+text; a ratio is thread time of plain decoding / thread time of the mode on the same text, one soon after the other, prompts
+included; shown is the median. A target of another depth is calculated, not run: a step's forward grows with the layers, and
+all else of a round (drafting, choosing, bookkeeping) stays as it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import torch
+
+from speculon import LLM
+from speculon.bench import workloads
+from speculon.bench.measure import loops
+from speculon.telemetry import RequestStats
+
+OFF = "off"
+DEPTHS = range(1, 129)
+
+
+@dataclass
+class Mode:
+    """What one mode measured over all texts."""
+
+    ratios: list[float] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # part of a step -> ms
+    steps: int = 0
+
+    def per_step(self, part: str) -> float:
+        return self.parts[part] / self.steps
+
+    @property
+    def tokens(self) -> float:
+        """Per target call that decodes."""
+        return self.stats.emitted / self.stats.target_calls
+
+    def rate(self, depth: int, of: int) -> float:
+        """Tokens per ms, if the target had `depth` layers instead of `of`."""
+        forward = self.per_step("forward") * depth / of
+        rest = sum(self.parts.values()) / self.steps - self.per_step("forward")
+        return self.tokens / (forward + rest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", default="demo-eagle3", help="the head's folder")
+    parser.add_argument("--cases", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    draft = {"draft_model": "demo-draft", "eagle3": asked.head}
+    llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"method": OFF, "draft": draft})
+    size = workloads.Size(asked.cases * 12, asked.tokens, llm.engine.max_context)
+    cases = []
+    for case in workloads.build("code", llm.tokenizer, size):
+        if not loops(llm.generate([case.prompt], case.params, speculation={"method": OFF})[0].token_ids):
+            cases.append(case)
+        if len(cases) == asked.cases:
+            break
+    asks = [(OFF, 0), *((method, k) for method in draft for k in asked.drafts)]
+    modes = {ask: Mode() for ask in asks}
+    for _ in range(asked.repeats):
+        for case in cases:
+            plain = measure(llm, case, modes[asks[0]], OFF, 0)
+            for method, k in asks[1:]:
+                modes[method, k].ratios.append(plain / measure(llm, case, modes[method, k], method, k))
+    report(modes, len(cases), asked, llm)
+
+
+def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> float:
+    """Thread seconds of one text; what it said is added to `mode`."""
+    counters = llm.engine.counters
+    before, steps = dict(counters.profile), counters.steps
+    asked: dict[str, Any] = {"method": method, **({"num_speculative_tokens": k} if k else {})}
+    began = thread_time()
+    (out,) = llm.generate([case.prompt], case.params, speculation=asked)
+    took = thread_time() - began
+    mode.stats.add(out.outputs[0].stats)
+    mode.steps += counters.steps - steps
+    for part, ms in counters.profile.items():
+        mode.parts[part] += ms - before[part]
+    return took
+
+
+def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Namespace, llm: LLM) -> None:
+    layers, plain = len(llm.engine.target.layers), modes[OFF, 0]
+    threads = f"{platform.machine()}, {os.cpu_count()} cores, one thread; torch {torch.__version__}"
+    print(f"{cases} texts of up to {asked.tokens} tokens, {asked.repeats} times; {threads}\n")
+    print("| method | K | tokens per target call | accepted, by position | x plain | ms a step: forward | draft | rest |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (method, k), mode in modes.items():
+        said = mode.stats.speculation()
+        positions = " ".join(f"{share:.0%}" for share in said.per_position) if said else "-"
+        ratio = f"{median(mode.ratios):.2f}" if mode.ratios else "1"
+        forward, draft = mode.per_step("forward"), mode.per_step("propose")
+        rest = sum(mode.parts.values()) / mode.steps - forward - draft
+        numbers = f"{mode.tokens:.2f} | {positions} | {ratio} | {forward:.2f} | {draft:.2f} | {rest:.2f}"
+        print(f"| {method} | {k or '-'} | {numbers} |")
+    print()
+    for method in ("draft_model", "eagle3"):
+        tried = [mode for (name, _), mode in modes.items() if name == method]
+        for rival, others in (("plain decoding", [plain]), *beside(modes, method)):
+            depth = next((d for d in DEPTHS if best(tried, d, layers) > best(others, d, layers)), None)
+            where = f"from {depth} layers on" if depth else f"at no depth up to {DEPTHS[-1]}"
+            print(f"- `{method}` at its best K is faster than {rival} {where} (the target has {layers}).")
+
+
+def beside(modes: dict[tuple[str, int], Mode], method: str) -> list[tuple[str, list[Mode]]]:
+    other = "eagle3" if method == "draft_model" else "draft_model"
+    return [(f"`{other}` at its best", [mode for (name, _), mode in modes.items() if name == other])]
+
+
+def best(modes: list[Mode], depth: int, of: int) -> float:
+    return max(mode.rate(depth, of) for mode in modes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""`speculon inspect` of a drafter: what its headers say, and whether it fits a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from speculon.commands.options import as_json_error
+from speculon.commands.screen import EXIT_REFUSED, print_json
+from speculon.errors import ModelError, UnsupportedModel
+from speculon.models.drafters import MAKERS, Eagle3
+from speculon.models.families import Family
+from speculon.models.pairing import check_fit
+from speculon.models.recognise import Checkpoint
+
+Facts = dict[str, Any]
+
+WORDS = {
+    "path": "folder",
+    "found": "drafter",
+    "method": "method",
+    "dialect": "written by",
+    "attention": "attention",
+    "rope": "RoPE",
+    "taps": "taps",
+    "norms": "norms",
+    "own": "of its own",
+    "speculative_tokens": "drafts suggested",
+    "verifier": "made for",
+    "notes": "notes",
+}
+
+
+def show(family: Family, target: Checkpoint | None, as_json: bool) -> None:
+    """Prints what it is; ends with a refusal where it is not carried, or does not fit the target."""
+    facts, refusal = facts_of(family), None
+    try:
+        if family.method is None:
+            raise UnsupportedModel(f"{family.path}: {family.refusal}")
+        if target is not None:
+            facts |= fit_of(family, target)
+    except ModelError as error:
+        refusal = error
+        facts |= {"fits": False, "target": target and str(target.path), **as_json_error(error)}
+    print_json(facts) if as_json else Console(soft_wrap=True, highlight=False).print(as_table(facts))
+    if refusal:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def facts_of(family: Family) -> Facts:
+    return {
+        "path": str(family.path),
+        "found": family.line,
+        "method": family.method,
+        **(head_facts(family.sheet) if family.sheet else {}),
+    }
+
+
+def head_facts(sheet: Eagle3) -> Facts:
+    windows = sorted({window for window in sheet.windows if window})
+    return {
+        "dialect": sheet.dialect,
+        "attention": f"{sheet.heads} heads of {sheet.head_dim}, {sheet.kv_heads} for keys and values, "
+        + (f"window {', '.join(map(str, windows))}" if windows else "full"),
+        "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
+        "taps": sheet.tap_words(),
+        "norms": [name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(sheet, name)],
+        "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in sheet.names],
+        "speculative_tokens": sheet.speculative_tokens,
+        "verifier": list(sheet.verifier),
+        "notes": list(sheet.notes),
+    }
+
+
+def fit_of(family: Family, target: Checkpoint) -> Facts:
+    odd = check_fit(family, target)
+    facts: Facts = {"fits": True, "target": str(target.path), "odd": list(odd)}
+    if family.sheet:
+        facts |= {"found": family.beside(target.num_layers).line, "taps": family.sheet.tap_words(target.num_layers)}
+    return facts
+
+
+def as_table(facts: Facts) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, words in WORDS.items():
+        if facts.get(name) not in (None, []):
+            table.add_row(Text(words, style="dim"), Text(in_words(name, facts[name])))
+    if "fits" in facts:
+        table.add_row(Text("fits" if facts["target"] else "carried", style="dim"), verdict(facts))
+    return table
+
+
+def in_words(name: str, value: Any) -> str:
+    if name == "dialect":
+        return MAKERS[value]
+    between = "\n" if name == "notes" else ", "
+    return between.join(value) if isinstance(value, list) else str(value)
+
+
+def verdict(facts: Facts) -> Text:
+    if not facts["fits"]:
+        return Text(f"no: {facts['error']['message']}", style="red")
+    return Text("\n".join((f"yes: {facts['target']}", *facts["odd"])), style="green")

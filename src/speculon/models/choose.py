@@ -1,0 +1,53 @@
+"""The drafters of an engine: those that are set, those that are found beside the model, and the one that ships with `demo`."""
+
+from __future__ import annotations
+
+import logging
+
+from speculon.config import EngineConfig, ModelObject
+from speculon.errors import ModelNotFound, UnsupportedModel
+from speculon.models.families import DRAFT_MODEL, family_of
+from speculon.models.load import locate
+from speculon.models.pairing import AUTO, is_search, search
+from speculon.models.recognise import recognise
+
+log = logging.getLogger("speculon")
+
+
+def with_drafts(config: EngineConfig) -> EngineConfig:
+    """The settings with each drafter under the method it is for. Raises `ModelError` for one that is of no use here."""
+    draft = config.speculation.draft
+    if draft is None:
+        return set_drafts(config, "demo-draft") if config.model == "demo" else config
+    if not isinstance(draft, str):
+        return config
+    if is_search(draft):
+        return set_drafts(config, find_drafts(config, draft))
+    return set_drafts(config, by_method(draft))
+
+
+def set_drafts(config: EngineConfig, draft: str | dict[str, str | ModelObject]) -> EngineConfig:
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update={"draft": draft})})
+
+
+def by_method(draft: str) -> str | dict[str, str | ModelObject]:
+    """A path alone stays as it is where it is a draft model's, or nothing is there: its loader says so better."""
+    try:
+        folder = locate(draft)
+        family = family_of(folder)
+    except ModelNotFound:
+        return draft
+    if family.method is None:
+        raise UnsupportedModel(f"{folder}: {family.refusal}")
+    return draft if family.method == DRAFT_MODEL else {family.method: draft}
+
+
+def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
+    """Looks around the target's folder, and says in the log what it made of every one there."""
+    folder = locate(config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle)
+    found = search(draft, recognise(folder))
+    for line in found.lines:
+        log.info("draft %s: %s", AUTO, line)
+    if not found.drafts:
+        log.info("draft %s: no drafter for %s: look-ups only", AUTO, folder)
+    return dict(found.drafts)

@@ -1,0 +1,72 @@
+"""Drafting token by token with a model, whatever it reads: the loop over draft positions, and the rows it lags behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from speculon.core import Draft, Sequence
+from speculon.grammar import Scouts
+from speculon.sampling import Row, pick, weigh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Piece = tuple[Sequence, int, int]  # a sequence, and the positions from one up to another
+Guess = Callable[[list[int], list[list[int]]], "Tensor"]  # (which texts, all drafts so far) -> logits [len(which), V]
+
+
+def draft_chain(method: str, seqs: list[Sequence], budgets: list[int], guess: Guess, min_confidence: float) -> list[Draft]:
+    """A draft per sequence, one position after the other for all of them; it ends where the drafter is less sure than this."""
+    drafts: list[list[int]] = [[] for _ in seqs]
+    sure: list[list[float]] = [[] for _ in seqs]
+    probs: list[list[Tensor]] = [[] for _ in seqs]
+    scouts = Scouts(seqs)
+    active = list(range(len(seqs)))
+    while active:
+        logits = guess(active, drafts)  # [len(active), V]
+        bans = scouts.forbid(active, logits.device)
+        rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
+        weights = weigh(logits, rows)
+        tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
+        chosen = torch.tensor(tokens, device=logits.device)[:, None]
+        confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
+        for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
+            drafts[i].append(token)
+            sure[i].append(share)
+            if seqs[i].rejection:
+                probs[i].append(weights[row].softmax(-1))
+        active = [
+            i for i in active if scouts.go_on(i, drafts[i][-1]) and len(drafts[i]) < budgets[i] and sure[i][-1] >= min_confidence
+        ]
+    return [
+        Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c))
+        for d, q, c in zip(drafts, probs, sure, strict=True)
+    ]
+
+
+def catch_up(method: str, seqs: list[Sequence], most: int, read: Callable[[list[Piece]], object], first: int = 0) -> list[Piece]:
+    """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the rest.
+
+    Returns that rest, which holds each sequence's last token; positions below `first` are never read.
+    """
+    while True:
+        rest = [(seq, max(first, seq.drafted.get(method, 0)), len(seq.tokens)) for seq in seqs]
+        room, pieces = most, []
+        if sum(end - start for _, start, end in rest) <= most:
+            return rest
+        for seq, start, end in rest:
+            stop = min(end - 1, start + room)  # the last token is for the call that is scored
+            pieces += [(seq, start, stop)] * (stop > start)
+            room -= max(0, stop - start)
+        if not pieces:
+            return rest
+        read(pieces)
+
+
+def mark(method: str, pieces: list[Piece]) -> None:
+    """Notes how far the drafter has read now."""
+    for seq, _, end in pieces:
+        seq.drafted[method] = end

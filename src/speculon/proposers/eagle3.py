@@ -1,0 +1,146 @@
+"""A small head over the target's own hidden states guesses token by token (EAGLE-3, Li et al. 2025).
+
+The states of every position lie in pages, as its own keys and values do, so that it may rest and come back, start behind a
+prefix that was found, or be computed again: nothing that it needs is ever lost. See `models.eagle` for which row lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.errors import ConfigError
+from speculon.models.drafters import Eagle3, Shape, check_pair
+from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
+from speculon.models.families import recognise_drafter
+from speculon.models.load import locate
+from speculon.proposers.base import States, TargetFacts
+from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = "eagle3"
+TAPS, FLAGS = "taps", ("norm_before_residual", "norm_output")
+
+PROBE = (
+    "Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and "
+    "keeps those that it would have written itself, so the text is the same, and it comes sooner. How much sooner depends on "
+    "how often the guesses are right: def mean(values): return sum(values) / len(values)"
+)
+
+log = logging.getLogger("speculon")
+
+
+class Eagle3Drafter:
+    """One call of the head per draft position for all sequences of the round."""
+
+    def __init__(self, sheet: Eagle3, target: TargetFacts, min_confidence: float = 0.0):
+        assert target.model is not None
+        self.readings, self.tokenizer = sheet.readings(target.num_layers), target.tokenizer
+        self.sheet, self.target, self.min_confidence = sheet, target.model, min_confidence
+        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
+        self.needs: Needs = head_needs(sheet, self.readings[0], target.model, target.rows, target.scored)
+        self.head: EagleHead
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
+        source = config.drafts.get(NAME)
+        if not isinstance(source, str):
+            raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
+        if target.model is None:
+            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
+        sheet, model = overridden(recognise_drafter(locate(source)), config.options), target.model
+        odd = check_pair(sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__))
+        log.info("%s: %s", NAME, sheet.line(len(model.layers)))
+        for note in (*sheet.notes, *odd):
+            log.warning("%s: %s", NAME, note)
+        return cls(sheet, target, config.draft_min_confidence)
+
+    def load(self) -> None:
+        self.head = load_head(self.sheet, self.target)
+        if len(self.readings) > 1 and self.tokenizer is not None:
+            self.needs = replace(self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context]))
+
+    def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
+        """Where a config's taps can be read in two ways: those with which the head guesses better."""
+        layers = self.needs.layers[1:]
+        shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.readings}
+        best = max(shares, key=lambda taps: shares[taps])
+        told = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
+        log.info("%s: taps can be read in two ways; guessed right on a short text: %s; taken: %s", NAME, told, list(best))
+        return best
+
+    def admit(self, seq: Sequence) -> None:
+        """Nothing yet: the prompt is read with the first draft."""
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        """Nothing after a single token: there are no states before it."""
+        able = [len(seq.tokens) > 1 for seq in seqs]
+        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
+        return [next(drafts) if yes else NO_DRAFT for yes in able]
+
+    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        own = lease.after(1)  # the first layer holds the taps
+        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
+        states: dict[int, Tensor] = {}  # by index, of its last row [H]
+
+        def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
+            if not drafts[which[0]]:
+                after = self._read([rest[i] for i in which], lease)
+            else:
+                ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
+                pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
+                ids = [drafts[i][-1] for i in which]
+                after = self._forward(pieces, ids, torch.stack([states[i] for i in which]), own)
+            states.update(zip(which, after, strict=True))
+            return self.head.logits(after, self.vocab_size)
+
+        return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
+        """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the target's."""
+
+    def release(self, seq: Sequence) -> None:
+        """Its pages go with the target's."""
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
+        """Rows of committed states; the state after each piece."""
+        ids = [token for seq, start, end in pieces for token in seq.tokens[start:end]]
+        taps = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
+        states = self._forward(pieces, ids, self.head.fuse(taps), lease.after(1))
+        mark(NAME, pieces)
+        lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+        return states[lengths.cumsum(0) - 1]
+
+    @torch.inference_mode()
+    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:  # [T, H] -> [T, H]
+        positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
+        flat = torch.tensor([ids, positions], device=states.device)
+        return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
+
+
+def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
+    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target layers, and the flags.
+
+    Raises `ConfigError` for a value of another kind.
+    """
+    said = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
+    for name, value in said.items():
+        good = type(value) is bool if name in FLAGS else isinstance(value, list | tuple) and len(value) == sheet.taps
+        if not good:
+            kind = "true or false" if name in FLAGS else f"a list of {sheet.taps} layers"
+            raise ConfigError(f"options.{name} = {value!r}: for {sheet.path} it is {kind}")
+    taps: dict[str, Any] = {"tap_ids": tuple(said.pop(TAPS)), "after": True} if TAPS in said else {}
+    return replace(sheet, **said, **taps)

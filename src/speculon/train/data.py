@@ -1,0 +1,236 @@
+"""From files to rows of tokens: a function of the data, the seed and the step, so that a resumed run reads what it would have."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from speculon.errors import DataError, InvalidRequest
+
+HELD_OUT = 50  # one document in so many is never trained on
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+Messages = Seq[Mapping[str, Any]]
+
+
+class Tokens(Protocol):
+    """What is asked of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def render_chat(
+        self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None, *, answer_follows: bool = True
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Token ids, which of them are answers, and where the first answer begins (0: a plain text, all of which is learned)."""
+
+    ids: tuple[int, ...]
+    answer: tuple[bool, ...]
+    prompt: int
+
+
+def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> list[Document]:
+    """Every document of files and folders, in the order of their names. Raises DataError with file and line."""
+    found = [one for path in paths for file in files_of(path) for one in documents_in(file, tokens, named=file == path)]
+    if not found:
+        raise DataError(f"{', '.join(map(str, paths))}: not one text in it")
+    most = max(max(document.ids) for document in found)
+    if most >= vocab_size:
+        raise DataError(f"token id {most}: the target's vocabulary ends at {vocab_size - 1}")
+    return found
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or every file below a folder that is not hidden."""
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
+    below = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(file for file in below if file.is_file())
+
+
+def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
+    """Of a file that was named itself; one that was only found in a folder is passed over when it is no text."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        if not named:
+            return
+        raise DataError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    if file.suffix == ".jsonl":
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield from read_line(line, f"{file}:{number}", tokens)
+    elif text.strip():
+        yield from plain(tokens.encode(text))
+
+
+def plain(ids: Seq[int]) -> Iterator[Document]:
+    if ids:
+        yield Document(tuple(ids), (True,) * len(ids), 0)
+
+
+def read_line(line: str, place: str, tokens: Tokens) -> Iterator[Document]:
+    """One line of JSONL; the keys that it has say which kind it is."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON ({error})") from None
+    kind = next((kind for kind in KINDS if isinstance(record, dict) and kind <= record.keys()), None)
+    if kind is None:
+        known = "; ".join(" and ".join(sorted(kind)) for kind in KINDS)
+        raise DataError(f"{place}: none of the known keys in it: {known}")
+    try:
+        yield from KINDS[kind](record, tokens)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    """What the assistant says is the answer: the text that rendering gains by its message, opening words excepted."""
+    messages = record["messages"]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError("messages must be a list of objects with a role")
+    known = (record.get("tools") or (), record.get("chat_template_kwargs"))
+    ids: list[int] = []
+    answer: list[bool] = []
+    shown, prompt = "", 0
+    for number, message in enumerate(messages, 1):
+        if message["role"] != "assistant":
+            continue
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"message {number} has neither content nor tool_calls")
+        before = tokens.render_chat(messages[: number - 1], *known)
+        try:
+            after = tokens.render_chat(messages[:number], *known, answer_follows=False)
+        except InvalidRequest:
+            break  # a template may ask for the call of a tool, and not be able to write it
+        if not before.startswith(shown) or not after.startswith(before):
+            break  # the template rewrites what was said before: the turns up to here stand
+        for part, learned in ((before[len(shown) :], False), (after[len(before) :], True)):
+            more = tokens.encode(part, add_special_tokens=False)
+            ids += more
+            answer += [learned] * len(more)
+            prompt = prompt or (len(ids) if not learned else 0)
+        shown = after
+    if any(answer):
+        yield Document(tuple(ids), tuple(answer), prompt)
+
+
+def completion(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    before = tokens.encode(text_of(record, "prompt"))
+    after = tokens.encode(text_of(record, "completion"), add_special_tokens=False)
+    if after:
+        yield Document((*before, *after), (False,) * len(before) + (True,) * len(after), len(before))
+
+
+def whole(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    yield from plain(tokens.encode(text_of(record, "text")))
+
+
+def token_ids(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    """Ids as they are, of which the first `prompt_tokens` are a prompt."""
+    ids, prompt = record["tokens"], record.get("prompt_tokens", 0)
+    if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
+        raise ValueError("tokens must be a list of token ids")
+    if not isinstance(prompt, int) or not 0 <= prompt <= len(ids):
+        raise ValueError(f"prompt_tokens = {prompt!r}: a number from 0 to {len(ids)}")
+    if len(ids) > prompt:
+        yield Document(tuple(ids), (False,) * prompt + (True,) * (len(ids) - prompt), prompt)
+
+
+def text_of(record: Mapping[str, Any], key: str) -> str:
+    if not isinstance(record[key], str):
+        raise TypeError(f"{key} must be a string")
+    return str(record[key])
+
+
+Reader = Callable[[Mapping[str, Any], Tokens], Iterator[Document]]
+KINDS: Mapping[frozenset[str], Reader] = {
+    frozenset({"messages"}): chat,
+    frozenset({"prompt", "completion"}): completion,
+    frozenset({"tokens"}): token_ids,
+    frozenset({"text"}): whole,
+}
+
+
+def split(documents: Seq[Document]) -> tuple[list[Document], list[Document]]:
+    """Those to learn from, and those held out: by a hash of their tokens, so that copies stay on one side."""
+    held = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT == 0]
+    kept = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT != 0]
+    if not held and len(kept) > 1:
+        held, kept = kept[-1:], kept[:-1]
+    return kept, held
+
+
+def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
+    hashed = blake2b(digest_size=8)
+    for array in arrays:
+        hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Documents laid end to end and cut into rows: ids [n, T], and what each row's token's *successor* counts [n, T].
+
+    A document ends with `end`, where the target has such a token. Attention runs across the border of two documents in a row.
+    """
+
+    ids: Ints
+    weights: Floats
+
+    @classmethod
+    def of(cls, documents: Seq[Document], length: int, end: int | None, prompt_weight: float, seed: int) -> Rows:
+        """Raises DataError where all documents together do not fill one row."""
+        order = random.Random(f"{seed}:pack").sample(range(len(documents)), len(documents))
+        tail = [] if end is None else [end]
+        ids = np.concatenate([np.array([*documents[i].ids, *tail], np.int32) for i in order])
+        answers = np.concatenate([np.array([*documents[i].answer, *(True for _ in tail)]) for i in order])
+        counts = np.where(answers, np.float32(1), np.float32(prompt_weight))
+        following = np.append(counts[1:], np.float32(0))
+        rows = len(ids) // length
+        if not rows:
+            raise DataError(f"{len(ids)} tokens in all: one row takes {length}")
+        whole = cls(ids[: rows * length].reshape(rows, length), following[: rows * length].reshape(rows, length))
+        useful = whole.weights.sum(-1) > 0
+        if not useful.any():
+            raise DataError("no answer to learn in any row")
+        return cls(whole.ids[useful], whole.weights[useful])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def chosen(self, seed: int, step: int, count: int) -> list[int]:
+        """Which rows step `step` (from 0) reads: every pass over all of them has an order of its own."""
+        picked: list[int] = []
+        orders: dict[int, list[int]] = {}
+        for place in range(step * count, (step + 1) * count):
+            turn, offset = divmod(place, len(self))
+            if turn not in orders:
+                orders[turn] = random.Random(f"{seed}:{turn}").sample(range(len(self)), len(self))
+            picked.append(orders[turn][offset])
+        return picked
+
+    def hash(self, rows: Seq[int]) -> str:
+        """Of what a batch of these rows holds."""
+        return digest(self.ids[list(rows)], self.weights[list(rows)]).hex()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything."""
+        return digest(self.ids, self.weights).hex()

@@ -1,0 +1,123 @@
+"""From settings to a student: a small causal language model that guesses what this target says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from speculon.errors import InvalidParameter
+from speculon.models.load import load_tokenizer, quiet
+from speculon.train.data import Rows
+from speculon.train.losses import kl
+from speculon.train.settings import DraftSettings
+from speculon.train.teacher import Batch, Teacher
+
+FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target gets a llama
+DRAFTS = 4  # per round, when it is tried out
+
+
+class SmallModel(nn.Module):
+    """A stock model as a student. Parameters bear its own names."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> [B, T, H]"""
+        last: Tensor = self.model.get_decoder()(ids, use_cache=False).last_hidden_state
+        return last
+
+    def loss(self, batch: Batch) -> Tensor:
+        """KL, a mean over the positions that count."""
+        hidden, head = self.hidden(batch.ids).flatten(0, 1), self.model.get_output_embeddings().weight
+        return kl(hidden, head, batch.p.flatten(0, 1), batch.entropy.flatten(), batch.weights.flatten())
+
+    def guesses(self, batch: Batch) -> Tensor:
+        """Whether its best token is the target's, at each position that counts [1, M]."""
+        best = self.model.get_output_embeddings()(self.hidden(batch.ids)).argmax(-1)
+        return (best == batch.best)[batch.weights > 0][None]
+
+
+class SmallDraft:
+    """How `train draft` makes its student, and what it writes in the end."""
+
+    method = "draft"
+    taps: tuple[int, ...] | None = ()
+
+    def __init__(self, settings: DraftSettings):
+        self.settings = settings
+
+    @property
+    def spare(self) -> int:
+        """Tokens of a row from which nothing is guessed."""
+        return 0
+
+    def student(self, teacher: Teacher, rows: Rows) -> SmallModel:
+        """A model of few layers, which begins with the target's own parameters where the widths agree."""
+        config = config_of(self.settings, teacher)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()  # what is not copied from the target begins by adding nothing
+        copy_alike(teacher.model, model, config.num_hidden_layers, len(teacher.layers))
+        return SmallModel(model.to(teacher.device))
+
+    def write(self, student: SmallModel, teacher: Teacher, target: str, folder: Path) -> None:
+        """The model in bf16, and the target's tokenizer beside it."""
+        with quiet():
+            copy.deepcopy(student.model).to(torch.bfloat16).save_pretrained(folder)
+        load_tokenizer(target).save_pretrained(folder)
+
+    def speculation(self, folder: Path) -> Mapping[str, Any]:
+        """Settings under which `LLM` drafts with what was written."""
+        return {"method": "draft_model", "draft": {"draft_model": str(folder)}, "num_speculative_tokens": DRAFTS}
+
+
+def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
+    """The target's own config with fewer layers, or a llama's with its numbers."""
+    theirs = teacher.config
+    hidden, heads = settings.hidden or teacher.width, settings.heads or theirs.num_attention_heads
+    kv_heads = settings.kv_heads or min(heads, getattr(theirs, "num_key_value_heads", heads))
+    if heads % kv_heads:
+        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
+    numbers = {
+        "num_hidden_layers": settings.layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": getattr(theirs, "head_dim", None) or teacher.width // theirs.num_attention_heads,
+        "intermediate_size": settings.intermediate or getattr(theirs, "intermediate_size", None) or 4 * hidden,
+    }
+    if theirs.model_type in FAMILIES:
+        known = {name: value for name, value in theirs.to_dict().items() if name != "layer_types"}
+        return type(theirs)(**{**known, **numbers})
+    same = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+    return LlamaConfig(**{name: getattr(theirs, name) for name in same if hasattr(theirs, name)}, **numbers)
+
+
+@torch.no_grad()
+def copy_alike(target: nn.Module, draft: nn.Module, layers: int, depth: int) -> None:
+    """Copies parameters of one shape: those of the first half of the layers from the bottom, of the others from the top."""
+    sources = dict(target.named_parameters())
+    for name, parameter in draft.named_parameters():
+        source = sources.get(source_name(name, layers, depth))
+        if source is not None and source.shape == parameter.shape:
+            parameter.copy_(source)
+
+
+def source_name(name: str, layers: int, depth: int) -> str:
+    """`model.layers.1.mlp...` of a draft of 2 layers is `model.layers.19.mlp...` of a target of 20."""
+    before, found, after = name.partition("layers.")
+    if not found:
+        return name
+    number, _, rest = after.partition(".")
+    layer = int(number)
+    return f"{before}{found}{layer if layer < (layers + 1) // 2 else max(depth - layers + layer, 0)}.{rest}"

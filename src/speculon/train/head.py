@@ -1,0 +1,194 @@
+"""An EAGLE-3 head as it is trained: the module, and the training-time test (Li 2025) that it is trained by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculon.train.losses import attention, kl
+from speculon.train.teacher import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForm:
+    """Every number a head is built from. Widths: H of the head, which is that of the target here."""
+
+    hidden: int
+    taps: tuple[int, ...]
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    draft_vocab_size: int
+    eps: float
+    theta: float
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+
+class Norm(nn.Module):
+    """RMSNorm, in fp32 whatever the products run in."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, form: HeadForm, width: int):
+        super().__init__()
+        self.dim = form.head_dim
+        self.q_proj = nn.Linear(width, form.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(width, form.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(width, form.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(form.heads * self.dim, form.hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x [B, N, width] of this step; `past` holds the keys and values of the earlier ones, and gets this one's."""
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        widths = [part.out_features for part in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (t.unflatten(-1, (-1, self.dim)).transpose(1, 2) for t in F.linear(x, weight).split(widths, -1))
+        past.append((rotate(k, *rope), v))  # [B, KV, N, D]
+        mixed = attention(rotate(q, *rope), [key for key, _ in past], [value for _, value in past])  # [B, H, N, D]
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, form: HeadForm):
+        super().__init__()
+        self.gate_proj = nn.Linear(form.hidden, form.intermediate, bias=False)
+        self.up_proj = nn.Linear(form.hidden, form.intermediate, bias=False)
+        self.down_proj = nn.Linear(form.intermediate, form.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """The first layer reads a token's embedding beside the hidden state; the others are a llama's."""
+
+    def __init__(self, form: HeadForm, first: bool):
+        super().__init__()
+        self.norm_first = form.norm_before_residual
+        self.input_layernorm = Norm(form.hidden, form.eps)
+        self.hidden_norm = Norm(form.hidden, form.eps) if first else None
+        self.self_attn = SelfAttention(form, form.hidden * (1 + first))
+        self.post_attention_layernorm = Norm(form.hidden, form.eps)
+        self.mlp = MLP(form)
+
+    def forward(self, x: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if self.hidden_norm is None:
+            residual, seen = x, self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            residual = normed if self.norm_first else x
+            seen = torch.cat([self.input_layernorm(embedded), normed], -1)  # [B, N, 2H], the embedding first
+        x = residual + self.self_attn(seen, rope, past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """Guesses from the target's hidden states. Parameters bear the names of the published format."""
+
+    def __init__(self, form: HeadForm, steps: int, decay: float):
+        super().__init__()
+        self.form, self.steps, self.decay = form, steps, decay
+        self.fc = nn.Linear(len(form.taps) * form.hidden, form.hidden, bias=False)
+        self.input_norm = Norm(self.fc.in_features, form.eps) if form.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(Norm(form.hidden, form.eps) for _ in form.taps) if form.fc_norm else None
+        self.layers = nn.ModuleList(Layer(form, first=i == 0) for i in range(form.layers))
+        self.norm = Norm(form.hidden, form.eps)
+        self.lm_head = nn.Linear(form.hidden, form.draft_vocab_size, bias=False)
+        self.embed: Tensor  # [V, H], the target's own rows
+        self.used: Tensor  # [Vd], rising: which of the target's tokens can be drafted
+        self.register_buffer("embed", torch.empty(0), persistent=False)
+        self.register_buffer("used", torch.arange(form.draft_vocab_size), persistent=False)
+
+    @torch.no_grad()
+    def start_from(self, embed: Tensor, norm: Tensor | None, head: Tensor, used: Tensor) -> None:
+        """Small random matrices; embeddings, last norm and scores are the target's."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
+        self.embed, self.used = embed.detach().float(), used
+        if norm is not None:
+            self.norm.weight.copy_(norm)
+        self.lm_head.weight.copy_(head[used.to(head.device)])
+
+    def project(self, taps: Tensor) -> Tensor:
+        """taps [B, N, k * H] -> [B, N, H]"""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        elif self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(taps).float()
+
+    def hiddens(self, ids: Tensor, taps: Tensor) -> Iterator[Tensor]:
+        """What is scored at each step [B, N, H], N = T - steps. ids [B, T], taps [B, T, k * H].
+
+        Row i of step k pairs the feature of position i (k = 0), or the head's own output of the step before, with token
+        i + 1 + k, at rotary position i + k; it guesses token i + 2 + k.
+        """
+        rows = ids.shape[1] - self.steps
+        past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        x = self.project(taps[:, :rows])
+        cos, sin = rope_table(ids.shape[1], self.form.head_dim, self.form.theta, ids.device)
+        for k in range(self.steps):
+            embedded = F.embedding(ids[:, k + 1 : k + 1 + rows], self.embed)
+            for layer, kept in zip(self.layers, past, strict=True):
+                x = layer(x, embedded, (cos[k : k + rows], sin[k : k + rows]), kept)
+            normed = self.norm(x)
+            yield normed
+            x = normed if self.form.norm_output else x
+
+    def loss(self, batch: Batch) -> Tensor:
+        """sum_k decay^k KL_k, each a mean over the rows that count."""
+        total = torch.zeros((), device=batch.ids.device)
+        for k, (normed, p, entropy, weights) in enumerate(self.aligned(batch)):
+            at = self.decay**k
+            total = total + at * kl(
+                normed.flatten(0, 1), self.lm_head.weight, p.flatten(0, 1), entropy.flatten(), weights.flatten()
+            )
+        return total
+
+    def guesses(self, batch: Batch) -> Tensor:
+        """Whether the best token of each step is the target's, from each row whose first guess counts [steps, M]."""
+        rows = batch.ids.shape[1] - self.steps
+        counts = batch.weights[:, 1 : 1 + rows] > 0  # [B, N]
+        guessed = [self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)]
+        return torch.stack([(guess == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, guess in enumerate(guessed)])
+
+    def aligned(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
+        """At each step the hidden states [B, N, H] and, of the position they guess from, p [B, N, Vd], its entropy, weights."""
+        rows = batch.ids.shape[1] - self.steps
+        for k, normed in enumerate(self.hiddens(batch.ids, batch.taps)):
+            at = slice(k + 1, k + 1 + rows)
+            yield normed, batch.p[:, at], batch.entropy[:, at], batch.weights[:, at]
+
+
+def rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, dim]."""
+    rates = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
+    angles = torch.outer(torch.arange(length, device=device).float(), rates).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [B, H, N, D], halves turned against each other."""
+    left, right = x.chunk(2, -1)
+    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

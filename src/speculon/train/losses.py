@@ -1,0 +1,122 @@
+"""The losses of a drafter, twice: as the formula says, to read and to test against; and fast, with the gradient written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TINY = 1e-5  # beside a sum of weights: rows that nothing counts in have no loss
+
+
+def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i KL(p_i || q_i) / sum_i w_i, with q = softmax(logits) [N, V], p [N, V], w [N]."""
+    log_q = logits.float().log_softmax(-1)
+    kl = (torch.special.xlogy(p.float(), p.float()) - p.float() * log_q).sum(-1)  # [N]
+    return (kl * weights).sum() / (weights.sum() + TINY)
+
+
+def kl(hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
+    """`kl_reference` of hidden [N, D] @ head [V, D].T, with the entropy of p [N] known. Products run in p's type."""
+    return HeadKL.apply(hidden, head, p, entropy, weights)
+
+
+class HeadKL(torch.autograd.Function):
+    """d KL / d logits = (q - p) w is known before the loss is: both products of the backward pass run in the forward one,
+    so that no [N, V] outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            h, w = hidden.to(p.dtype), head.to(p.dtype)
+            logits = (h @ w.T).float()  # [N, V]
+            share = weights / (weights.sum() + TINY)  # [N]
+            q = logits.softmax(-1)
+            log_total = logits.amax(-1) - q.amax(-1).log()  # where q is largest, log q = logit - log_total
+            cross = log_total - (p * logits).sum(-1)  # -sum p log q, since sum p = 1
+            slope = q.sub_(p).mul_(share[:, None]).to(p.dtype)
+            ctx.save_for_backward((slope @ w).to(hidden.dtype), (slope.T @ h).to(head.dtype))
+            return ((cross - entropy) * share).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        for_hidden, for_head = ctx.saved_tensors
+        return gradients[0] * for_hidden, gradients[0] * for_head, None, None, None
+
+
+def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of step k of the training-time test (Li 2025): row i sees rows j <= i of step 0, of later steps row i.
+
+    q [B, H, N, D]; keys, values: k + 1 of [B, KV, N, D], of step 0 first -> [B, H, N, D]
+    """
+    groups, rows = q.shape[1] // keys[0].shape[1], q.shape[2]
+    keys = [key.repeat_interleave(groups, 1) for key in keys]
+    values = [value.repeat_interleave(groups, 1) for value in values]
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril()
+    first = (q @ keys[0].transpose(-1, -2)).masked_fill(~causal, float("-inf"))  # [B, H, N, N]
+    own = [(q * key).sum(-1, keepdim=True) for key in keys[1:]]  # [B, H, N, 1] each
+    p = (torch.cat([first, *own], -1) * q.shape[-1] ** -0.5).float().softmax(-1).to(q.dtype)
+    later = [p[..., rows + s, None] * value for s, value in enumerate(values[1:])]
+    return torch.stack([p[..., :rows] @ values[0], *later]).sum(0)
+
+
+def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """`attention_reference` by blocks of queries, so that half of the scores are never computed."""
+    return Attention.apply(q, len(keys), *keys, *values)
+
+
+class Attention(torch.autograd.Function):
+    BLOCK = 128
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, steps: int, *both: Tensor) -> Tensor:
+        (batch, heads, rows, dim), kv = q.shape, both[0].shape[1]
+        q = q.reshape(batch, kv, heads // kv, rows, dim)
+        (key, *own_keys), (value, *own_values) = both[:steps], both[steps:]
+        out, kept = torch.empty_like(q), []
+        for start in range(0, rows, Attention.BLOCK):
+            stop = min(start + Attention.BLOCK, rows)
+            part = q[:, :, :, start:stop].reshape(batch, kv, -1, dim)  # [B, KV, G * n, D]
+            scores = (part @ key[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, -1, stop - start, stop)
+            scores[..., start:] += torch.full((stop - start,) * 2, float("-inf"), device=q.device).triu(1)
+            own = [(q[:, :, :, start:stop] * k[:, :, None, start:stop]).sum(-1, keepdim=True).float() for k in own_keys]
+            p = torch.cat([scores, *own], -1).mul_(dim**-0.5).softmax(-1).to(q.dtype)  # [B, KV, G, n, stop + s]
+            mixed = p[..., :stop].reshape(batch, kv, -1, stop) @ value[:, :, :stop]
+            mixed = mixed.view(batch, kv, -1, stop - start, dim)
+            for s, v in enumerate(own_values):
+                mixed += p[..., stop + s, None] * v[:, :, None, start:stop]
+            out[:, :, :, start:stop] = mixed
+            kept.append(p)
+        ctx.save_for_backward(q, out, *both, *kept)
+        ctx.steps = steps
+        return out.view(batch, heads, rows, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, out, *rest = ctx.saved_tensors
+        batch, kv, groups, rows, dim = q.shape
+        both, kept = rest[: 2 * ctx.steps], rest[2 * ctx.steps :]
+        (key, *own_keys), (value, *own_values) = both[: ctx.steps], both[ctx.steps :]
+        gradient = gradients[0].reshape(q.shape)
+        inner = (gradient * out).sum(-1, keepdim=True).float()  # [B, KV, G, N, 1]
+        for_q, sums = torch.empty_like(q), [torch.zeros_like(t, dtype=torch.float32) for t in both]
+        for number, p in enumerate(kept):
+            start = number * Attention.BLOCK
+            stop = min(start + Attention.BLOCK, rows)
+            block = slice(start, stop)
+            part, grad = (t[:, :, :, block].reshape(batch, kv, -1, dim) for t in (q, gradient))
+            seen = p[..., :stop]
+            slope = (grad @ value[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, groups, stop - start, stop)
+            slope = (slope.sub_(inner[:, :, :, block]).mul_(seen) * dim**-0.5).to(q.dtype).view(batch, kv, -1, stop)
+            moved = (slope @ key[:, :, :stop]).view(batch, kv, groups, stop - start, dim).float()
+            sums[0][:, :, :stop] += slope.transpose(-1, -2) @ part
+            sums[ctx.steps][:, :, :stop] += seen.reshape(batch, kv, -1, stop).transpose(-1, -2) @ grad
+            for s, (k, v) in enumerate(zip(own_keys, own_values, strict=True)):
+                k, v, own = k[:, :, None, block], v[:, :, None, block], p[..., stop + s, None].float()
+                rise = own * ((gradient[:, :, :, block] * v).sum(-1, keepdim=True) - inner[:, :, :, block]) * dim**-0.5
+                moved += rise * k
+                sums[1 + s][:, :, block] = (rise * q[:, :, :, block]).sum(2)
+                sums[ctx.steps + 1 + s][:, :, block] = (own * gradient[:, :, :, block]).sum(2)
+            for_q[:, :, :, block] = moved
+        return for_q.view(batch, -1, rows, dim), None, *(total.to(q.dtype) for total in sums)

@@ -1,0 +1,42 @@
+"""EAGLE-3 heads on a CUDA device: no token changes, and each row is the formula's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculon.proposers import registry
+from tests.tiny.dialects import write_eagle3
+from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_rows
+from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, crowd, plain, texts_of, whole, write
+from tests.tiny.test_parity import MODES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("eagle3", None)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, **VARIANTS[variant])
+    watch = watch_heads(plain("greedy"))
+    assert texts_of(write(crowd("greedy"), folder_of(head), ask(4), "cuda")) == plain("greedy")
+    assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"), atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_a_token(setting: str, k: int, mode: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
+    watch_heads(plain(mode, 9))
+    results = write(crowd(mode, 9), folder_of(head), ask(k), "cuda", **SETTINGS[setting])
+    assert texts_of(results) == plain(mode, 9)

@@ -1,0 +1,155 @@
+"""EAGLE-3 heads for tests: a target deep enough to be tapped, a head beside it, and a record of each row that it computes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from speculon.core import Draft, Sequence
+from speculon.kv.lease import DraftLease
+from speculon.models.load import wrap_model
+from speculon.models.target import Target
+from speculon.proposers.chain import Piece
+from speculon.proposers.eagle3 import NAME, Eagle3Drafter
+from speculon.proposers.registry import register
+from tests.tiny.conftest import VOCAB, build
+from tests.tiny.dialects import Head, make_head
+from tests.tiny.eagle_reference import reference_chain, reference_rows
+from tests.tiny.scripted import Key
+
+DEPTH, CONTEXT = 7, 1024
+Texts = Mapping[Key, list[int]]
+
+
+@cache
+def deep_model() -> PreTrainedModel:
+    """The stock model; treat it as read-only."""
+    return build("llama", num_hidden_layers=DEPTH, max_position_embeddings=CONTEXT)
+
+
+@cache
+def observed() -> PreTrainedModel:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(deep_model())
+
+
+@cache
+def deep_target(device: str = "cpu") -> Target:
+    return wrap_model(copy.deepcopy(deep_model()).to(device), name="deep", share=False)
+
+
+@dataclass
+class Round:
+    """What the head guessed by itself after some tokens of a text."""
+
+    key: Key
+    length: int
+    drafts: tuple[int, ...]
+
+
+@dataclass
+class Rows:
+    """Rows of the target's states: the head's states after them, for a text's slots from `start` on."""
+
+    key: Key
+    start: int
+    states: Tensor  # [n, H]
+
+
+@dataclass
+class Watch:
+    rounds: list[Round] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+
+
+class Watched(Eagle3Drafter):
+    """Notes every row; then says the known text in place of its own guesses, with a doubt, so that all lengths are accepted."""
+
+    watch: Watch
+    truth: Texts
+    doubt = 0.3
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        drafts = super().propose(seqs, budgets, lease)
+        for seq, draft in zip(seqs, drafts, strict=True):
+            self.watch.rounds.append(Round((seq.request_id, seq.sample), len(seq.tokens), draft.tokens))
+        return [self._told(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)] if self.truth else drafts
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:
+        after = super()._read(pieces, lease)
+        row = 0
+        for seq, start, end in pieces:
+            states = self.last[row : row + end - start].cpu().clone()
+            self.watch.rows.append(Rows((seq.request_id, seq.sample), start, states))
+            row += end - start
+        return after
+
+    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
+        self.last = super()._forward(pieces, ids, states, own)
+        return self.last
+
+    def _told(self, seq: Sequence, draft: Draft) -> Draft:
+        rest = self.truth[seq.request_id, seq.sample][seq.num_output :]
+        chance = random.Random(f"{seq.request_id} {len(seq.tokens)}")
+        tokens = [true if chance.random() > self.doubt else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]]
+        return Draft(tuple(tokens), (NAME,) * len(tokens))
+
+
+def watch_heads(truth: Texts | None = None) -> Watch:
+    """Makes `eagle3` the name of a head that is watched, and that says `truth` where there is any."""
+    watch = Watch()
+
+    def made(config: Any, target: Any) -> Watched:
+        drafter = Watched.build(config, target)
+        assert isinstance(drafter, Watched)
+        drafter.watch, drafter.truth = watch, truth or {}
+        return drafter
+
+    register(NAME, made)
+    return watch
+
+
+def true_taps(ids: list[int], layers: tuple[int, ...]) -> Tensor:
+    """What the stock model's layers leave of each id [n, k * Ht]."""
+    with torch.inference_mode():
+        states = observed()(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in layers], -1)
+
+
+def head_of(**variant: Any) -> Head:
+    return make_head(deep_model().config, **variant)
+
+
+def wrong_rows(watch: Watch, head: Head, texts: Mapping[Key, list[int]], atol: float = 1e-4) -> list[str]:
+    """Rows that are not the formula's; `texts` are prompts with what was written."""
+    model, wrong = deep_model(), []
+    shared = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    for key, ids in texts.items():
+        taps = true_taps(ids, head.taps)
+        with torch.inference_mode():
+            expected, _ = reference_rows(head.tensors, head, ids, taps[:-1], *shared)
+        for rows in (rows for rows in watch.rows if rows.key == key):
+            truth = expected[rows.start - 1 : rows.start - 1 + len(rows.states)]
+            off = (rows.states - truth).abs().max().item()
+            if not off < atol:
+                wrong.append(f"{key}: slots from {rows.start} on are off by {off:.1e}")
+        for made in (made for made in watch.rounds if made.key == key and made.drafts):
+            n = made.length
+            with torch.inference_mode():
+                drafts, _ = reference_chain(head.tensors, head, ids[:n], taps[: n - 1], len(made.drafts), *shared)
+            if tuple(drafts) != made.drafts:
+                wrong.append(f"{key}: after {n} tokens {made.drafts}, not {tuple(drafts)}")
+    return wrong
+
+
+def folder_of(path: Path) -> dict[str, Any]:
+    return {"draft": {NAME: str(path)}}

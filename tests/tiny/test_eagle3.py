@@ -1,0 +1,350 @@
+"""EAGLE-3 heads of every dialect change no token, and their rows are those of the formula, whatever happens to their pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon.config import SamplingParams
+from speculon.errors import SpeculonError
+from speculon.models import eagle
+from speculon.models.eagle import EagleHead, FirstLayer
+from speculon.proposers import registry
+from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, write_eagle3
+from tests.tiny.heads import CONTEXT, Texts, Watch, deep_model, deep_target, folder_of, head_of, watch_heads, wrong_rows
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine
+from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
+
+KS = (1, 3, 7)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "reduced vocabulary": {"draft_vocab": 40},
+    "norm before residual": {"norm_before_residual": True, "norm_before_fc": True},
+    "newest": {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "draft_vocab": 64},
+    "two layers": {"layers": 2, "windows": (None, 6)},
+    "two layers, old names": {"layers": 2, "later_norm": "hidden_norm"},
+    "window": {"windows": 5},
+    "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
+    "shared": {"lm_head": False},
+    "own embedding": {"own_embed": True},
+    "biases": {"attention_bias": True, "fc_bias": True},
+    "normed heads": {"qk_norm": True},
+    "scaled": {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "logit_scale": 0.5},
+    "other taps": {"taps": (-1, 2, 5, 6)[:3]},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "prompts in chunks": {"max_batch_tokens": 7},
+    "a page each token": {"block_size": 1},
+    "few pages": {"num_blocks": 40, "max_num_seqs": 8},
+    "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
+    "stock layers": {"fuse": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("eagle3", None)
+
+
+@cache
+def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
+    chance = random.Random(7)
+    common = [chance.randrange(3, 96) for _ in range(shared)]
+    requests = []
+    for i, length in enumerate((5, 31, 1, 17, 8, 24)):
+        prompt = common + [chance.randrange(3, 96) for _ in range(length)]
+        params = SamplingParams(max_tokens=40 - 3 * i, seed=50 + i // 2, ignore_eos=True, **MODES[mode][i % 2])
+        requests.append(Request(prompt, params, OFF, f"q{i}"))
+    return tuple(requests)
+
+
+def write(
+    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], device: str = "cpu", **settings: Any
+) -> dict[Key, Result]:
+    engine = make_engine(deep_target(device), speculation=speculation, **settings)
+    for request in requests:
+        engine.add_request(request.prompt, request.params, asked, request.id)
+    return drain(engine)
+
+
+@cache
+def plain(mode: str, shared: int = 0) -> Texts:
+    """What is written for each of the crowd alone and without speculation."""
+    texts: dict[Key, list[int]] = {}
+    for request in crowd(mode, shared):
+        texts |= {key: result.tokens for key, result in write((request,), {}, OFF).items()}
+    return texts
+
+
+def texts_of(results: dict[Key, Result]) -> Texts:
+    return {key: result.tokens for key, result in results.items()}
+
+
+def whole(mode: str, shared: int = 0) -> Texts:
+    """Prompt and text of each."""
+    return {(r.id, 0): [*r.prompt, *plain(mode, shared)[r.id, 0]] for r in crowd(mode, shared)}
+
+
+def ask(k: int) -> dict[str, Any]:
+    return {"method": "eagle3", "num_speculative_tokens": k}
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_changes_no_token(dialect: str, k: int, tmp_path: Path) -> None:
+    taps = None if dialect in TAPLESS else (1, 3, 4)
+    head = write_eagle3(tmp_path, deep_model().config, dialect, taps=taps)
+    watch = watch_heads(plain("greedy"))
+    results = write(crowd("greedy"), folder_of(head), ask(k))
+    assert texts_of(results) == plain("greedy")
+    assert accepted_lengths(results) >= set(range(k + 1))
+    assert not wrong_rows(watch, head_of(taps=taps), whole("greedy"))
+    assert len(watch.rows) > 20
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, **VARIANTS[variant])
+    watch = watch_heads(plain("greedy"))
+    results = write(crowd("greedy"), folder_of(head), ask(4))
+    assert texts_of(results) == plain("greedy")
+    assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
+    watch = watch_heads(plain(mode, 9))
+    results = write(crowd(mode, 9), folder_of(head), ask(k), **SETTINGS[setting])
+    assert texts_of(results) == plain(mode, 9)
+    if setting == "few pages":
+        assert any(result.stats.preemptions for result in results.values())
+    if mode == "greedy":
+        assert not wrong_rows(watch, head_of(draft_vocab=64), whole(mode, 9))
+
+
+@pytest.mark.parametrize("k", KS)
+def test_alone_every_length_is_accepted(k: int, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config)
+    results: dict[Key, Result] = {}
+    watch = watch_heads(plain("greedy"))
+    for request in crowd("greedy"):
+        results |= write((request,), folder_of(head), ask(k))
+    assert texts_of(results) == plain("greedy")
+    assert accepted_lengths(results) >= set(range(k + 1))
+    assert not wrong_rows(watch, head_of(), whole("greedy"))
+
+
+@pytest.mark.parametrize("policy", ["solo", "adaptive", "auto", "shadow"])
+def test_switched_off_and_on_it_goes_on_where_it_was(policy: str, tmp_path: Path) -> None:
+    """Under `solo` the long text is drafted for alone, rests while others are beside it, and is drafted for again."""
+    head = write_eagle3(tmp_path, deep_model().config)
+    long = Request(crowd("greedy")[1].prompt, SamplingParams(max_tokens=120, ignore_eos=True, **GREEDY), OFF, "long")
+    alone = texts_of(write((long,), {}, OFF))
+    watch = watch_heads({**plain("greedy"), **alone})
+    engine = make_engine(deep_target(), speculation=folder_of(head))
+    asked = {**ask(3), "policy": policy}
+    engine.add_request(long.prompt, long.params, asked, long.id)
+    news = []
+    for step in range(400):
+        if step in (5, 30):
+            for request in crowd("greedy")[:2]:
+                engine.add_request(request.prompt, request.params, asked, f"{request.id}{step}")
+                watch_key = (f"{request.id}{step}", 0)
+                engine.proposers._built["eagle3"].truth[watch_key] = plain("greedy")[request.id, 0]
+        news += engine.step()
+        if not engine.has_work:
+            break
+    tokens = [token for event in news if event.request_id == "long" for token in event.tokens]
+    assert tokens == alone["long", 0]
+    assert not wrong_rows(watch, head_of(), {("long", 0): [*long.prompt, *tokens]})
+    if policy == "solo":
+        starts = [rows.start for rows in watch.rows if rows.key == ("long", 0)]
+        sizes = [len(rows.states) for rows in watch.rows if rows.key == ("long", 0)]
+        assert max(sizes[1:]) > 8, f"it never rested: {sizes}"
+        assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("sampling", ["matching", "rejection"])
+def test_drafts_of_a_reduced_vocabulary_carry_a_whole_distribution(sampling: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, draft_vocab=40)
+    engine = make_engine(deep_target(), speculation=folder_of(head))
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=1)
+    seen = []
+    propose = engine.proposers._built["eagle3"].propose
+
+    def note(*args: Any) -> Any:
+        drafts = propose(*args)
+        seen.extend(draft.probs for draft in drafts)
+        return drafts
+
+    engine.proposers._built["eagle3"].propose = note
+    engine.add_request([5, 6, 7], params, {**ask(4), "acceptance": sampling}, "r")
+    drain(engine)
+    tensors = head_of(draft_vocab=40).tensors
+    inside = torch.arange(40) + tensors["d2t"]
+    if sampling == "matching":
+        assert set(seen) == {None}
+    for probs in seen if sampling == "rejection" else ():
+        torch.testing.assert_close(probs[:, inside].sum(-1), torch.ones(len(probs)))
+        assert probs.shape[1] == 96
+
+
+def test_a_prefix_hit_loses_no_block_and_no_guess(tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config)
+    chance = random.Random(3)
+    prefix = [chance.randrange(3, 96) for _ in range(512)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
+    texts, guesses, reads = [], [], []
+    for cache_it in (True, False):
+        watch = watch_heads()
+        engine = make_engine(deep_target(), speculation=folder_of(head), block_size=16, prefix_cache=cache_it)
+        for name, tail in (("first", [7, 8, 9]), ("second", [11, 12])):
+            engine.add_request([*prefix, *tail], params, ask(5), name)
+            results = drain(engine)
+        texts.append(results["second", 0].tokens)
+        assert results["second", 0].stats.cached_tokens == (512 if cache_it else 0)
+        guesses.append([made.drafts for made in watch.rounds if made.key[0] == "second"])
+        reads.append(sum(len(rows.states) for rows in watch.rows if rows.key[0] == "second"))
+    assert texts[0] == texts[1]
+    assert guesses[0] == guesses[1]
+    assert reads[0] == reads[1] - 511
+
+
+def test_a_prefix_whose_writer_did_not_draft_is_read_from_its_states(tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config)
+    watch = watch_heads()
+    engine = make_engine(deep_target(), speculation=folder_of(head))
+    first, params = list(range(3, 60)), SamplingParams(max_tokens=8, ignore_eos=True, **GREEDY)
+    engine.add_request(first, params, OFF, "plain")
+    drain(engine)
+    engine.add_request(first, params, ask(3), "drafted")
+    results = drain(engine)
+    assert results["drafted", 0].stats.cached_tokens == 56
+    assert not wrong_rows(watch, head_of(), {("drafted", 0): [*first, *results["drafted", 0].tokens]})
+
+
+@pytest.mark.parametrize("better", [0, 1], ids=["outputs", "inputs"])
+def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
+    better: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    readings = (0, 2, 3), (-1, 1, 2)
+    head = write_eagle3(tmp_path, deep_model().config, "specforge", taps=readings[0])
+    agreement = eagle.agreement
+
+    def favour(*args: Any) -> float:
+        assert 0 <= agreement(*args) <= 1
+        return float(args[3] == readings[better])
+
+    monkeypatch.setattr("speculon.proposers.eagle3.agreement", favour)
+    with caplog.at_level("INFO", "speculon"):
+        watch = watch_heads(plain("greedy"))
+        results = write(crowd("greedy"), folder_of(head), ask(3))
+    assert texts_of(results) == plain("greedy")
+    assert f"taken: {list(readings[better])}" in caplog.text
+    assert bool(wrong_rows(watch, head_of(taps=readings[0]), whole("greedy"))) == bool(better)
+
+
+def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
+    true, wrong = {"taps": (0, 2, 3), "norm_before_residual": True}, {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
+    head = write_eagle3(tmp_path, deep_model().config, config={**wrong, "norm_before_residual": False}, **true)
+    for options, right in (({}, False), ({"taps": [0, 2, 3], "norm_before_residual": True}, True)):
+        watch = watch_heads(plain("greedy"))
+        results = write(crowd("greedy"), {**folder_of(head), "options": options}, ask(3))
+        assert texts_of(results) == plain("greedy")
+        assert bool(wrong_rows(watch, head_of(**true), whole("greedy"))) != right
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"taps": [1, 2]}, r"options.taps = \[1, 2\]: .* a list of 3 layers"),
+        ({"taps": [1, 2, 7]}, "reads layers 1, 2, 7"),
+        ({"norm_output": "yes"}, "options.norm_output = 'yes': .* true or false"),
+    ],
+)
+def test_a_wrong_correction_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config)
+    with pytest.raises(SpeculonError, match=message):
+        make_engine(deep_target(), speculation={**folder_of(head), "options": options})
+
+
+# planted errors: each must show in the rows or in the guesses
+
+
+def off_by_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("speculon.models.drafters.Eagle3.readings", lambda self, num_layers: ((2, 3, 4),))
+
+
+def swapped(patch: pytest.MonkeyPatch) -> None:
+    cat = torch.cat
+
+    def call(self: FirstLayer, embedded: Tensor, state: Tensor, tables: Any, view: Any) -> Tensor:
+        normed = self.state_norm(state)
+        x = state + self.attention(cat([normed, self.embed_norm(embedded)], -1), tables, view)
+        return x + self.mlp(self.mlp_norm(x))
+
+    patch.setattr(FirstLayer, "__call__", call)
+
+
+def fed_back_normed(patch: pytest.MonkeyPatch) -> None:
+    call = EagleHead.__call__
+    patch.setattr(EagleHead, "__call__", lambda self, *args: self.norm(call(self, *args)))
+
+
+def inherited_theta(patch: pytest.MonkeyPatch) -> None:
+    config = eagle.rope_config
+
+    def inherit(sheet: Any) -> Any:
+        made = config(sheet)
+        made.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
+        return made
+
+    patch.setattr(eagle, "rope_config", inherit)
+
+
+def absolute_ids(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(eagle, "ids_of", lambda sheet, offsets, device: offsets)
+
+
+def pushed_aside(patch: pytest.MonkeyPatch) -> None:
+    """Row i pairs g_i with x_i."""
+    patch.setattr("speculon.kv.lease.DraftLease.taps", shifted(patch))
+
+
+def shifted(patch: pytest.MonkeyPatch) -> Any:
+    from speculon.kv.lease import DraftLease
+
+    taps = DraftLease.taps
+    return lambda self, pieces: taps(
+        self, [(seq, max(0, start - 1), max(0, start - 1) + end - start) for seq, start, end in pieces]
+    )
+
+
+PLANTED = [off_by_one, swapped, fed_back_normed, inherited_theta, absolute_ids, pushed_aside]
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_planted_errors_show(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, draft_vocab=40)
+    plant(monkeypatch)
+    watch: Watch = watch_heads(plain("greedy"))
+    results = write(crowd("greedy"), folder_of(head), ask(3))
+    assert texts_of(results) == plain("greedy"), "the text is the target's, however wrong the head"
+    assert wrong_rows(watch, head_of(draft_vocab=40), whole("greedy"))
+
+
+def test_the_context_of_the_test_is_long_enough() -> None:
+    assert deep_target().max_context == CONTEXT

@@ -1,0 +1,179 @@
+"""Drafters are found beside a target, a path alone is recognised, and `speculon inspect` says what fits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from speculon import LLM, SamplingParams
+from speculon.cli import app
+from speculon.config import EngineConfig
+from speculon.decoder import SpeculativeDecoder
+from speculon.errors import ConfigError, UnsupportedModel, WrongPair
+from speculon.models.choose import with_drafts
+from speculon.models.pairing import search
+from speculon.models.recognise import recognise
+from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.conftest import build, tiny_model
+from tests.tiny.dialects import usual_taps, without, write_eagle3
+
+
+@pytest.fixture(scope="module")
+def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a head within and other folders beside it."""
+    home = tmp_path_factory.mktemp("household")
+    target = write_checkpoint(home / "target")
+    config = build("qwen3", num_hidden_layers=8, vocab_size=320, max_position_embeddings=512, eos_token_id=2)
+    config.save_pretrained(target)
+    facts = SimpleNamespace(hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"])
+    write_eagle3(target / "eagle", facts, "specforge")
+    write_eagle3(home / "beside", facts, "speculators", draft_vocab=64)
+    write_eagle3(home / "narrow", SimpleNamespace(**{**vars(facts), "hidden_size": 16}), "speculators")
+    write_eagle3(home / "broken", facts, "specforge", extra={"fc.bias": torch.ones(1)})
+    damaged = write_eagle3(home / "damaged", facts, "specforge", draft_vocab=64)
+    without("d2t")(damaged)
+    draft = write_checkpoint(home / "draft")
+    other = write_checkpoint(home / "other")
+    file = json.loads((other / "tokenizer.json").read_text())
+    names = list(file["model"]["vocab"])
+    file["model"]["vocab"][names[5]], file["model"]["vocab"][names[6]] = 6, 5
+    (other / "tokenizer.json").write_text(json.dumps(file))
+    shutil.copytree(target, home / "twin", ignore=shutil.ignore_patterns("eagle"))
+    write_eagle3(home / "dflash", facts, "specforge", config={"dflash_config": {}})
+    (home / "empty").mkdir()
+    assert draft.is_dir()
+    return home
+
+
+def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> None:
+    target = household / "target"
+    found = search("auto", recognise(target))
+    assert found.drafts == {"eagle3": str(target / "eagle"), "draft_model": str(household / "draft")}
+    lines = {Path(line.split(": ")[0]).name: line for line in found.lines}
+    assert lines["eagle"].endswith(": taken as eagle3") and lines["draft"].endswith(": taken as draft_model")
+    assert f"left out: fits, but {target / 'eagle'} is likelier" in lines["beside"]
+    for name, why in {
+        "narrow": "width 16, the target's are 32",
+        "broken": "fc.bias is [1], not [32]",
+        "damaged": "no d2t says which",
+        "other": "another tokenizer: the id of",
+        "twin": "the target has",
+        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not carried",
+    }.items():
+        assert why in lines[name] and "left out" in lines[name], name
+    assert len(lines) == 9
+
+
+def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
+    target = recognise(household / "target")
+    assert search(f"auto:{household / 'beside'}", target).drafts == {"eagle3": str(household / "beside")}
+    assert search(f"auto:{household / 'empty'}", target) == search(f"auto:{household / 'empty'}", target)
+    assert search(f"auto:{household / 'empty'}", target).drafts == {}
+    for name in ("auto:", f"auto:{household / 'nowhere'}"):
+        with pytest.raises(ConfigError, match="needs a folder that is there"):
+            search(name, target)
+
+
+def test_a_head_for_another_architecture_comes_last(household: Path, tmp_path: Path) -> None:
+    target = recognise(household / "target")
+    facts = SimpleNamespace(hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["LlamaForCausalLM"])
+    write_eagle3(tmp_path / "a", facts, "speculators")
+    assert search(f"auto:{tmp_path}", target).drafts == {"eagle3": str(tmp_path / "a")}
+    assert "made for LlamaForCausalLM, the target is Qwen3ForCausalLM" in search(f"auto:{tmp_path}", target).lines[0]
+    facts.architectures = ["Qwen3ForCausalLM"]
+    write_eagle3(tmp_path / "b", facts, "speculators")
+    assert search(f"auto:{tmp_path}", target).drafts == {"eagle3": str(tmp_path / "b")}
+
+
+def drafts_of(model: Path, draft: Any) -> Any:
+    return with_drafts(EngineConfig(model=str(model), speculation={"draft": draft})).speculation.draft
+
+
+def test_a_path_alone_is_recognised(household: Path) -> None:
+    target = household / "target"
+    assert drafts_of(target, str(household / "beside")) == {"eagle3": str(household / "beside")}
+    assert drafts_of(target, str(household / "draft")) == str(household / "draft")
+    assert drafts_of(target, {"draft_model": "x"}) == {"draft_model": "x"}
+    assert drafts_of(target, None) is None
+    assert drafts_of(Path("demo"), None) == "demo-draft"
+    assert drafts_of(target, str(household / "nowhere")) == str(household / "nowhere")
+    with pytest.raises(UnsupportedModel, match="dflash: DFlash"):
+        drafts_of(target, str(household / "dflash"))
+
+
+def test_the_models_that_ship_find_each_other() -> None:
+    found = drafts_of(Path("demo"), "auto")
+    assert Path(found["draft_model"]).name == "draft"
+
+
+def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = LLM(str(household / "target"), speculation={"method": "off"}).generate("def add(", params)[0]
+    with caplog.at_level(logging.INFO, logger="speculon"):
+        llm = LLM(str(household / "target"), speculation={"draft": "auto", "num_speculative_tokens": 3})
+    assert sum(message.startswith("draft auto: ") for message in caplog.messages) == 9
+    assert set(llm.config.speculation.drafts) == {"eagle3", "draft_model"}
+    for method in ("eagle3", "draft_model"):
+        done = llm.generate("def add(", params, speculation={"method": method})[0]
+        assert done.token_ids == plain.token_ids
+        assert done.speculation is not None
+        assert set(done.speculation.by_source) == {method}
+
+
+def test_an_engine_that_finds_none_goes_on_with_look_ups(household: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="speculon"):
+        llm = LLM(str(household / "target"), speculation={"draft": f"auto:{household / 'empty'}"})
+    assert f"draft auto: no drafter for {household / 'target'}: look-ups only" in caplog.messages
+    params = SamplingParams(temperature=0, max_tokens=4)
+    for method in ("eagle3", "draft_model"):
+        assert "no_drafter" in llm.generate("def add(", params, speculation={"method": method})[0].reasons
+    assert "no_drafter" not in llm.generate("def add(", params)[0].reasons  # `auto` has its look-ups
+
+
+def test_a_model_object_has_no_folder_to_look_around_in() -> None:
+    with pytest.raises(ConfigError, match="draft = 'auto': a model object lies in no folder"):
+        SpeculativeDecoder(tiny_model("llama"), "auto")
+
+
+# -- inspect ---------------------------------------------------------------------------------------------------------------
+
+
+def inspect(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_inspect_says_what_a_drafter_is(household: Path) -> None:
+    facts = json.loads(inspect(household / "beside", "--json").stdout)
+    assert (facts["method"], facts["dialect"], facts["verifier"]) == ("eagle3", "speculators", ["Qwen3ForCausalLM"])
+    assert facts["found"].startswith("EAGLE-3 head by speculators: 1 layer of 32, 3 taps of width 32 after layers 1, N/2 - 1")
+    done = inspect(household / "beside")
+    assert done.exit_code == 0
+    assert "4 heads of 8, 2 for keys and values, full" in done.stdout and "64 of 320 tokens" in done.stdout
+
+
+def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
+    target = household / "target"
+    facts = json.loads(inspect(household / "beside", "--target", target, "--json").stdout)
+    assert (facts["fits"], facts["taps"]) == (True, f"after layers {', '.join(map(str, usual_taps(8)))}")
+    refused = inspect(household / "narrow", "--target", target)
+    assert refused.exit_code == 2
+    assert "no: " in refused.stdout and "width 16, the target's are 32" in refused.stdout.replace("\n", " ")
+    model = json.loads(inspect(household / "draft", "--target", target, "--json").stdout)
+    assert (model["fits"], model["method"]) == (True, "draft_model")
+    wrong = inspect(household / "other", "--target", target, "--json")
+    assert (wrong.exit_code, json.loads(wrong.stdout)["error"]["type"]) == (2, WrongPair.__name__)
+
+
+def test_inspect_names_what_is_not_carried(household: Path) -> None:
+    done = inspect(household / "dflash", "--json")
+    facts = json.loads(done.stdout)
+    assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
+    assert "DFlash" in inspect(household / "dflash").stdout

@@ -1,0 +1,100 @@
+"""The states of chosen layers, of the rows just computed, as the stock model has them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon.errors import ConfigError
+from speculon.models.fuse import LENGTHS, Trial, fuse
+from speculon.models.load import wrap_model
+from speculon.models.target import Target
+from tests.tiny.conftest import TINY, tiny_model
+
+
+def tapped(name: str, layers: tuple[int, ...], fused: bool) -> dict[int, Tensor]:
+    """[T, D] after each layer, for two texts in one flat row."""
+    target: Target = wrap_model(tiny_model(name), name=name, fused=fused, share=False)
+    target.capture(layers)
+    trial = Trial.of(target)
+    taps = target.forward(trial.batch, trial.view).taps
+    assert taps is not None
+    return taps
+
+
+@cache
+def observed(name: str) -> Any:
+    """A copy: the library leaves hooks on a model whose states were asked for."""
+    return copy.deepcopy(tiny_model(name))
+
+
+def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
+    """For each text: after the embeddings and each layer [n, D], the last one behind the final norm."""
+    row = 0
+    for n in LENGTHS:
+        ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
+        with torch.inference_mode():
+            out = observed(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+        yield tuple(states[0] for states in out.hidden_states)
+        row += n
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
+@pytest.mark.parametrize("name", TINY)
+def test_taps_are_the_stock_models_states(name: str, fused: bool) -> None:
+    depth = tiny_model(name).config.num_hidden_layers
+    taps = tapped(name, tuple(range(-1, depth)), fused)
+    texts = list(stock_states(name, Trial.of(wrap_model(tiny_model(name), fused=False))))
+    for layer in range(-1, depth - 1):
+        expected = torch.cat([states[layer + 1] for states in texts])
+        torch.testing.assert_close(taps[layer], expected, atol=1e-4, rtol=1e-4)
+        if layer + 2 < depth:
+            beside = torch.cat([states[layer + 2] for states in texts])
+            assert not torch.allclose(taps[layer], beside, atol=1e-2), "the next layer's would not be told apart"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
+def test_the_last_layer_is_tapped_before_the_final_norm(fused: bool) -> None:
+    texts = list(stock_states("llama", Trial.of(wrap_model(tiny_model("llama"), fused=False))))
+    last = tapped("llama", (1,), fused)[1]
+    norm = tiny_model("llama").model.norm
+    torch.testing.assert_close(norm(last), torch.cat([states[-1] for states in texts]), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(last, norm(last), atol=1e-2)
+
+
+def test_only_what_is_wanted_is_kept() -> None:
+    target = wrap_model(tiny_model("gemma2"), fused=True, share=False)
+    trial = Trial.of(target)
+    assert target.forward(trial.batch, trial.view).taps is None
+    target.capture((2, 0))
+    taps = target.forward(trial.batch, trial.view).taps
+    assert taps is not None
+    assert sorted(taps) == [0, 2]
+    assert target.taps is not None
+    assert not target.taps._found, "nothing is held between forwards"
+
+
+def test_a_tapped_target_can_still_be_fused() -> None:
+    target = wrap_model(tiny_model("llama"), fused=False)
+    target.capture((0,))
+    trial = Trial.of(target)
+    before = target.forward(trial.batch, trial.view).taps
+    fuse(target, share=True)
+    after = target.forward(trial.batch, trial.view).taps
+    assert before is not None
+    assert after is not None
+    assert target.fusion is not None
+    assert target.fusion.one_loop
+    torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    target = wrap_model(tiny_model("llama"))
+    with pytest.raises(ConfigError, match="tap of layer 2: .* has layers 0 to 1"):
+        target.capture((1, 2))

@@ -1,0 +1,120 @@
+"""A run that was killed ends as if nobody had: the same batches, and the same loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from speculon.train.data import Rows
+from speculon.train.eagle3 import Eagle3
+from speculon.train.run import train
+from speculon.train.settings import HeadSettings
+from tests.tiny.training import QUICK, Silent, make_world, settings
+
+STEPS, TOLERANCE = 200, 1e-3
+COURSE = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_world(tmp_path_factory.mktemp("resume"))
+
+
+def log_of(folder: Path) -> list[dict[str, float | str]]:
+    """Whole lines: a killed run may leave half of one."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
+def last_of(folder: Path) -> dict[int, tuple[str, float]]:
+    """By step its batch and loss, as read last."""
+    return {int(entry["step"]): (str(entry["batch"]), float(entry["loss"])) for entry in log_of(folder)}
+
+
+def go_on(world: Path, name: str) -> dict[int, tuple[str, float]]:
+    told = settings(world, name, **COURSE)
+    train(Eagle3(HeadSettings(ttt=2)), told, Silent())
+    return last_of(told.folder)
+
+
+@pytest.fixture(scope="module")
+def whole(world: Path) -> dict[int, tuple[str, float]]:
+    return go_on(world, "whole")
+
+
+def start(world: Path, name: str) -> subprocess.Popen[bytes]:
+    """The command, until it has a checkpoint and is about a quarter through."""
+    told = {**QUICK, **COURSE, "target": world / "target", "data": world / "texts", "out": world / name, "ttt": 2}
+    options = [word for key, value in told.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    folder, deadline = world / f"{name}.work", time.monotonic() + 100
+    while time.monotonic() < deadline and not ((folder / "checkpoint.safetensors").exists() and len(log_of(folder)) > STEPS // 4):
+        assert process.poll() is None, process.communicate()[1].decode()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.fixture(scope="module")
+def killed(world: Path) -> Path:
+    process = start(world, "killed")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    folder = world / "killed.work"
+    assert len(log_of(folder)) < STEPS
+    return folder
+
+
+def differs(found: dict[int, tuple[str, float]], wanted: dict[int, tuple[str, float]]) -> str | None:
+    """What is not as it would have been without the interruption."""
+    if {step: batch for step, (batch, _) in found.items()} != {step: batch for step, (batch, _) in wanted.items()}:
+        return "batches"
+    return "loss" if abs(found[STEPS][1] - wanted[STEPS][1]) > TOLERANCE else None
+
+
+def copy_of(killed: Path, name: str) -> Path:
+    return Path(shutil.copytree(killed, killed.with_name(f"{name}.work")))
+
+
+def test_a_killed_run_ends_as_if_nobody_had(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:
+    before = len(log_of(copy_of(killed, "again")))
+    assert differs(go_on(world, "again"), whole) is None
+    assert len(log_of(world / "again.work")) < before + STEPS  # it went on, and did not begin anew
+
+
+def test_a_lost_state_of_the_optimizer_is_found_out(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:
+    checkpoint = copy_of(killed, "forgetful") / "checkpoint.safetensors"
+    with safe_open(checkpoint, "pt") as file:
+        facts = file.metadata()
+    save_file({name: value for name, value in load_file(checkpoint).items() if name.startswith("model/")}, checkpoint, facts)
+    assert differs(go_on(world, "forgetful"), whole) == "loss"
+
+
+def test_a_lost_place_in_the_data_is_found_out(
+    world: Path, killed: Path, whole: dict[int, tuple[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_of(killed, "astray")
+    right = Rows.chosen
+    monkeypatch.setattr(Rows, "chosen", lambda self, seed, step, count: right(self, seed, step + 1, count))
+    assert differs(go_on(world, "astray"), whole) == "batches"
+
+
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(world: Path, whole: dict[int, tuple[str, float]]) -> None:
+    process = start(world, "asked")
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1].decode()
+    steps = len(log_of(world / "asked.work"))
+    assert process.returncode == 130
+    assert f"stopped at step {steps}; the same command goes on from there" in said
+    assert not (world / "asked").exists()
+    assert differs(go_on(world, "asked"), whole) is None
+    assert [int(entry["step"]) for entry in log_of(world / "asked.work")] == list(range(1, STEPS + 1))
