@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -115,6 +115,15 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows
+
+
+class Proposal(NamedTuple):
+    """What one call of a method was, for all texts that asked it."""
+
+    texts: int
+    k: int  # the most drafts of one text
+    ms: float
+    unread: int = 0  # tokens of them that it had not seen, beyond the last of each: it reads them before it drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculon.core import Reason, SpanKind
+from speculon.core import Proposal, Reason, SpanKind
 from speculon.errors import RecordError
 
 VERSION = 1
@@ -91,7 +91,7 @@ class Round(_Line):
     prompt_rows: int = 0  # of these, rows of prompts
     target_ms: float  # from the plan to the commit, without proposals: what a policy is told of
     ms: dict[str, float]  # part of a step -> ms since the last line: together all time in steps
-    proposals: dict[str, tuple[int, int, float]] = Field(default_factory=dict)  # method -> texts, most drafts of one, ms
+    proposals: dict[str, Proposal] = Field(default_factory=dict)  # by method
     texts: tuple[TextRound, ...] = ()
     lost: int = 0  # rounds before this one that could not be written as fast as they came
 

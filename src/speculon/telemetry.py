@@ -215,7 +215,7 @@ class EngineCounters:
     rows: int = 0
     prompt_tokens: int = 0
     checks: int = 0  # times at rest that every page was found accounted for
-    proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about, the first time for each aside
+    proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about
     proposal_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # what these took
     pools: int = 0  # of earlier answers, as of the last text that ended
     pool_tokens: int = 0  # in them

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from random import Random
+from statistics import mean
 from typing import Any, cast
 
 import pytest
@@ -11,15 +13,20 @@ import pytest
 from speculon.control.auto import Auto
 from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
 from speculon.control.known import Method
-from speculon.control.policy import Fixed
+from speculon.control.known import Text as Known
+from speculon.control.policy import Fixed, Policy
 from speculon.control.simulate import Text, Way, World, play
-from speculon.core import Load
+from speculon.core import Decision, Draft, Load, Sequence
 from tests.builders import make_sequence
 
 # measured with the demo pair, one thread: ms of a step, of a look-up, of a draft model's call
 STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
 LOOKUP: Callable[[int, int], float] = lambda texts, k: 0.02 * texts  # noqa: E731
 MODEL: Callable[[int, int], float] = lambda texts, k: (0.45 + 0.03 * texts) * k  # noqa: E731
+
+
+DEAR: Callable[[int, int], float] = lambda texts, k: 0.2 + (1.0 + 0.22 * texts) * k  # noqa: E731
+READ = 0.022  # of a token of a text that the draft model has not seen
 
 
 def world(accept: Callable[[int, int], float], texts: Callable[[int], int] = lambda number: 1, **more: object) -> World:
@@ -97,6 +104,31 @@ def test_proposal_costs_are_learned() -> None:
     assert [cost.at(1, k) for k in (1, 4, 8)] == pytest.approx([0.8, 2.3, 4.3], rel=0.2)
 
 
+def test_what_a_proposal_reads_first_has_a_price_of_its_own() -> None:
+    random, cost, blind = Random(4), ProposalCost(), ProposalCost()
+    assert cost.at(8, 2) == 0, "nothing is known: it is asked"
+    for unread in (2048, 0, 0):
+        cost.observe(8, 2, DEAR(8, 2) + READ * unread, unread)
+    assert cost.at(8, 2) == pytest.approx(DEAR(8, 2), rel=0.3)
+    for _ in range(400):
+        k, texts, unread = random.choice([1, 2, 4]), random.choice([1, 4, 8]), random.choice([0, 0, 0, 300, 900])
+        ms = (DEAR(texts, k) + READ * unread) * random.gauss(1, 0.05)
+        cost.observe(texts, k, ms, unread)
+        blind.observe(texts, k, ms)  # planted: nobody said that it read
+    assert cost.read == pytest.approx(READ, rel=0.2)
+    assert [cost.at(t, k) for t, k in ((1, 2), (8, 4))] == pytest.approx([DEAR(1, 2), DEAR(8, 4)], rel=0.2)
+    ms = DEAR(8, 2) + READ * 2048
+    assert cost.at(8, 2, 2048) == pytest.approx(ms, rel=0.1) and blind.at(8, 2, 2048) < 0.8 * ms
+
+
+def test_what_a_call_for_one_text_costs_is_known_from_calls_for_many() -> None:
+    cost = ProposalCost()
+    for _ in range(2):
+        cost.observe(64, 16, DEAR(64, 16))
+    cost.observe(1, 2, DEAR(1, 2))
+    assert cost.at(1, 2) == pytest.approx(DEAR(1, 2), rel=0.5), "no part is negative, and none is left too large for it"
+
+
 @pytest.mark.parametrize("texts", [1, 8])
 @pytest.mark.parametrize("accept", [0.6, 0.8, 0.95])
 def test_auto_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts: int) -> None:
@@ -113,7 +145,7 @@ def test_a_drafter_that_never_helps_costs_next_to_nothing(texts: int) -> None:
 
 
 def test_a_drafter_that_comes_to_its_senses_is_used_again() -> None:
-    auto = play(Auto(), world(lambda number, _: 0.0 if number < 1000 else 0.8), 1600)
+    auto = play(Auto(), world(lambda number, _: 0.0 if number < 1000 else 0.8), 2600)
     first = next(i for i in range(1000, 1600) if all(auto.drafted[i + j] for j in range(5)))
     assert first - 1000 < 400
     assert auto.rate(1450) > 0.9 * fixed(0.8, 1, 6)
@@ -125,11 +157,106 @@ def test_a_drafter_that_collapses_is_out_soon() -> None:
     assert all(auto.drafted[i] for i in range(480, 500))
 
 
+PHASES = {1: 2500, 64: 250}  # texts -> rounds
+
+
+class Stuck(Auto):
+    """Planted: goes on as it did after 200 rounds."""
+
+    last: Decision | None = None
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        decisions = super().decide(seqs, load)
+        if self._round.number == 200:
+            self.last = decisions[0]
+        return [self.last] * len(seqs) if self.last else decisions
+
+
+def swing(policy: type[Policy], first: int, seeds: int = 3) -> list[float]:
+    """What a policy reaches in each phase of a load that swings, over the better of plain and best fixed there: means."""
+    phases = [first, 65 - first] * 2
+    ends = list(accumulate(PHASES[texts] for texts in phases))
+    scene = swinging(lambda number: next(texts for texts, end in zip(phases, ends, strict=True) if number < end))
+    runs = [play(policy(), scene, ends[-1], seed) for seed in range(seeds)]
+    spans = [(t, end - PHASES[t], end) for t, end in zip(phases, ends, strict=True)]
+    return [mean(played.rate(first, last) for played in runs) / BEST[t] for t, first, last in spans]
+
+
+def swinging(texts: Callable[[int], int], most: int = 16) -> World:
+    return World(STEP, {"model": Way(lambda *_: 0.8, DEAR)}, texts, most)
+
+
+BEST = {  # the draft model pays for one text, plain decoding in a crowd
+    t: max(plain(t), *(play(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4, 6)))  # type: ignore[misc]
+    for t in PHASES
+}
+
+
+@pytest.mark.parametrize("first", PHASES)
+def test_load_that_swings_is_followed(first: int) -> None:
+    assert min(swing(Auto, first)) > 0.97
+
+
+@pytest.mark.parametrize("first", PHASES)
+def test_a_policy_that_is_stuck_would_be_seen(first: int) -> None:
+    assert min(swing(Stuck, first)) < 0.97
+
+
+class Blind(Auto):
+    """Planted: reading is believed to be shared by no end of drafts."""
+
+    def _uses(self, seq: Sequence, text: Known, known: Method) -> float:
+        return 1e9
+
+
+def short(policy: Policy, read_ms: float, most: int = 16) -> float:
+    """Eight texts of a long prompt and 16 tokens at once, one after the other."""
+    way = Way(lambda *_: 0.9, DEAR, read_ms)
+    return play(policy, World(STEP, {"model": way}, lambda _: 8, most, prompt=256, length=16), 1200).rate(300)
+
+
+def test_a_text_too_short_for_what_must_be_read_is_left_alone() -> None:
+    assert short(Auto(), READ) > 0.97 * plain(8)
+    assert short(Blind(), READ) < 0.9 * plain(8), "the planted error costs what the policy saves"
+    best = max(short(Fixed(), 0.0, k) for k in (2, 4, 6))
+    assert best > 1.05 * plain(8) and short(Auto(), 0.0) > 0.95 * best, "where reading costs nothing it drafts"
+
+
+def test_a_probe_is_due_however_long_the_text_has_become() -> None:
+    """What a text adds in a round may cost as much to read as is saved for probes meanwhile."""
+    way = Way(lambda number, _: 0.0 if number < 3000 else 0.8, MODEL, 0.04)
+    auto = play(Auto(), World(STEP, {"model": way}, lambda _: 1), 4000)
+    assert any(auto.drafted[1500:3000]) and all(auto.drafted[3900:])
+
+
+class Patchy(World):
+    """Look-ups have nothing in every other round, and much in the others."""
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        return Draft() if method == "lookup" and number % 2 else super().draft(number, text, method, k, random)
+
+
+class Greedy(Auto):
+    """Planted: what look-ups would soon write is not held against a draft."""
+
+    def _meet(self, seq: Sequence) -> Known:
+        text = super()._meet(seq)
+        self._others[seq.kind].back.tries = 1e9
+        return text
+
+
+def test_a_draft_is_shorter_where_look_ups_are_soon_back() -> None:
+    ways = {"lookup": Way(lambda *_: 0.98, LOOKUP), "model": Way(lambda *_: 0.95, DEAR)}
+    auto, greedy = (play(policy, Patchy(STEP, ways, lambda _: 1), 1500) for policy in (Auto(), Greedy()))
+    drafts = [sum(drafted["model"] for drafted in played.drafted[300:]) for played in (auto, greedy)]
+    assert 2 * drafts[0] < drafts[1] and auto.rate(300) > 1.02 * greedy.rate(300)
+
+
 def test_a_costly_method_is_weighed_again_when_it_is_known_who_wants_it() -> None:
     auto, seqs = Auto(), [Text(i, ("model",), 8) for i in range(8)]
     auto.costs.restore([3.85, 0.55, 0.7, 0.2])
     known = auto.methods["model"] = Method()
-    known.cost.restore([0.2, 1.0, 0.2])
+    known.cost.restore([0.2, 1.0, 0.2, 0.0])
     for _ in range(50):
         known.of("").observe([0] * 8, 8)
     decisions = auto.decide(cast(Any, seqs), Load(8, 0, 9))

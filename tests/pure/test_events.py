@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from speculon.config import EngineConfig
-from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Reason, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Proposal, Reason, Span, SpanKind, Verdict
 from speculon.engine import events as module
 from speculon.engine.events import Events
 from speculon.errors import ConfigError, RecordError
@@ -46,7 +46,7 @@ def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
     span.draft = DRAFT.cut(2)
     verdict = Verdict((SECRET, SECRET), 1, SpanKind.TAIL)
     decided = [Decision("ngram", 4, None, ASKS)], [Decision("ngram", 2, None, ASKS)]
-    events.round(Load(1, 2, 3), Plan([span]), *decided, [verdict], {"model": (1, 4, 0.5)}, ms, {"forward": ms})
+    events.round(Load(1, 2, 3), Plan([span]), *decided, [verdict], {"model": Proposal(1, 4, 0.5, 7)}, ms, {"forward": ms})
 
 
 def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
@@ -68,7 +68,7 @@ def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
     assert header.device == "cpu" and header.versions["python"] == sys.version.split()[0] and header.block_size == 16
     assert header.speculation["method"] == "ngram" and header.speculation["options"] == ["key"]
     assert (first.running, first.waiting, first.free_pages, first.rows, first.prompt_rows) == (1, 2, 3, 3, 0)
-    assert first.target_ms == 2.0 and first.proposals == {"model": (1, 4, 0.5)}
+    assert first.target_ms == 2.0 and first.proposals == {"model": Proposal(1, 4, 0.5, 7)}
     assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
     (told,) = first.texts
     assert told.policy == "fixed" and told.methods == {"ngram": 4, "model": 4}

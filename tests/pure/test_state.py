@@ -19,7 +19,7 @@ from speculon.config import EngineConfig, SpeculationConfig
 from speculon.control.auto import Auto
 from speculon.control.policy import Policies
 from speculon.control.timing import Timing
-from speculon.core import Draft, Load, Span, SpanKind, Verdict
+from speculon.core import Draft, Load, Proposal, Span, SpanKind, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State
 from speculon.errors import ConfigError
@@ -64,7 +64,7 @@ class Engine:
         for i in range(8):
             self.policies.decide([seq], Load(1, 0, 9))
             span = Span(seq, 2, 1, Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5)))
-            timing = Timing(8.0 + i % 3, {"model": (1, 2, 1.0 + i % 2)})
+            timing = Timing(8.0 + i % 3, {"model": Proposal(1, 2, 1.0 + i % 2)})
             self.policies.observe([span], [Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanKind.TAIL)], timing)
         return auto
 

@@ -14,7 +14,7 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, SpeculationConfig
-from speculon.core import Event, Reason, SpanKind
+from speculon.core import Event, Proposal, Reason, SpanKind
 from speculon.errors import ConfigError, InvalidRequest, ModelError
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
@@ -136,6 +136,22 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     assert max(model.calls[1:]) <= 2, "after a full acceptance the last draft is caught up beside the last token"
     done = results["r", 0].stats.speculation()
     assert done is not None and done.rejected == 0
+
+
+def test_what_is_caught_up_is_told_with_the_time_it_took() -> None:
+    doubting("llama", doubt=0.0)
+    made = make_engine(tiny_target("llama"), speculation=DRAFT)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
+    for name in "ab":
+        made.add_request(list(range(3, 33)), params, {"method": "draft_model", "num_speculative_tokens": 4}, name)
+    told: list[Proposal] = []
+    while made.has_work:
+        made.step()
+        told += made.proposers.timings.values()
+    first, *rest = told
+    assert first[:2] == (2, 4) and first.unread == 2 * 30, "of each text all tokens but the last"
+    assert all(call.unread == call.texts for call in rest), "after a full acceptance the last draft"
+    assert made.counters.proposals["draft_model"] == sum(call.texts for call in told)
 
 
 def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:

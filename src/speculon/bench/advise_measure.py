@@ -13,7 +13,7 @@ from speculon.bench.cell import stuck
 from speculon.bench.measure import Step, measure, recording
 from speculon.bench.workloads import Case
 from speculon.control.timing import Timing
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Span, Verdict, ceil_div
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Span, Verdict, ceil_div
 from speculon.core import Sequence as Text
 from speculon.errors import BenchError, NeverFits, TooLong
 
@@ -136,7 +136,7 @@ class Turn:
     k: int
 
 
-Timed = tuple[Turn, Step, dict[str, tuple[int, int, float]]]  # and what its proposals took: method -> texts, most drafts, ms
+Timed = tuple[Turn, Step, dict[str, Proposal]]  # and its proposals, by method
 
 
 class Sweep:
@@ -173,7 +173,7 @@ class Planted:
 
     def __init__(self, inner: Proposers, vocab_size: int):
         self._inner, self._vocab_size = inner, vocab_size
-        self.log: list[dict[str, tuple[int, int, float]]] = []  # per round: method -> texts, most drafts of one, ms
+        self.log: list[dict[str, Proposal]] = []  # per round, by method
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -238,9 +238,9 @@ def cycle_from(timed: list[Timed], crowd: int) -> Cycle:
     for turn, step, proposals in timed:
         if step.rows == crowd * (turn.k + 1):
             cycle.setdefault((None, turn.k), []).append(step.step_ms - step.draft_ms)
-        for method, (texts, k, ms) in proposals.items():
-            if (texts, k) == (crowd, turn.k):
-                cycle.setdefault((method, k), []).append(ms)
+        for method, call in proposals.items():
+            if (call.texts, call.k) == (crowd, turn.k):
+                cycle.setdefault((method, call.k), []).append(call.ms)
     return cycle
 
 

@@ -11,36 +11,31 @@ and that method once more (`confirm`) for the texts that are then without a draf
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from speculon.config import MAX_DRAFTS
 from speculon.control.estimate import StepCost, grade
-from speculon.control.known import OF_ALL, OF_LATE, Added, Method, Text
+from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
-from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
-COLD_K = 4  # drafts of the first proposal of a costly method
+COLD_K = 4  # drafts of the first proposals of a method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
+SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
-MARGIN = 0.02  # of the round's rate: what a costly method must add to it
-LAG_SHARE = 0.2  # guess: of a draft's row, what a row costs that is only read
-SURE_OF = 0.5  # guess: of the rounds a text may have left, for how many it will draft
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
-TAKE_UP = 0.25  # ms
-TURNS = 3  # of Dinkelbach's iteration
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-# of a text, for one method: its kind, how it departs from it, its most drafts, and what it costs to take it up, in TAKE_UP ms
-Kind = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ class Auto:
         self.costs = StepCost()
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
-        self._others: dict[str, Added] = {}  # by kind of text: what look-ups add
+        self._others: dict[str, Others] = {}  # by kind of text: what look-ups add
         self._lengths: dict[str, float] = {}  # by kind of text: tokens of those that have ended
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
@@ -132,7 +127,8 @@ class Auto:
 
     def _meet(self, seq: Sequence) -> Text:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
-        text = self._texts[seq.id] = Text(replace(self._others.setdefault(seq.kind, Added())))
+        others = self._others.setdefault(seq.kind, Others()).added
+        text = self._texts[seq.id] = Text(replace(others), replace(others))
         return text
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
@@ -145,93 +141,81 @@ class Auto:
             if (price := now.cheap.get(method)) is not None:
                 worth = text.of(method).worth
                 if price < 2 * worth or not (now.number + seq.id) % int(min(SELDOM, price / max(worth, 1e-9))):
-                    asks.append(ask(method, min(seq.most(method), seq.room - 1)))
+                    most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
+                    asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
         if (promise := now.promise.get(seq.id)) is not None:
             asks.append(promise.ask)
         return tuple(asks)
 
     def _offer(self, method: str, group: Group) -> None:
         """Notes what one proposal of a costly method would add for the texts it pays for, where none promises more."""
-        now, known = self._round, self._know(method)
-        most = MAX_DRAFTS if known.cost.known else COLD_K
-        kinds = [self._kind(seq, text, method, min(most, seq.most(method))) for seq, text in group]
-        crowd = Counter(kinds)
-        survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
+        now = self._round
+        kinds = self._kinds(method, group, (seq.most(method) for seq, _ in group))
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
+        reach = 1 - sum(text.cheap.share for _, text in group) * alone  # of the others, for whom they find nothing either
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
-        plan = self._best(known, crowd, survivals, 1 + known.reach * (len(group) - 1), tokens, ms)
+        offer = self._offered(method, kinds, tokens, ms)
+        plan = offer.best(alone + reach * (1 - alone), tokens, ms)
         if plan is None:
-            now.refused = self._refusal(method, known, survivals)
+            now.refused = self._refusal(method, kinds)
             return
-        promises = {kind: self._promise(method, plan, kind, survival) for kind, survival in survivals.items()}
+        promises = {kind: promised(method, plan, offer, kind) for kind in plan.depths}
         for (seq, _), kind in zip(group, kinds, strict=True):
-            promise, had = promises[kind], now.promise.get(seq.id)
+            promise, had = promises.get(kind), now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
                 now.promise[seq.id] = promise
 
-    def _best(
-        self,
-        known: Method,
-        crowd: Counter[Kind],
-        survivals: dict[Kind, list[float]],
-        asking: float,
-        tokens: float,
-        ms: float,
-    ) -> Plan | None:
-        """The proposal for `asking` of a crowd that raises the rate of a round most, which has `tokens` and `ms` without it."""
-        plan, rate = None, tokens / ms
-        for _ in range(TURNS):
-            found = self._plan(known, crowd, survivals, asking, rate)
-            if found is None:
-                break
-            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
-        return plan if rate > (1 + MARGIN / crowd.total()) * tokens / ms else None
+    def _offered(self, method: str, kinds: list[Kind], tokens: float, ms: float) -> Offer:
+        """What each draft is expected to save, in tokens, as far as one may be worth its row: where look-ups will soon have
+        something again, they would write it in less time than others take for a token."""
+        now, known, rate = self._round, self._know(method), tokens / ms
+        texts, worths, price = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms
+        for kind in texts:
+            others = self._others[kind[0]]
+            stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
+            found, left = worths.setdefault(kind, []), 1.0 - part
+            for survival in known.of(kind[0]).survival(kind[1], kind[2], dear=kind[3] > 0):
+                left *= stay
+                worth = survival * (part + left)
+                if worth <= price:
+                    break
+                found.append(worth)
+        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms)
 
-    def _plan(
-        self, known: Method, crowd: Counter[Kind], survivals: dict[Kind, list[float]], asking: float, rate: float
-    ) -> Plan | None:
-        """The proposal that gains most where one ms could write `rate` tokens."""
-        now, share, price = self._round, asking / crowd.total(), rate * self._round.row_ms
-        kept = [(share * crowd[kind], survival, depth(survival, price)) for kind, survival in survivals.items()]
-        starts = zip(survivals, kept, strict=True)
-        first = sum(texts * (now.first_ms + TAKE_UP * kind[3]) for kind, (texts, _, deepest) in starts if deepest)
-        best, most, tokens, rows = None, 0.0, 0.0, 0.0
-        for k in range(1, 1 + max(k for _, _, k in kept)):
-            for texts, survival, deepest in kept:
-                if k <= deepest:
-                    tokens, rows = tokens + texts * survival[k - 1], rows + texts
-            call = known.cost.at(asking, k)
-            ms = call + first + rows * now.row_ms
-            if tokens - rate * ms > most:
-                most, best = tokens - rate * ms, Plan(k, price, tokens, ms, call / asking)
-        return best
+    def _kinds(self, method: str, group: Group, ks: Iterable[int]) -> list[Kind]:
+        known, read_ms = self._know(method), self._know(method).cost.read
+        found = []
+        for (seq, text), k in zip(group, ks, strict=True):
+            unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
+            part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
+            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part))
+        return found
 
-    def _promise(self, method: str, plan: Plan, kind: Kind, survival: list[float]) -> Promise | None:
-        k = min(plan.k, depth(survival, plan.price))
-        now = self._round
-        ms = plan.share_ms + now.first_ms + TAKE_UP * kind[3] + k * now.row_ms
-        return Promise(ask(method, k), sum(survival[:k]), ms) if k else None
-
-    def _kind(self, seq: Sequence, text: Text, method: str, most: int) -> Kind:
-        """What a drafter has not read of a text yet must be read first; its share of a round, if it drafts for it from now on."""
-        lag = len(seq.tokens) - seq.drafted.get(method, 0)
+    def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
+        """How many more drafts a text may want of a method: they share the price of reading what it has not read of it."""
         usual = self._lengths.get(seq.kind, USUAL)
         tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
-        rounds = max(1.0, SURE_OF * tokens / (1 + text.cheap.tokens))
-        ms = LAG_SHARE * lag * self._know(method).cost.row / rounds
-        return seq.kind, text.of(method).kind, min(most, seq.room - 1), round(ms / TAKE_UP)
+        bare = 1 - text.ever.share  # of its rounds, those in which look-ups find nothing
+        return max(1.0, bare * tokens / (1 + text.ever.tokens + bare * known.brings))
 
-    def _refusal(self, method: str, known: Method, survivals: dict[Kind, list[float]]) -> Reason:
+    def _refusal(self, method: str, kinds: list[Kind]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
-        key = method, self._round.texts
+        now, known = self._round, self._know(method)
+        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
         since, reason = self._why.get(key, (-WHY_ROUNDS, Reason.COST))
-        if self._round.number - since >= WHY_ROUNDS:
-            best = max(survivals.values(), key=lambda survival: survival[0])
-            tries = (Reason.LOAD, best), (Reason.LOW_ACCEPTANCE, [1.0] * len(best))
-            rate, one = 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
-            reason = next((why for why, s in tries if self._plan(known, Counter([one]), {one: s}, 1, rate)), Reason.COST)
-            self._why[key] = self._round.number, reason
+        if now.number - since >= WHY_ROUNDS:
+            best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
+            alone, sure = (
+                Offer(known.cost, {one: 1}, {one: survival}, now.first_ms, now.row_ms).plan(1, rate)
+                for survival in (best, [1.0] * len(best))
+            )
+            reason = Reason.COST
+            if alone and now.texts > 1:
+                reason = Reason.LOAD
+            elif sure and not alone:
+                reason = Reason.LOW_ACCEPTANCE
+            self._why[key] = now.number, reason
         return reason
 
     def _probe(self) -> None:
@@ -241,7 +225,10 @@ class Auto:
         for method, group in now.costly.items():
             known, (seq, _) = self._know(method), group[now.number % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
-            if method not in used and known.saved_ms >= known.cost.at(1, k) + now.first_ms + k * now.row_ms:
+            price = known.cost.at(1, k) + now.first_ms + k * now.row_ms
+            reading = known.cost.read * (len(seq.tokens) - seq.drafted.get(method, 0) - 1)
+            # reading what a long text adds may cost as much as is saved meanwhile: no probe would ever be due
+            if method not in used and known.saved_ms >= price + min(reading, price):
                 known.saved_ms = 0.0
                 now.probes[seq.id] = ask(method, k)
 
@@ -249,14 +236,13 @@ class Auto:
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
         """A costly method is weighed once more, for the texts that nothing cheaper had a draft for."""
-        now, known = self._round, self._know(method)
+        now = self._round
         if method not in now.costly or any(seq.id in now.probes for seq in seqs):
             return ks
-        kinds = [self._kind(seq, self._texts[seq.id], method, k) for seq, k in zip(seqs, ks, strict=True)]
-        crowd = Counter(kinds)
-        survivals = {kind: known.of(kind[0]).survival(kind[1], kind[2]) for kind in crowd}
-        plan = self._best(known, crowd, survivals, len(seqs), now.texts + now.kept_tokens, now.plain_ms + now.kept_ms)
-        return [min(plan.k, depth(survivals[kind], plan.price)) for kind in kinds] if plan else [0] * len(seqs)
+        kinds = self._kinds(method, [(seq, self._texts[seq.id]) for seq in seqs], ks)
+        tokens, ms = now.texts + now.kept_tokens, now.plain_ms + now.kept_ms
+        plan = self._offered(method, kinds, tokens, ms).best(1.0, tokens, ms)
+        return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where another method promises more."""
@@ -292,11 +278,8 @@ class Auto:
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
             self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms)
-        for method, (texts, k, ms) in timing.proposals.items():
-            known = self._know(method)
-            known.cost.observe(texts, k, ms)
-            if method in now.costly:
-                known.reach += OF_LATE * (texts / len(now.costly[method]) - known.reach)
+        for method, call in timing.proposals.items():
+            self._know(method).cost.observe(*call)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         for known in self.methods.values():
@@ -315,9 +298,9 @@ class Auto:
             ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
             judged = min(verdict.accepted + (not ended), len(draft.tokens))
             grades = grades_of(draft.confidence, judged)
+            if text is not None and seq.id in self._round.probes:
+                self._conclude(seq, text, draft.sources[0], grades, verdict.accepted)
             self._judge(seq, text, draft.sources[0], grades, verdict.accepted)
-            if seq.id in self._round.probes:
-                self._conclude(seq, draft.sources[0], 2 * verdict.accepted >= judged)
         if text is not None:  # it is this policy's
             self._book(seq, text, draft, len(verdict.tokens) - 1, timing)
             for fate in self._shadow.settle(seq):
@@ -336,25 +319,36 @@ class Auto:
         now, method = self._round, draft.sources[0] if draft.tokens else ""
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
-            texts, _, ms = timing.proposals.get(method, (1, 0, 0.0))
-            text.costly.late(gained, rows + ms / texts)
-            if seq.id not in now.passed:  # what the draft that was passed over would have brought is not known
-                text.cheap.late(0.0, 0.0)
+            known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
+            known.brings += OF_ALL * (gained - known.brings)
+            text.costly.add(True, gained, rows + (call.ms - known.cost.read * call.unread) / call.texts)
+            if seq.id in now.passed:  # what the draft that was passed over would have brought is not known
+                return
+            found, wrote = (False, 0.0, 0.0), gained
         else:
-            text.costly.late(0.0, 0.0)
-            text.cheap.late(gained, rows)
-            self._others[seq.kind].late(gained, rows, OF_ALL)
+            text.costly.add(False, 0.0, 0.0)
+            found, wrote = (bool(method), float(gained), rows), gained
+        text.rounds += 1
+        text.cheap.add(*found)
+        text.ever.add(*found, 1 / text.rounds)
+        others = self._others[seq.kind]
+        others.added.add(*found, OF_ALL)
+        if text.bare:
+            others.back.add(found[0], text.bare, 1 - OF_ALL)
+        text.bare = 0 if found[0] else wrote + 1
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained if name == method else 0.0)
 
-    def _conclude(self, seq: Sequence, method: str, worked: bool) -> None:
-        """What a probe has shown."""
-        known = self._know(method)
-        known.distance = 1.0 if worked else LONGEST
-        if worked:  # at once again: a surprise is either luck or news
+    def _conclude(self, seq: Sequence, text: Text, method: str, grades: list[int], accepted: int) -> None:
+        """What a probe has shown, beside what was believed."""
+        known, own = self._know(method), text.of(method)
+        chances = (own.adjust(known.of(seq.kind).chance(i, grade)) for i, grade in enumerate(grades))
+        surprised = accepted > SURPRISE * sum(accumulate(chances, mul))
+        known.distance = 1.0 if surprised else LONGEST
+        if surprised:  # at once again: it is either luck or news
             known.saved_ms = float("inf")
-            for evidence in (known.acceptance, known.of(seq.kind), self._texts[seq.id].of(method)):
+            for evidence in (known.acceptance, known.of(seq.kind), own):
                 evidence.doubt()
 
     # what is known
@@ -394,20 +388,9 @@ class Auto:
             self._know(name).restore(known)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One proposal of a costly method: at most `k` drafts of each text, those that survive with more than `price`."""
-
-    k: int
-    price: float
-    tokens: float
-    ms: float
-    share_ms: float  # of the call, for each text that asks
-
-
-def depth(survival: list[float], price: float) -> int:
-    """How many positions survive with more than `price`; survival only falls."""
-    return next((i for i, chance in enumerate(survival) if chance <= price), len(survival))
+def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
+    k = plan.of(kind)
+    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
 
 
 def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:

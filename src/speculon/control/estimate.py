@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, log2
+from math import exp, log2, sqrt
 from operator import mul
 from typing import Any
 
@@ -21,9 +21,8 @@ PRIOR_TRIES = 4.0
 OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
-BONUS = 0.25  # standard deviation of a single try, at most
 SURE = 0.999
-REFRESH = 4  # drafts after which chances are computed anew
+REFRESH = 16  # drafts after which chances are computed anew, sooner while few were seen
 BAD_LUCK = 5  # drafts in a row of which nothing stands: more of them count for more than their share
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
@@ -32,6 +31,8 @@ HOPE_FADE = 0.1  # per look-up
 UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
+READ_SHARE = 0.03  # guess: of a proposal of one draft, what a token costs that is only read; until some were
+COLD_CALLS = 3  # guess: of a method, before its cost is believed
 OUTLIER = 2.0  # times the estimate
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
@@ -66,7 +67,7 @@ class Acceptance:
         self._overall = Share()
         self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
-        self._survivals: dict[tuple[int, int], list[float]] = {}
+        self._survivals: dict[tuple[int, int, bool], list[float]] = {}
         self._stale = 0
         self._seen = 0  # drafts that were ever judged
 
@@ -84,13 +85,18 @@ class Acceptance:
             return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
         return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
 
-    def survival(self, kind: int, k: int) -> list[float]:
-        """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet."""
-        found = self._survivals.get((kind, k))
+    def survival(self, kind: int, k: int, dear: bool = False) -> list[float]:
+        """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet.
+
+        Each is taken a standard deviation higher: what had bad luck would not be tried again. Where trying is `dear`, that
+        is the deviation of all that was ever seen: hope ends with experience.
+        """
+        found = self._survivals.get((kind, k, dear))
         if found is None:
-            hope = BONUS / (self._seen + 1) ** 0.5  # few tries may have been bad luck, and would be the last ones
-            found = [shifted(min(SURE, self.chance(position) + hope), kind) for position in range(k)]
-            found = self._survivals[kind, k] = list(accumulate(found, mul))
+            tries = PRIOR_TRIES + (self._seen if dear else self._overall.tries)
+            hoped = (hopeful(self.chance(position), tries) for position in range(k))
+            found = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
+            self._survivals[kind, k, dear] = found
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
@@ -100,7 +106,7 @@ class Acceptance:
         if self._wider:
             self._wider.observe(grades, accepted)
         self._stale += 1
-        if self._stale >= REFRESH:
+        if self._stale >= min(REFRESH, self._seen / REFRESH):
             self._refresh()
         self._overall.add(accepted, judged, FADE**judged)
         for position in range(judged):
@@ -174,39 +180,60 @@ class Own:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)
 
 
+def hopeful(chance: float, tries: float) -> float:
+    """A standard deviation above, after so many tries."""
+    return min(SURE, chance + sqrt(chance * (1 - chance) / tries))
+
+
 def shifted(chance: float, kind: int) -> float:
     """With the odds of a text of a kind."""
     part = chance * SHIFTS[kind]
     return part / (1 - chance + part)
 
 
+Four = tuple[float, float, float, float]
+
+
 class Fit:
-    """Milliseconds as a sum of positive parts: recursive least squares on relative errors, with fading (Ljung 1999, 11.2)."""
+    """Milliseconds as a sum of four positive parts: recursive least squares on relative errors, with fading (Ljung 1999, 11.2).
+
+    Sums are written out: this runs several times in each round, and loops over four numbers take three times as long.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[float] = []  # ms of each feature
+        self.parts: tuple[float, ...] = ()  # ms of each feature; none before a guess
         self._p: list[list[float]] = []  # how uncertain they are
 
-    def at(self, features: tuple[float, ...]) -> float:
-        return sum(max(part, 0.0) * x for part, x in zip(self.parts, features, strict=True))
+    def at(self, features: Four) -> float:
+        a, b, c, d = self.parts
+        x, y, z, w = features
+        return (a * x if a > 0 else 0.0) + (b * y if b > 0 else 0.0) + (c * z if c > 0 else 0.0) + (d * w if d > 0 else 0.0)
 
-    def guess(self, parts: list[float], spread: list[float]) -> None:
+    def guess(self, parts: Four, spread: Four) -> None:
         """A beginning, and its standard deviations."""
         self.parts = parts
-        self._p = [[spread[i] ** 2 * (i == j) for j in range(len(parts))] for i in range(len(parts))]
+        self._p = [[spread[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
 
-    def observe(self, features: tuple[float, ...], ms: float) -> None:
+    def observe(self, features: Four, ms: float) -> None:
         if ms <= 0:  # a clock too coarse for it
             return
-        x = [value / ms for value in features]  # what is fitted is 1
-        px = [sum(p * v for p, v in zip(row, x, strict=True)) for row in self._p]
-        error = 1.0 - sum(v * part for v, part in zip(x, self.parts, strict=True))
+        x, y, z, w = (value / ms for value in features)  # what is fitted is 1
+        a, b, c, d = self.parts
+        error = 1.0 - (a * x + b * y + c * z + d * w)
         slow = ms > OUTLIER * self.at(features)  # another process took the core
-        total = NOISE * (16.0 if slow else 1.0) + sum(v * w for v, w in zip(x, px, strict=True))
-        self.parts = [part + w / total * error for part, w in zip(self.parts, px, strict=True)]
+        px, py, pz, pw = gain = [p * x + q * y + r * z + s * w for p, q, r, s in self._p]
+        total = NOISE * (16.0 if slow else 1.0) + x * px + y * py + z * pz + w * pw
+        step = error / total
+        parts = [a + px * step, b + py * step, c + pz * step, d + pw * step]
+        for i, (p, q, r, s) in enumerate(self._p):
+            g = gain[i] / total
+            self._p[i] = row = [p - g * px, q - g * py, r - g * pz, s - g * pw]
+            row[i] += (DRIFT * parts[i]) ** 2  # it may change with time
         for i, row in enumerate(self._p):
-            self._p[i] = [p - px[i] * other / total for p, other in zip(row, px, strict=True)]
-            self._p[i][i] += (DRIFT * self.parts[i]) ** 2  # it may change with time
+            if parts[i] < 0:  # what the others are most likely to be, if this one is 0
+                short = parts[i] / row[i]
+                parts = [part - short * p for part, p in zip(parts, row, strict=True)]
+        self.parts = (*parts,)
 
 
 class Cost:
@@ -223,7 +250,9 @@ class Cost:
         return list(self._fit.parts)
 
     def restore(self, state: list[float]) -> None:
-        self._fit.guess(list(state), [UNSURE * abs(part) for part in state])
+        if state:
+            a, b, c, d = state
+            self._fit.guess((a, b, c, d), (UNSURE * abs(a), UNSURE * abs(b), UNSURE * abs(c), UNSURE * abs(d)))
 
 
 class StepCost(Cost):
@@ -247,25 +276,49 @@ class StepCost(Cost):
         if not self.known:
             alone = ms / (1 + 0.1 * texts)
             self._fit.guess(
-                [0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone], [alone, 0.1 * alone, 0.1 * alone, 0.05 * alone]
+                (0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone), (alone, 0.1 * alone, 0.1 * alone, 0.05 * alone)
             )
         self._fit.observe((1.0, texts, drafting, drafts), ms)
 
 
 class ProposalCost(Cost):
-    """Of one proposal for `texts` texts of up to `k` drafts each: base + per draft + per draft of each text. In ms."""
+    """Of one proposal for `texts` texts of up to `k` drafts each, `unread` tokens of which it reads first: base + per draft
+    + per draft of each text + per unread token. In ms.
+
+    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    @property
+    def known(self) -> bool:
+        return self._calls >= COLD_CALLS
+
+    def restore(self, state: list[float]) -> None:
+        super().restore(state)
+        self._calls = COLD_CALLS if state else 0
 
     @property
     def row(self) -> float:
         """Of one more draft of one text."""
         return max(0.0, self._fit.parts[2]) if self.known else 0.0
 
-    def at(self, texts: float, k: int) -> float:
-        """Nothing before the first was seen: so it is seen."""
-        return self._fit.at((1.0, k, k * texts)) if self.known and texts and k else 0.0
+    @property
+    def read(self) -> float:
+        """Of a token that is only read."""
+        return max(0.0, self._fit.parts[3]) if self.known else 0.0
 
-    def observe(self, texts: int, k: int, ms: float) -> None:
-        if not self.known:
-            parts = [0.1 * ms, 0.6 * ms / k, 0.3 * ms / (k * texts)]  # guess
-            self._fit.guess(parts, [ms, ms / k, ms / (k * texts)])
-        self._fit.observe((1.0, k, k * texts), ms)
+    def at(self, texts: float, k: int, unread: int = 0) -> float:
+        """Nothing while it is not known: so it is seen."""
+        return self._fit.at((1.0, k, k * texts, unread)) if self.known and texts and k else 0.0
+
+    def observe(self, texts: int, k: int, ms: float, unread: int = 0) -> None:
+        self._calls += 1
+        if not self._fit.parts:
+            drafts = k * texts
+            call = ms / (1 + READ_SHARE * unread / drafts)
+            parts = (0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts)  # guess
+            self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
+        self._fit.observe((1.0, k, k * texts, unread), ms)

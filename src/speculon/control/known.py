@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.control.estimate import Acceptance, Own, ProposalCost
+from speculon.control.estimate import Acceptance, Own, ProposalCost, Share
 
 OF_LATE = 0.15  # weight of the last round in what a text adds
 OF_ALL = 0.02  # in what texts of its kind do
+HOPE_BACK = 0.1  # guess
+BACK_TRIES = 10.0
+LEAST_SHARE = 1e-3
+BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
 @dataclass(slots=True)
@@ -18,7 +22,7 @@ class Method:
     acceptance: Acceptance = field(default_factory=Acceptance)  # of all texts
     kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
     cost: ProposalCost = field(default_factory=ProposalCost)
-    reach: float = 1.0  # share of the texts it is offered that ask it in the end: look-ups found nothing for them
+    brings: float = 1.0  # tokens that its drafts add of late to a text that asked
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
 
@@ -41,22 +45,45 @@ class Method:
 
 @dataclass(slots=True)
 class Added:
-    """Tokens and ms that a text adds to a round of late, beyond its one token and its one row."""
+    """Tokens and ms that a text adds to a round, beyond its one token and its one row."""
 
     tokens: float = 0.0
     ms: float = 0.0
+    share: float = 0.0  # of its rounds, in which it had a draft
 
-    def late(self, tokens: float, ms: float, weight: float = OF_LATE) -> None:
+    def add(self, drafted: bool, tokens: float, ms: float, weight: float = OF_LATE) -> None:
         self.tokens += weight * (tokens - self.tokens)
         self.ms += weight * (ms - self.ms)
+        self.share += weight * (drafted - self.share)
+
+
+@dataclass(slots=True)
+class Others:
+    """What look-ups do for texts of one kind."""
+
+    added: Added = field(default_factory=Added)
+    back: Share = field(default_factory=Share)  # how often they had something again, among tokens written since they had nothing
+
+    @property
+    def stay(self) -> float:
+        """P(they have nothing one token later, either), where they have nothing."""
+        return 1 - self.back.mean(HOPE_BACK, BACK_TRIES)
+
+    def rate(self, slot_ms: float) -> float:
+        """Tokens per ms that they write where they have something, in a crowd in which a text takes `slot_ms` of each round."""
+        share = max(self.added.share, LEAST_SHARE)
+        return (share + self.added.tokens) / (share * slot_ms + self.added.ms)
 
 
 @dataclass(slots=True)
 class Text:
     """One text."""
 
-    cheap: Added = field(default_factory=Added)  # by look-ups
+    cheap: Added = field(default_factory=Added)  # by look-ups, of late
+    ever: Added = field(default_factory=Added)  # the same, since it began
     costly: Added = field(default_factory=Added)
+    rounds: int = BELIEVED
+    bare: int = 0  # tokens written since its look-ups last had something
     own: dict[str, Own] = field(default_factory=dict)  # by method
 
     def of(self, method: str) -> Own:

@@ -27,7 +27,7 @@ OWN, OTHERS, BEYOND = "own", "others'", "beyond"  # a text's own proposals, othe
 SWEEPS = 3000  # 10 ms, after which parts stand still in the third digit where texts and drafts vary
 LEAST_MS = 1e-6
 STEP_SHARES = (0.4, 0.4, 0.2)  # guess: of a step, its texts, its drafts
-CALL_SHARES = (0.2, 0.5, 0.3)  # guess: of a proposal, its drafts, and those of each text
+CALL_SHARES = (0.2, 0.4, 0.3, 0.1)  # guess: of a proposal, its drafts, those of each text, and what is read first
 
 Features = tuple[float, ...]
 
@@ -50,6 +50,7 @@ class Past:
     """One text of the record."""
 
     begins: int  # tokens all texts had written
+    prompt: int = 1  # rows of it, as far as the record tells them: those of its last chunk
     tokens: int = 0
     limits: Mapping[str, int] = field(default_factory=dict)
     off: Reason | None = None
@@ -89,9 +90,9 @@ class Replay:
         self._step, self.misfit = fit(steps, STEP_SHARES)
         self.noise = min(SIGMA * self.misfit, MISFIT)
         timed: dict[str, list[Features]] = defaultdict(list)
-        for method, (texts, most, ms) in (item for round_ in rounds for item in round_.proposals.items()):
-            timed[method].append((1, most, most * texts, ms))
-        self.ks = {method: {most for _, most, _, _ in measured} for method, measured in timed.items()}
+        for method, call in (item for round_ in rounds for item in round_.proposals.items()):
+            timed[method].append((1, call.k, call.k * call.texts, call.unread, call.ms))
+        self.ks = {method: {most for _, most, *_ in measured} for method, measured in timed.items()}
         self.calls = {method: fit(measured, CALL_SHARES)[0] for method, measured in timed.items()}
         self.notes = list(notes(self, recording, steps))
         self.reached = self._reach(rounds)
@@ -114,8 +115,8 @@ class Replay:
     def step_ms(self, texts: int, drafts: int, /) -> float:
         return at(self._step, (1, texts, drafts))
 
-    def proposal_ms(self, method: str, texts: int, k: int) -> float:
-        return at(self.calls[method], (1, k, k * texts)) if method in self.calls else 0.0
+    def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
+        return at(self.calls[method], (1, k, k * texts, unread)) if method in self.calls else 0.0
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         """One of the proposals recorded near this place of the text; where it was never asked, of any text at that time."""
@@ -150,7 +151,7 @@ class Replay:
             done.accepted += sum(told.accepted for told in round_.texts)
             done.ms += round_.target_ms + round_.ms.get("propose", 0.0)
             done.fitted_ms += self.step_ms(len(round_.texts), drafts)
-            done.fitted_ms += sum(self.proposal_ms(method, n, k) for method, (n, k, _) in round_.proposals.items())
+            done.fitted_ms += sum(self.proposal_ms(m, call.texts, call.k, call.unread) for m, call in round_.proposals.items())
         return done
 
     def text(self, number: int) -> Text:
@@ -160,7 +161,8 @@ class Replay:
         off = Reason.OFF_REQUEST if self._k == 0 else None if methods else past.off or Reason.NO_DRAFTER
         most = max(past.limits.values(), default=0)
         limits = past.limits if self._k is None else {}
-        return Text(number, methods, most if self._k is None else self._k, past.tokens, off, limits=limits)
+        prompt = [STANDS] * past.prompt
+        return Text(number, methods, most if self._k is None else self._k, past.tokens, off, limits=limits, tokens=prompt)
 
 
 # reading the record
@@ -176,14 +178,17 @@ def texts_of(rounds: list[Round]) -> list[Past]:
     found: list[Past] = []
     open_: dict[tuple[str, int], Past] = {}
     limits: dict[tuple[str, int], Mapping[str, int]] = {}
+    prompts: dict[tuple[str, int], int] = {}
     work = 0
     for round_ in rounds:
         for told in round_.texts:
             if told.methods is not None:
                 limits[told.key] = told.methods
-            if not told.prompt:
+            if told.prompt:
+                prompts[told.key] = told.prompt
+            else:
                 if told.key not in open_:
-                    found.append(open_.setdefault(told.key, Past(work)))
+                    found.append(open_.setdefault(told.key, Past(work, prompts.get(told.key, 1))))
                 past = open_[told.key]
                 past.limits = limits.get(told.key, past.limits)
                 past.off = past.off or told.reason

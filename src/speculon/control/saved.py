@@ -35,7 +35,7 @@ class SavedAcceptance(Saved):
 class SavedMethod(Saved):
     all: SavedAcceptance
     kinds: dict[str, SavedAcceptance]
-    cost: Annotated[list[Ms], Field(min_length=3, max_length=3)] | Nothing
+    cost: Annotated[list[Ms], Field(min_length=4, max_length=4)] | Nothing
 
 
 class SavedAuto(Saved):

@@ -63,8 +63,10 @@ class Shadow:
 
     def settle(self, seq: Sequence, ended: bool = False) -> list[Judged]:
         """The drafts whose fate the committed tokens tell, and all that are open where the text has ended. Each is told once."""
-        found = []
-        for method, watch in self._texts.get(seq.id, {}).items():
+        found: list[Judged] = []
+        if seq.id not in self._texts:
+            return found
+        for method, watch in self._texts[seq.id].items():
             for start, draft in list(watch.drafts.items()):
                 written = seq.tokens[start : start + len(draft.tokens)]
                 accepted = common(draft.tokens, written)

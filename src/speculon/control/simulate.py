@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from speculon.control.policy import Policy
 from speculon.control.timing import Timing
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Span, SpanKind, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Proposal, Reason, Span, SpanKind, Verdict
 
 ENDLESS = 1 << 30
 FALLS, STANDS, UNKNOWN = range(3)  # the tokens of drafts say their fate; what is written is STANDS, so that all can be judged
@@ -34,7 +34,7 @@ class Text:
     limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
-    tokens: list[int] = field(default_factory=lambda: [STANDS])
+    tokens: list[int] = field(default_factory=lambda: [STANDS])  # those of its prompt among them
 
     @property
     def num_output(self) -> int:
@@ -61,8 +61,8 @@ class Scene(Protocol):
         """Of a step of the target, with so many rows of drafts in all."""
         ...
 
-    def proposal_ms(self, method: str, texts: int, k: int) -> float:
-        """Of one proposal, with at most `k` drafts for each text."""
+    def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
+        """Of one proposal, with at most `k` drafts for each text, and so many tokens of them that it reads first."""
         ...
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
@@ -80,28 +80,36 @@ class Way:
 
     accept: Callable[[int, int], float]  # (round, text) -> P(a draft stands | those before it did)
     ms: Callable[[int, int], float]  # (texts, most drafts of one) -> of a proposal
+    read_ms: float = 0.0  # of a token of a text that it has not seen yet
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A scene of formulas, in which texts have no end."""
+    """A scene of formulas."""
 
     step_ms: Callable[[int, int], float]  # (texts, rows of drafts in all) -> of the target
     ways: Mapping[str, Way]
     texts: Callable[[int], int]  # round -> texts that run
     most: int = 16  # drafts of a text in a round
+    prompt: int = 1  # tokens of each text
+    length: int = 0  # tokens that each text writes; another takes its place then. 0: it has no end
     noise: float = 0.05
 
     def crowds(self) -> Iterator[list[Text]]:
         running: list[Text] = []
+        ids = count()
         for number in count():
             wanted = self.texts(number)
-            new = (Text(i, tuple(self.ways), self.most) for i in range(len(running), wanted))
-            running = [*running[:wanted], *new]
+            running = [text for text in running if text.room][:wanted]
+            running += [self._text(next(ids)) for _ in range(len(running), wanted)]
             yield running
 
-    def proposal_ms(self, method: str, texts: int, k: int) -> float:
-        return self.ways[method].ms(texts, k)
+    def _text(self, number: int) -> Text:
+        room = self.length or ENDLESS
+        return Text(number, tuple(self.ways), self.most, room, tokens=[STANDS] * self.prompt)
+
+    def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
+        return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         chance = self.ways[method].accept(number, text.id)
@@ -143,9 +151,10 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0)
             text.written += len(verdict.tokens)
             text.tokens += verdict.tokens
             text.room -= len(verdict.tokens)
+            text.drafted = {method: min(done, len(text.tokens) - 1) for method, done in text.drafted.items()}
         spans = [Span(cast(Any, text), 0, 1, draft) for text, draft in zip(running, drafts, strict=True)]
         policy.observe(spans, verdicts, Timing(target_ms, proposals))
-        tokens, ms = sum(len(verdict.tokens) for verdict in verdicts), target_ms + sum(ms for _, _, ms in proposals.values())
+        tokens, ms = sum(len(verdict.tokens) for verdict in verdicts), target_ms + sum(call.ms for call in proposals.values())
         played.tokens, played.ms = played.tokens + tokens, played.ms + ms
         played.accepted += sum(verdict.accepted for verdict in verdicts)
         played.rates.append((len(running), tokens, ms))
@@ -155,10 +164,11 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0)
 
 def propose(
     policy: Policy, scene: Scene, number: int, running: list[Text], decisions: list[Decision], random: Random
-) -> tuple[list[Draft], dict[str, tuple[int, int, float]]]:
+) -> tuple[list[Draft], dict[str, Proposal]]:
     """As the engine asks: one method after the other, until one has a draft that is kept."""
     drafts = [NO_DRAFT] * len(running)
     asked: dict[str, list[int]] = {}
+    unread: Counter[str] = Counter()
     waiting = {i: list(decision.asks) for i, decision in enumerate(decisions) if decision.asks}
     while waiting:
         groups: dict[str, dict[int, int]] = {}
@@ -169,11 +179,13 @@ def propose(
             ks = policy.confirm(method, cast(Any, [running[i] for i in wanting]), list(wanting.values()))
             for i, k in ((i, k) for i, k in zip(wanting, ks, strict=True) if k):
                 asked.setdefault(method, []).append(k)
-                running[i].drafted[method] = len(running[i].tokens)
+                unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
                 draft = scene.draft(number, running[i], method, k, random)
+                running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
                 drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         waiting = {i: asks for i, asks in waiting.items() if asks and not drafts[i].tokens}
-    return drafts, {m: (len(ks), max(ks), scene.proposal_ms(m, len(ks), max(ks))) for m, ks in asked.items()}
+    calls = ((method, len(ks), max(ks), unread[method]) for method, ks in asked.items())
+    return drafts, {call[0]: Proposal(*call[1:3], scene.proposal_ms(*call), call[3]) for call in calls}
 
 
 def judge(draft: Draft, text: Text, number: int, scene: Scene, random: Random) -> Verdict:

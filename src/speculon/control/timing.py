@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from speculon.core import Proposal
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
     """In ms."""
 
     target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
-    proposals: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)  # method -> texts, most drafts of one, ms
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method

@@ -323,9 +323,9 @@ class Engine:
         self.counters.rows += rows
         if rows == len(decisions):
             self._plain_cost.observe(rows, step_ms - draft_ms)  # proposals that led to nothing are no part of it
-        for method, (texts, _, ms) in self.proposers.timings.items():
-            self.counters.proposals[method] += texts
-            self.counters.proposal_ms[method] += ms
+        for method, call in self.proposers.timings.items():
+            self.counters.proposals[method] += call.texts
+            self.counters.proposal_ms[method] += call.ms
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         drafting = sum(decision.method is not None for decision in decisions)
         plain_ms = self._plain_cost.per_row(len(decisions)) if drafting else None

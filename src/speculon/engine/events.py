@@ -16,7 +16,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from speculon.core import Decision, Draft, Load, Plan, Sequence, Span, Verdict
+from speculon.core import Decision, Draft, Load, Plan, Proposal, Sequence, Span, Verdict
 from speculon.errors import ConfigError
 from speculon.events import MARK, VERSION, begins_well, older
 
@@ -161,7 +161,7 @@ class Events:
         planned: list[Decision],
         decisions: list[Decision],
         verdicts: list[Verdict],
-        proposals: Mapping[str, tuple[int, int, float]],
+        proposals: Mapping[str, Proposal],
         target_ms: float,
         profile: Mapping[str, float],
     ) -> None:
@@ -184,7 +184,7 @@ class Events:
                 "prompt_rows": rows - sum(1 + len(span.draft.tokens) for span in plan.decoding),
                 "target_ms": round(target_ms, 4),
                 "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
-                "proposals": {method: (n, k, round(ms, 4)) for method, (n, k, ms) in proposals.items()},
+                "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in proposals.items()},
                 "texts": texts,
             }
             self._ms = dict(profile)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
 from speculon.proposers.base import Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
@@ -40,7 +40,7 @@ class Proposers:
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
         self._closed = False
-        self.timings: dict[str, tuple[int, int, float]] = {}  # of the last round: method -> texts, most drafts of one, ms
+        self.timings: dict[str, Proposal] = {}  # of the last round, by method
         self.default = check_method(config.method)
         for method in dict.fromkeys([*config.drafts, *self.chain(self.default)]):
             self._build(check_method(method))
@@ -212,20 +212,20 @@ class Proposers:
         able = [i for i, room in rooms.items() if room > 0]
         seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
-        began, new = perf_counter(), False
+        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs)
+        began = perf_counter()
         with self._fault_of(method, seqs):
             for seq in seqs:
                 if method not in self._admitted[seq.id]:
                     proposer.admit(seq)
                     self._admitted[seq.id].add(method)
-                    new = True
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
             cut = [fit(guess.cut(k), seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
             if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
                 raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
             drafts = cut
-        if budgets and not new:  # the first call for a text reads its prompt
-            self.timings[method] = (len(seqs), max(budgets), (perf_counter() - began) * 1e3)
+        if budgets:
+            self.timings[method] = Proposal(len(seqs), max(budgets), (perf_counter() - began) * 1e3, unread)
         return dict(zip(able, drafts, strict=False))
 
     @contextmanager

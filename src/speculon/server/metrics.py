@@ -97,8 +97,7 @@ class EngineCollector(Collector):
         yield counter("shadow_rounds", "drafts that were watched instead of verified, by method", by(totals.watched), "method")
         yield counter("shadow_draft_tokens", tokens, by(by_method(totals.watched_at)), "method")
         yield counter("shadow_accepted_tokens", f"{tokens}, as the text went on", by(by_method(totals.stood_at)), "method")
-        asked = "texts a method was asked about, the first time for each aside, which reads the prompt"
-        yield counter("proposals", asked, by(counters.proposals), "method")
+        yield counter("proposals", "texts a method was asked about", by(counters.proposals), "method")
         seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
         yield counter("proposal_seconds", "time these took", by(seconds), "method")
         yield counter("restored", "what an earlier process had learned: pools, policies", by(counters.restored), "part")

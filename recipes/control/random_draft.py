@@ -1,0 +1,66 @@
+"""What a draft model of random weights costs under the policy `auto`, once it is known: shares of the time of decoding steps.
+
+python -m recipes.control.random_draft               # prose with the demo model, 1 and 8 texts at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from speculon import LLM
+from speculon.bench.measure import Step, measure
+from speculon.bench.workloads import Size, build
+from speculon.models.load import SHIPPED
+
+LEARNING = 200  # rounds
+
+
+def random_draft(seed: int = 0) -> Any:
+    """The demo's draft model, before it was trained."""
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(SHIPPED["demo-draft"])
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def shares(steps: list[Step]) -> dict[str, float]:
+    """Of the time of these steps. A rejected draft is charged the mean time of a row: more than it added."""
+    total = sum(step.step_ms for step in steps)
+    drafting = sum(step.draft_ms for step in steps)
+    control = sum(step.profile["decide"] for step in steps)
+    wasted = sum((step.rows - step.tokens) / step.rows * (step.forward_ms + step.profile["verify"]) for step in steps)
+    parts = {"drafting": drafting, "wasted_rows": wasted, "control": control, "together": drafting + wasted + control}
+    return {name: round(ms / total, 4) for name, ms in parts.items()}
+
+
+def run(method: str, texts: int, prompts: int, max_tokens: int, threads: int | None) -> dict[str, Any]:
+    speculation = {"draft": random_draft(), "policy": "auto", "method": method}
+    llm = LLM("demo", speculation=speculation, max_num_seqs=texts, prefix_cache=False, threads=threads)
+    cases = build("prose", llm.tokenizer, Size(prompts, max_tokens, llm.engine.max_context))
+    measure(llm, cases[:texts], {"method": "off"})  # for warming up
+    groups = [cases[i : i + texts] for i in range(0, prompts, texts)]
+    steps = [step for group in groups for step in measure(llm, group, {"pool": ""}).steps]
+    llm.close()
+    decoding = [step for step in steps[LEARNING:] if step.decoding]
+    return {"texts": texts, "method": method, "rounds": len(decoding), "shares": shares(decoding)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="draft_model")
+    parser.add_argument("--texts", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=1000, help="about so many rounds after those it learns in")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--threads", type=int)
+    asked = parser.parse_args()
+    for texts in asked.texts:
+        groups = -(-(LEARNING + asked.rounds) // asked.max_tokens)
+        print(json.dumps(run(asked.method, texts, texts * groups, asked.max_tokens, asked.threads)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""One proposal of a costly method for a crowd: for which of its texts it pays, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from speculon.control.estimate import ProposalCost
+
+MARGIN = 0.02  # of the round's rate: what a costly method must add to it
+TAKE_UP = 0.1  # ms
+TURNS = 2  # of Dinkelbach's iteration
+
+# of a text, for one method: its kind, how it departs from it, its most drafts, and what its reading adds to each, in TAKE_UP ms
+Kind = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """At most `k` drafts of each text that takes part."""
+
+    k: int
+    depths: Mapping[Kind, int]  # of the texts that take part: drafts that are worth their rows
+    tokens: float
+    ms: float
+    share_ms: float  # of the call, for each text that asks
+
+    def of(self, kind: Kind) -> int:
+        """The most drafts of a text."""
+        return min(self.k, self.depths.get(kind, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The texts of a round that a method may draft for, by kind, and what that costs."""
+
+    cost: ProposalCost
+    texts: Mapping[Kind, int]
+    worths: Mapping[Kind, list[float]]  # tokens that each draft of such a text is expected to add; they only fall
+    first_ms: float  # of a text's first draft beyond a draft's row
+    row_ms: float  # of each draft
+
+    def best(self, share: float, tokens: float, ms: float) -> Plan | None:
+        """The proposal for a share of these texts that raises a round's rate most; `tokens` and `ms` are those without it."""
+        plan, rate = None, tokens / ms
+        for _ in range(TURNS):
+            found = self.plan(share, rate)
+            if found is None:
+                break
+            plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
+        return plan if rate > (1 + MARGIN / sum(self.texts.values())) * tokens / ms else None
+
+    def plan(self, share: float, rate: float) -> Plan | None:
+        """The proposal that gains most where one ms could write `rate` tokens."""
+        price, each = rate * self.row_ms, rate * (self.row_ms + self.cost.row)
+        depths, asking, first = {}, 0.0, 0.0
+        for kind, worths in self.worths.items():
+            begin = self.begin_ms(kind)
+            good = depth(worths, each)
+            if sum(worths[:good]) > each * good + rate * begin:  # else it is better left out
+                depths[kind] = depth(worths, price)
+                asking += share * self.texts[kind]
+                first += share * self.texts[kind] * begin
+        best, most, tokens, rows = None, 0.0, 0.0, 0.0
+        for k in range(1, 1 + max(depths.values(), default=0)):
+            for kind, deepest in depths.items():
+                if k <= deepest:
+                    texts = share * self.texts[kind]
+                    tokens, rows = tokens + texts * self.worths[kind][k - 1], rows + texts
+            call = self.cost.at(asking, k)
+            ms = call + first + rows * self.row_ms
+            if tokens - rate * ms > most:
+                most, best = tokens - rate * ms, Plan(k, depths, tokens, ms, call / asking)
+        return best
+
+    def begin_ms(self, kind: Kind) -> float:
+        """Of a text's first draft: beyond its row, and its share of what is read."""
+        return self.first_ms + TAKE_UP * kind[3]
+
+
+def depth(worths: list[float], price: float) -> int:
+    """How many drafts are worth more than `price`."""
+    for i, worth in enumerate(worths):
+        if worth <= price:
+            return i
+    return len(worths)
