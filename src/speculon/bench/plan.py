@@ -15,7 +15,7 @@ from speculon.proposers.registry import OFF, check_method
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 STOCK = "transformers"
 FIXED = "fixed"  # the policy that others are compared with
-FIXED_MODES = (OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "auto:8")
+FIXED_MODES = (OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "eagle3:3", "auto:8")
 MODES = (*FIXED_MODES, "auto+adaptive", "auto:8+solo", "auto+auto")
 
 

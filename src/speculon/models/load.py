@@ -40,7 +40,7 @@ from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
-SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft"}
+SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-eagle3": DEMO / "eagle3"}
 OWN_BUFFER = 1 << 16  # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
