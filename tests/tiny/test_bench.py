@@ -128,7 +128,7 @@ def test_without_options_the_modes_are_those_that_something_drafts_for(
     monkeypatch.setattr("speculon.commands.bench.compare", stop)
     assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
     assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
-    assert plans[1] == Plan()
+    assert plans[1].modes == tuple(mode for mode in Plan().modes if "eagle3" not in mode)
 
 
 def test_it_shows_tables(folder: Path) -> None:
