@@ -1,0 +1,57 @@
+"""The EAGLE-3 head that ships with the demo model: it guesses well, and would not if it were read wrongly."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from speculon import LLM
+from speculon.bench import workloads
+from speculon.bench.measure import loops
+from speculon.demo import corpus
+from speculon.models.drafters import Shape, check_pair
+from speculon.models.eagle import agreement, head_needs, load_head
+from speculon.models.families import recognise_drafter
+from speculon.models.load import DEMO, load_target
+
+HEAD = "demo-eagle3"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"method": "off", "draft": HEAD})
+
+
+def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -> None:
+    find, temperature = workloads.parse("code")
+    found = islice(find(llm.tokenizer, workloads.Size(0, 64, llm.engine.max_context)), 12)
+    tokens = calls = 0
+    for case in (workloads.at(temperature, case, i) for i, case in enumerate(found)):
+        plain = llm.generate([case.prompt], case.params)[0]
+        if loops(plain.token_ids):
+            continue
+        out = llm.generate([case.prompt], case.params, speculation={"method": "eagle3", "num_speculative_tokens": 4})[0]
+        assert out.token_ids == plain.token_ids
+        assert out.speculation is not None
+        tokens, calls = tokens + out.speculation.emitted, calls + out.speculation.target_calls
+    assert calls > 20, "too few texts that do not run in circles"
+    assert tokens / calls > 2.2
+
+
+def test_taps_in_the_wrong_order_are_told_apart(llm: LLM) -> None:
+    """Single layers of this deep target are much alike; `test_eagle3` shows that each of them is the right one."""
+    target = load_target("demo", dtype="float32", device="cpu")
+    sheet = recognise_drafter(DEMO / "eagle3")
+    own = sheet.readings(len(target.layers))[0]
+    assert own == (1, 9, 16)
+    assert not check_pair(sheet, Shape(256, target.vocab_size, len(target.layers), "Qwen3ForCausalLM"))
+    head, layers = load_head(sheet, target), head_needs(sheet, own, target, 1, 1).layers[1:]
+    ids = llm.tokenizer.encode(corpus.read_source(corpus.stdlib_files(held_out=True)[3]) or "")[:300]
+    right, wrong = (agreement(head, target, layers, taps, ids) for taps in (own, own[::-1]))
+    assert right > 0.5
+    assert wrong < right - 0.1
+
+
+def test_the_family_is_small() -> None:
+    assert sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file()) < 40e6
