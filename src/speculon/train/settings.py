@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from speculon.checked import Checked
 
-
 SHORTEST = 8  # tokens of a prompt that is cut out of a plain text
 
 
