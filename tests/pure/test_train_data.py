@@ -216,6 +216,7 @@ def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
         pytest.param({"minutes": 0}, "minutes = 0", id="minutes"),
         pytest.param({"length": 128}, "eval_tokens = 128 leaves no prompt of 8 tokens in a length of 128", id="no eval prompt"),
         pytest.param({"regenerate": 1, "regenerate_tokens": 1017}, "regenerate_tokens = 1017 leaves no prompt", id="no prompt"),
+        pytest.param({"out": "."}, "out = '.': a folder by its name", id="no name"),
         pytest.param({"epochs": 3}, "epochs = 3: unknown field", id="unknown"),
     ],
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -270,6 +272,13 @@ def test_what_does_not_fit_the_target_is_refused(world: Path, changes: dict[str,
         train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
 
 
+def test_the_target_is_not_written_over(world: Path) -> None:
+    before = (world / "target" / "config.json").read_bytes()
+    with pytest.raises(InvalidParameter, match="the target's own folder, which would be overwritten"):
+        train(Eagle3(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
+    assert (world / "target" / "config.json").read_bytes() == before
+
+
 def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with ttt = 2, now 3"):
@@ -289,20 +298,16 @@ def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypa
 
 def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was stopped while the target still wrote them."""
-
-    def stopped(*given: Any) -> None:
-        raise KeyboardInterrupt
-
     own = {"steps": 1, "regenerate": 40, "regenerate_tokens": 8}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("speculon.train.run.regenerate", stopped)
+        patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
         train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
         train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
     assert train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
-def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path) -> None:
+def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*words: str) -> tuple[int, Any]:
         done = CliRunner().invoke(app, ["train", *words, "--json"])
         return done.exit_code, json.loads(done.stdout)
@@ -314,5 +319,12 @@ def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path) -> N
     assert (code, refused["error"]["message"]) == (2, "layers = 0: Input should be greater than or equal to 1")
     code, refused = run("eagle3", *options, "--data", str(world / "none"))
     assert (code, refused["error"]["type"]) == (2, "DataError")
+    with monkeypatch.context() as patch:
+        patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
+        stopped = CliRunner().invoke(
+            app, ["train", "eagle3", *options, "--ttt", "2", "--regenerate", "4", "--regenerate-tokens", "8"]
+        )
+        assert (stopped.exit_code, "the same command goes on" in stopped.stderr) == (130, True)
+    shutil.rmtree(world / "by command.work")
     code, record = run("eagle3", *options, "--ttt", "2")
     assert (code, record["steps"], record["method"], record["form"]["ttt"]) == (0, 2, "eagle3", 2)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from speculon.errors import InvalidParameter
-from speculon.models.load import load_tokenizer
+from speculon.models.load import load_tokenizer, locate
 from speculon.text import Tokenizer
 from speculon.train.course import FIRST, LAST, ROWS, Advance, Course, same_run
 from speculon.train.data import Document, Rows, read_documents, split
@@ -59,6 +59,8 @@ class Done:
 def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     """Trains a drafter and writes its folder; goes on where an earlier run in the same work folder was."""
     made_with = circumstances()  # now: the code on disk may change while it runs
+    if settings.out.resolve() == locate(settings.target).resolve():
+        raise InvalidParameter("out", str(settings.out), "the target's own folder, which would be overwritten")
     watch.tell("loading the target")
     teacher = Teacher(settings.target, kind.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, kind.spare, teacher)

@@ -48,6 +48,13 @@ class TrainSettings(Checked):
     eval_prompts: int = Field(16, ge=0, le=4096, description="held-out prompts that the finished drafter drafts for; 0: none")
     eval_tokens: int = Field(128, ge=2, description="written after each of them")
 
+    @field_validator("out")
+    @classmethod
+    def _has_a_name(cls, value: Path) -> Path:
+        if value.name in ("", ".."):
+            raise ValueError("a folder by its name: another one beside it is called after it")
+        return value
+
     @model_validator(mode="after")
     def _leave_room_for_prompts(self) -> TrainSettings:
         for name, wanted in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
