@@ -80,11 +80,25 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path:
             len("<user>a</><assistant>"),
             id="two turns",
         ),
+        pytest.param(
+            {"messages": [TURNS[1], *TURNS[:2]]},
+            "<assistant>b</><user>a</><assistant>b</>",
+            "b</>",
+            len("<assistant>b</><user>a</><assistant>"),
+            id="a greeting",
+        ),
     ],
 )
 def test_a_line_says_what_is_learned(tmp_path: Path, record: dict[str, Any], whole: str, answer: str, prompt: int) -> None:
     (document,) = read(lines(tmp_path / "x.jsonl", record))
     assert (text(document), learned(document), document.prompt) == (whole, answer, prompt)
+
+
+def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    """As a server writes it that captures its traffic: JSON needs no escape for them."""
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps({"text": f"a{end}b"}, ensure_ascii=False) + "\r\n" for end in "\u2028\u2029\x85\r"))
+    assert [text(d) for d in read(file)] == ["a\u2028b", "a\u2029b", "a\x85b", "a\rb"]
 
 
 def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path: Path) -> None:
@@ -200,6 +214,9 @@ def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
         pytest.param({"data": ()}, "data = ", id="no data"),
         pytest.param({"optimizer": "sgd"}, "optimizer = 'sgd'", id="optimizer"),
         pytest.param({"minutes": 0}, "minutes = 0", id="minutes"),
+        pytest.param({"length": 128}, "eval_tokens = 128 leaves no prompt of 8 tokens in a length of 128", id="no eval prompt"),
+        pytest.param({"regenerate": 1, "regenerate_tokens": 1017}, "regenerate_tokens = 1017 leaves no prompt", id="no prompt"),
+        pytest.param({"out": "."}, "out = '.': a folder by its name", id="no name"),
         pytest.param({"epochs": 3}, "epochs = 3: unknown field", id="unknown"),
     ],
 )

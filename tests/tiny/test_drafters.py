@@ -249,6 +249,17 @@ REFUSALS: list[Any] = [
     pytest.param({"config": {"eagle_aux_hidden_state_layer_ids": "1,2"}}, None, ModelError, "no list of layers", id="no list"),
     pytest.param({"config": {"head_dim": 7}}, None, ModelError, "32 and 16, which are no heads of 7", id="head_dim"),
     pytest.param({"config": {"rope_is_neox_style": False}}, None, UnsupportedModel, "interleaved RoPE", id="interleaved"),
+    pytest.param(
+        {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
+        None,
+        UnsupportedModel,
+        "rope_type 'dynamic' is not carried",
+        id="moving rope",
+    ),
+    pytest.param({"config": {"rope_scaling": {"rope_type": "yarn"}}}, None, ModelError, "without its factor", id="no factor"),
+    pytest.param({"config": {"rope_theta": "much"}}, None, ModelError, "not to be read .*'much'", id="no number"),
+    pytest.param({"config": {"architectures": 5}}, None, ModelError, "not to be read", id="architectures"),
+    pytest.param({"config": {"rms_norm_eps": [1]}}, None, ModelError, "not to be read", id="eps"),
     pytest.param({"config": {"layer_types": ["chunked"]}}, None, UnsupportedModel, "layer_types", id="layer types"),
     pytest.param(
         {"windows": 5, "config": {"sliding_window": None}}, None, ModelError, "ask for a sliding_window", id="no window"

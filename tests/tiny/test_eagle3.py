@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams
-from speculon.errors import SpeculonError
+from speculon.errors import SpeculonError, UnsupportedModel
 from speculon.models import eagle
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
@@ -270,6 +270,9 @@ def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"taps": [1, 2, "3"]}, r"options.taps = \[1, 2, '3'\]: .* a list of 3 layers"),
+        ({"taps": [1, 2.5, 3]}, r"options.taps = \[1, 2.5, 3\]: .* a list of 3 layers"),
+        ({"taps": [3, 1, 4]}, r"options.taps = \[3, 1, 4\]: .* in rising order"),
         ({"taps": [1, 2]}, r"options.taps = \[1, 2\]: .* a list of 3 layers"),
         ({"taps": [1, 2, 7]}, "reads layers 1, 2, 7"),
         ({"norm_output": "yes"}, "options.norm_output = 'yes': .* true or false"),
@@ -279,6 +282,12 @@ def test_a_wrong_correction_is_refused(options: dict[str, Any], message: str, tm
     head = write_eagle3(tmp_path, deep_model().config)
     with pytest.raises(SpeculonError, match=message):
         make_engine(deep_target(), speculation={**folder_of(head), "options": options})
+
+
+def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    head = write_eagle3(tmp_path, deep_model().config, "specforge", config={"hidden_act": "swish2"})
+    with pytest.raises(UnsupportedModel, match="hidden_act 'swish2' is not known"):
+        make_engine(deep_target(), speculation=folder_of(head))
 
 
 # planted errors: each must show in the rows or in the guesses

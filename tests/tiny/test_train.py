@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -191,6 +193,8 @@ def test_looks_are_kept_within_their_bound_and_read_again(
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
     torch.testing.assert_close(batch.taps, fresh.taps)
     torch.testing.assert_close(batch.p, fresh.p)
+    (tmp_path / "looks").unlink()  # to make room
+    torch.testing.assert_close(Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps)
     monkeypatch.setattr("speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes))
     assert Looks(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
@@ -260,11 +264,19 @@ def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest
         pytest.param({}, {"taps": "0,2"}, "taps = 2: the target has 2 layers", id="tap out of range"),
         pytest.param({}, {"draft_vocab": 10**6}, "draft_vocab = 1000000: the target has", id="vocabulary"),
         pytest.param({}, {"heads": 3}, "heads = 3: a multiple of kv_heads, 2", id="heads"),
+        pytest.param({"regenerate": 10**6, "regenerate_tokens": 8}, {"heads": 3}, "heads = 3", id="before texts are written"),
     ],
 )
 def test_what_does_not_fit_the_target_is_refused(world: Path, changes: dict[str, Any], form: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParameter, match=words):
         train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
+
+
+def test_the_target_is_not_written_over(world: Path) -> None:
+    before = (world / "target" / "config.json").read_bytes()
+    with pytest.raises(InvalidParameter, match="the target's own folder, which would be overwritten"):
+        train(Eagle3(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
+    assert (world / "target" / "config.json").read_bytes() == before
 
 
 def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +296,18 @@ def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypa
         (world / "texts" / "more.py").unlink()
 
 
-def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path) -> None:
+def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was stopped while the target still wrote them."""
+    own = {"steps": 1, "regenerate": 40, "regenerate_tokens": 8}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
+        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
+    with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
+        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
+    assert train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
+
+
+def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*words: str) -> tuple[int, Any]:
         done = CliRunner().invoke(app, ["train", *words, "--json"])
         return done.exit_code, json.loads(done.stdout)
@@ -296,5 +319,12 @@ def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path) -> N
     assert (code, refused["error"]["message"]) == (2, "layers = 0: Input should be greater than or equal to 1")
     code, refused = run("eagle3", *options, "--data", str(world / "none"))
     assert (code, refused["error"]["type"]) == (2, "DataError")
+    with monkeypatch.context() as patch:
+        patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
+        stopped = CliRunner().invoke(
+            app, ["train", "eagle3", *options, "--ttt", "2", "--regenerate", "4", "--regenerate-tokens", "8"]
+        )
+        assert (stopped.exit_code, "the same command goes on" in stopped.stderr) == (130, True)
+    shutil.rmtree(world / "by command.work")
     code, record = run("eagle3", *options, "--ttt", "2")
     assert (code, record["steps"], record["method"], record["form"]["ttt"]) == (0, 2, "eagle3", 2)

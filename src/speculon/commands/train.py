@@ -66,7 +66,11 @@ def run(method: str, given: Given, as_json: bool) -> None:
     from speculon.train import kinds
     from speculon.train.run import train
 
-    done = train(kinds.KINDS[method](form), settings, screen)
+    try:
+        done = train(kinds.KINDS[method](form), settings, screen)
+    except KeyboardInterrupt:  # not while it trains: there it is waited for
+        errors().print(f"stopped; the same command goes on with what is there ({settings.folder})", markup=False)
+        raise typer.Exit(EXIT_STOPPED) from None
     if done.record is None:
         errors().print(f"stopped at step {done.step}; the same command goes on from there ({settings.folder})", markup=False)
         raise typer.Exit(EXIT_STOPPED)

@@ -32,7 +32,8 @@ KNOWN = re.compile(
 )
 INSIDE = re.compile(r"(fc|norm|lm_head|embed_tokens|input_norm|fc_norm|layers)\b")  # left out, these would change the result
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
-STRETCHED = ("yarn", "longrope", "dynamic", "llama3")  # kinds of RoPE that stretch an original length
+STRETCHED = ("yarn", "llama3")  # kinds of RoPE that stretch an original length
+ROPES = ("default", "linear", "proportional", *STRETCHED)  # not those whose angles hang on the longest text of a batch
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -355,9 +356,13 @@ def read_rope(source: Source) -> dict[str, Any]:
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise UnsupportedModel(f"{source.folder}: RoPE that differs between layers is not carried")
     kind = given.get("rope_type") or given.get("type") or "default"
+    kind = "default" if kind == "mrope" else kind  # of text alone, all axes of it are equal
+    if kind not in ROPES:
+        raise UnsupportedModel(f"{source.folder}: rope_type {kind!r} is not carried, but {', '.join(ROPES)}")
+    if kind in ("linear", *STRETCHED) and "factor" not in given:
+        raise ModelError(f"{source.folder}: rope_type {kind!r} without its factor")
     rope = {name: value for name, value in given.items() if name != "type" and not name.startswith("mrope")}
-    rope |= {"rope_type": "default" if kind == "mrope" else kind}  # of text alone, all axes of it are equal
-    rope.setdefault("rope_theta", body.get("rope_theta") or 10000.0)
+    rope |= {"rope_type": kind, "rope_theta": float(given.get("rope_theta") or body.get("rope_theta") or 10000.0)}
     if body.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", body["partial_rotary_factor"])
     if kind in STRETCHED and body.get("max_position_embeddings"):

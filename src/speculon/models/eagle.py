@@ -31,7 +31,6 @@ from speculon.models.target import scratch_bytes
 if TYPE_CHECKING:
     from speculon.models.target import Target
 
-MOVING_ROPE = {"dynamic", "longrope"}  # whose angles depend on the longest position of the whole batch
 NOT_WEIGHTS = {"d2t", "t2d"}
 
 
@@ -112,6 +111,8 @@ def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, 
 
 def load_head(sheet: Eagle3, target: Target) -> EagleHead:
     """The head in the target's dtype, sharing what its checkpoint leaves out. Raises a `ModelError` for what it lacks."""
+    if sheet.act not in ACT2FN:
+        raise UnsupportedModel(f"{sheet.path}: hidden_act {sheet.act!r} is not known")
     tensors = read_tensors(sheet)
 
     def weight(name: str) -> Tensor:
@@ -219,9 +220,7 @@ def read_tensors(sheet: Eagle3) -> dict[str, Tensor]:
 
 
 def rope_config(sheet: Eagle3) -> LlamaConfig:
-    """What the library's rotary table reads. Raises `UnsupportedModel` for angles that depend on other rows."""
-    if (kind := sheet.rope.get("rope_type", "default")) in MOVING_ROPE:
-        raise UnsupportedModel(f"{sheet.path}: rope_type {kind!r} looks at the longest text of a batch")
+    """What the library's rotary table reads."""
     return LlamaConfig(
         hidden_size=sheet.hidden,
         intermediate_size=sheet.intermediate,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speculon.errors import MissingWeights, ModelError, UnsafeCheckpoint, UnsupportedModel
+from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 from speculon.models.dialects import FIRST_Q, Source, open_source, read_eagle3
 from speculon.models.drafters import SHORT, Eagle3
 from speculon.models.recognise import Checkpoint, recognise
@@ -145,6 +145,15 @@ FOREIGN = (
 def family_of(path: str | Path) -> Family:
     """What a folder is. Raises `ModelError` for one that cannot be read, or whose tensors contradict each other."""
     folder = Path(path).expanduser()
+    try:
+        return look_at(folder)
+    except SpeculonError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:  # a value of another kind somewhere
+        raise ModelError(f"{folder}: its config or headers are not to be read ({type(error).__name__}: {error})") from error
+
+
+def look_at(folder: Path) -> Family:
     source = open_source(folder)
     foreign = next((one for one in FOREIGN if one.signs(source)), None)
     if foreign:

@@ -138,9 +138,13 @@ def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
     """
     said = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
     for name, value in said.items():
-        good = type(value) is bool if name in FLAGS else isinstance(value, list | tuple) and len(value) == sheet.taps
+        good = type(value) is bool if name in FLAGS else are_layers(value) and len(value) == sheet.taps
         if not good:
-            kind = "true or false" if name in FLAGS else f"a list of {sheet.taps} layers"
+            kind = "true or false" if name in FLAGS else f"a list of {sheet.taps} layers in rising order"
             raise ConfigError(f"options.{name} = {value!r}: for {sheet.path} it is {kind}")
     taps: dict[str, Any] = {"tap_ids": tuple(said.pop(TAPS)), "after": True} if TAPS in said else {}
     return replace(sheet, **said, **taps)
+
+
+def are_layers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(tap) is int for tap in value) and sorted(set(value)) == list(value)

@@ -20,6 +20,7 @@ from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Batch, Looks
 
 FREE = frozenset({"out", "work", "steps", "minutes", "cache_gb", "save_minutes", "eval_prompts", "eval_tokens"})
+ROWS = "rows_hash"  # known last: the target may have to write them
 FIRST, LAST = 20, 50  # losses that are kept for the record: of the first steps and of the last ones
 REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3  # drafter-scale AdamW at 1e-4 is usual for 4096 wide heads
 
@@ -37,16 +38,13 @@ Advance = Callable[[float, Mapping[str, Any]], None]  # share of the run that is
 class Course:
     """One run of one student. What it needs to go on lies in `settings.folder`."""
 
-    def __init__(self, settings: TrainSettings, student: Any, looks: Looks, held: Looks | None, identity: Mapping[str, Any]):
+    def __init__(self, settings: TrainSettings, student: Any, looks: Looks, held: Looks | None):
         self.settings, self.student, self.looks, self.held = settings, student, looks, held
         self.optimizers = OPTIMIZERS[settings.optimizer](student, settings, looks.teacher.width)
         self.step, self.elapsed = 0, 0.0
         self.losses: list[float] = []
         self.measured: dict[str, Any] = {}
         self.folder = settings.folder
-        self._same_run(
-            {name: value for name, value in settings.model_dump(mode="json").items() if name not in FREE} | dict(identity)
-        )
         self.checkpoint = self.folder / "checkpoint.safetensors"
         if self.checkpoint.exists():
             self._resume()
@@ -141,17 +139,24 @@ class Course:
             facts = json.loads(file.metadata()["facts"])
         self.step, self.elapsed, self.losses, self.measured = (facts[k] for k in ("step", "elapsed", "losses", "measured"))
 
-    def _same_run(self, identity: dict[str, Any]) -> None:
-        """Raises ConfigError where the work folder holds a run of other settings or data."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / "run.json"
-        if not file.exists():
-            file.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-        before = json.loads(file.read_text(encoding="utf-8"))
-        for name in [*identity, *(name for name in before if name not in identity)]:
-            if before.get(name) != identity.get(name):
-                was = f"{name} = {before.get(name)!r}, now {identity.get(name)!r}"
-                raise ConfigError(f"{self.folder} holds a run with {was}: name another work folder, or delete it")
+
+def same_run(settings: TrainSettings, identity: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the work folder holds a run of other settings or data; `identity` is what else it is known by.
+
+    Asked once before anything is written there, and again when its rows are known.
+    """
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    file = settings.folder / "run.json"
+    now = {name: value for name, value in settings.model_dump(mode="json").items() if name not in FREE} | dict(identity)
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name in {**now, **before} if before else ():
+        if before.get(name) != now.get(name) and not (name == ROWS and None in (before.get(name), now.get(name))):
+            was = f"{name} = {before.get(name)!r}, now {now.get(name)!r}"
+            raise ConfigError(f"{settings.folder} holds a run with {was}: name another work folder, or delete it")
+    if before.keys() != before.keys() | now.keys():
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(file)
 
 
 def schedule(progress: float, warmup: float) -> float:

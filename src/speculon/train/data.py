@@ -72,7 +72,7 @@ def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
             return
         raise DataError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if file.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # a string may hold other ends of lines as they are
             if line.strip():
                 yield from read_line(line, f"{file}:{number}", tokens)
     elif text.strip():
@@ -110,7 +110,7 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
     answer: list[bool] = []
     shown, prompt = "", 0
     for number, message in enumerate(messages, 1):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number == 1:  # a greeting answers nobody: it is read with what follows
             continue
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError(f"message {number} has neither content nor tool_calls")

@@ -59,6 +59,10 @@ class SmallDraft:
         """Tokens of a row from which nothing is guessed."""
         return 0
 
+    def check(self, teacher: Teacher) -> None:
+        """Raises InvalidParameter for a form that does not fit the target."""
+        config_of(self.settings, teacher)
+
     def student(self, teacher: Teacher, rows: Rows) -> SmallModel:
         """A model of few layers, which begins with the target's own parameters where the widths agree."""
         config = config_of(self.settings, teacher)

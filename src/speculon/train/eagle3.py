@@ -31,6 +31,13 @@ class Eagle3:
         """Tokens of a row from which nothing is guessed."""
         return self.settings.ttt
 
+    def check(self, teacher: Teacher) -> None:
+        """Raises InvalidParameter for a form that does not fit the target."""
+        form_of(self.settings, teacher)
+        count = self.settings.draft_vocab or 0
+        if count > teacher.vocab_size:
+            raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
+
     def student(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
         """Random layers between the target's own embeddings and scores."""
         teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
@@ -77,8 +84,6 @@ def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:
     """The `count` tokens that are learned most often, in rising order [Vd]; all of them where count is None."""
     if count is None:
         return torch.arange(teacher.vocab_size)
-    if count > teacher.vocab_size:
-        raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
     counts = np.zeros(teacher.vocab_size)
     np.add.at(counts, rows.ids[:, 1:].ravel(), rows.weights[:, :-1].ravel())
     if teacher.head.weight.shape[0] != teacher.vocab_size:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from speculon.config import SamplingParams
 from speculon.llm import LLM
 from speculon.train.data import Document
-from speculon.train.settings import TrainSettings
+from speculon.train.settings import SHORTEST, TrainSettings
 
 if TYPE_CHECKING:
     from speculon.train.run import Watch
 
 CROWD = 32  # texts at once, and between two writes to the file
-SHORTEST = 8  # tokens of a beginning that is cut out of a plain text
 GRAM = 16  # tokens that, said twice, show that an answer runs in circles
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 

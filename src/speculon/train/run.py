@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from speculon.errors import InvalidParameter
-from speculon.models.load import load_tokenizer
+from speculon.models.load import load_tokenizer, locate
 from speculon.text import Tokenizer
-from speculon.train.course import FIRST, LAST, Advance, Course
+from speculon.train.course import FIRST, LAST, ROWS, Advance, Course, same_run
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.evaluate import evaluate
 from speculon.train.export import circumstances, write_json
@@ -34,6 +34,7 @@ class Kind(Protocol):
     def settings(self) -> Any: ...
     @property
     def spare(self) -> int: ...
+    def check(self, teacher: Teacher) -> None: ...  # raises InvalidParameter for a form that does not fit the target
     def student(self, teacher: Teacher, rows: Rows) -> nn.Module: ...
     def write(self, student: Any, teacher: Teacher, target: str, folder: Path) -> None: ...
     def speculation(self, folder: Path) -> Mapping[str, Any]: ...
@@ -58,14 +59,18 @@ class Done:
 def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     """Trains a drafter and writes its folder; goes on where an earlier run in the same work folder was."""
     made_with = circumstances()  # now: the code on disk may change while it runs
+    if settings.out.resolve() == locate(settings.target).resolve():
+        raise InvalidParameter("out", str(settings.out), "the target's own folder, which would be overwritten")
     watch.tell("loading the target")
     teacher = Teacher(settings.target, kind.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, kind.spare, teacher)
+    kind.check(teacher)
     tokens = Tokenizer(load_tokenizer(settings.target))
     watch.tell("reading the texts")
     documents, held = documents_of(settings, tokens, teacher)
-    settings.folder.mkdir(parents=True, exist_ok=True)
+    identity = {"method": kind.method, **kind.settings.model_dump(mode="json"), "target_hash": teacher.fingerprint}
     if settings.regenerate:
+        same_run(settings, identity)  # texts are no other run's
         documents = regenerate(settings, documents, watch)
     rows = Rows.of(documents, settings.length, end_of(teacher, tokens), settings.prompt_weight, settings.seed)
     held_rows = held_out_rows(settings, held, end_of(teacher, tokens))
@@ -73,16 +78,12 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
         watch.tell("the held-out texts fill no row: nothing is measured before the end")
     torch.manual_seed(settings.seed)
     student = kind.student(teacher, rows)
+    identity[ROWS] = rows.fingerprint
+    same_run(settings, identity)
     limit = settings.cache_gb * 1e9
     looks = Looks(teacher, rows, settings.folder / "looks.bin", limit)
     held_looks = Looks(teacher, held_rows, settings.folder / "looks_held.bin", limit) if held_rows else None
-    identity = {
-        "method": kind.method,
-        **kind.settings.model_dump(mode="json"),
-        "target_hash": teacher.fingerprint,
-        "rows_hash": rows.fingerprint,
-    }
-    course = Course(settings, student, looks, held_looks, identity)
+    course = Course(settings, student, looks, held_looks)
     with (settings.folder / "sessions.jsonl").open("a", encoding="utf-8") as sessions:
         sessions.write(json.dumps({"from_step": course.step, **made_with}) + "\n")
     with watch.training() as advance:

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from speculon.checked import Checked
 
+SHORTEST = 8  # tokens of a prompt that is cut out of a plain text
+
 
 class TrainSettings(Checked):
     """Target, data and course of a run, whatever is trained."""
@@ -45,6 +47,21 @@ class TrainSettings(Checked):
     eval_rows: int = Field(16, ge=0, le=4096, description="held-out rows; 0: never measured")
     eval_prompts: int = Field(16, ge=0, le=4096, description="held-out prompts that the finished drafter drafts for; 0: none")
     eval_tokens: int = Field(128, ge=2, description="written after each of them")
+
+    @field_validator("out")
+    @classmethod
+    def _has_a_name(cls, value: Path) -> Path:
+        if value.name in ("", ".."):
+            raise ValueError("a folder by its name: another one beside it is called after it")
+        return value
+
+    @model_validator(mode="after")
+    def _leave_room_for_prompts(self) -> TrainSettings:
+        for name, wanted in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
+            written = getattr(self, name)
+            if wanted and written + SHORTEST > self.length:
+                raise ValueError(f"{name} = {written} leaves no prompt of {SHORTEST} tokens in a length of {self.length}")
+        return self
 
     @property
     def folder(self) -> Path:

@@ -165,9 +165,11 @@ class Looks:
         self.room = min(len(rows), int(min(limit, free_for(file)) // (length * width * teacher.number.itemsize)))
         self.kept, self.seen = torch.empty(0), torch.empty(0)
         if self.room:
-            shape = (self.room, length, width)
+            shape, seen = (self.room, length, width), file.with_suffix(".seen")
+            if not file.exists():
+                seen.unlink(missing_ok=True)  # it spoke of a file that somebody deleted
             self.kept = torch.from_file(str(file), True, self.room * length * width, dtype=teacher.number).view(shape)
-            self.seen = torch.from_file(str(file.with_suffix(".seen")), True, self.room, dtype=torch.uint8)
+            self.seen = torch.from_file(str(seen), True, self.room, dtype=torch.uint8)
 
     def batch(self, chosen: Seq[int]) -> Batch:
         device = self.teacher.device
