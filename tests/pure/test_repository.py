@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 450
-MAX_PACKAGE_BYTES = 30_000_000
+MAX_PACKAGE_BYTES = 40_000_000  # the demo family takes most of it
 UNTRACKED = {"build", "dist", "__pycache__"}
 PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"}
 SECRETS = re.compile(
