@@ -167,9 +167,12 @@ class Stuck(Auto):
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         decisions = super().decide(seqs, load)
-        if self._round.number == 200:
+        if self._round.number >= 200 and self.last is None:
             self.last = decisions[0]
         return [self.last] * len(seqs) if self.last else decisions
+
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        return ks if self.last else super().confirm(method, seqs, ks)
 
 
 def swing(policy: type[Policy], first: int, seeds: int = 3) -> list[float]:

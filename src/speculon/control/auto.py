@@ -26,7 +26,7 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 6  # rounds between two look-ups of a text in which they find nothing
+SELDOM = 6  # rounds between two look-ups of texts in which they find nothing; where nothing else is asked, all rest meanwhile
 COLD_K = 4  # drafts of the first proposals of a method
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
@@ -70,6 +70,8 @@ class Round:
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
+    new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
+    busy: bool = False  # whether any text asks, or will before the next round in which all look
 
 
 class Auto:
@@ -86,23 +88,36 @@ class Auto:
         self._round = Round()
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
         self._made: dict[tuple[Ask, ...] | Reason, Decision] = {}
+        self._rest = 0  # rounds for which nothing is to be asked
+        self._rested = 0  # of them, those that are over
+        self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
 
     # deciding
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         if not self.costs.known:
             return [self._plain(seq, Reason.COLD) for seq in seqs]
+        ids = [seq.id for seq in seqs]
+        if self._rested < self._rest and ids == self._last[0]:
+            self._rested += 1
+            return self._last[1]
         able = self._begin(seqs)
         now = self._round
         for method, group in now.costly.items():
             self._offer(method, group)
         self._probe()
         decided = {seq.id: self._decision(self._asks(seq, text)) for seq, text in able}
-        return [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
+        self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
+        self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
+        return self._last[1]
 
     def _begin(self, seqs: list[Sequence]) -> Group:
         """What the round would be if it went on as of late; the texts that may draft."""
-        now = self._round = Round(self._round.number + 1, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
+        number = self._round.number + self._rested + 1
+        for text in self._texts.values() if self._rested else ():
+            text.bare += self._rested * bool(text.bare)
+        self._rested = 0
+        now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
         now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first, self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
@@ -135,16 +150,21 @@ class Auto:
         """Look-ups in every round where they have found something of late, else now and then; then what promises most."""
         now = self._round
         if seq.id in now.probes:
+            now.busy = True
             return (now.probes[seq.id],)
         asks = []
         for method in seq.methods:
-            if (price := now.cheap.get(method)) is not None:
-                worth = text.of(method).worth
-                if price < 2 * worth or not (now.number + seq.id) % int(min(SELDOM, price / max(worth, 1e-9))):
-                    most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
-                    asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
+            if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
+                continue
+            worth = text.of(method).worth
+            pause = 1 if price < 2 * worth else int(min(SELDOM, price / max(worth, 1e-9)))
+            now.busy |= pause < SELDOM
+            if not now.number % pause:
+                most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
+                asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
         if (promise := now.promise.get(seq.id)) is not None:
             asks.append(promise.ask)
+        now.busy |= bool(asks)
         return tuple(asks)
 
     def _offer(self, method: str, group: Group) -> None:
@@ -274,6 +294,10 @@ class Auto:
     # learning
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        for known in self.methods.values():
+            known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
+        if self._rested:  # nothing to learn from
+            return
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
@@ -282,8 +306,6 @@ class Auto:
             self._know(method).cost.observe(*call)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
-        for known in self.methods.values():
-            known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
 
     def forget(self, seq: Sequence) -> None:

@@ -319,6 +319,6 @@ class ProposalCost(Cost):
         if not self._fit.parts:
             drafts = k * texts
             call = ms / (1 + READ_SHARE * unread / drafts)
-            parts = (0.1 * call, 0.6 * call / k, 0.3 * call / drafts, READ_SHARE * call / drafts)  # guess
+            parts = (0.1 * call, 0.8 * call / k, 0.1 * call / drafts, READ_SHARE * call / drafts)  # guess
             self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
         self._fit.observe((1.0, k, k * texts, unread), ms)
