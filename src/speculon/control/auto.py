@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import log
 from operator import mul
 from typing import Any
 
@@ -33,6 +34,8 @@ PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
+NEWS = 8  # rounds for which a plan is kept, for the same texts
+ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
@@ -88,6 +91,7 @@ class Auto:
         self._round = Round()
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
         self._made: dict[tuple[Ask, ...] | Reason, Decision] = {}
+        self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
         self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
@@ -117,6 +121,8 @@ class Auto:
         for text in self._texts.values() if self._rested else ():
             text.bare += self._rested * bool(text.bare)
         self._rested = 0
+        if number // NEWS != self._round.number // NEWS:
+            self._plans.clear()
         now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
         now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first, self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
@@ -175,8 +181,7 @@ class Auto:
         reach = 1 - sum(text.cheap.share for _, text in group) * alone  # of the others, for whom they find nothing either
         tokens = now.tokens - sum(text.costly.tokens + text.cheap.tokens * alone for _, text in group)
         ms = now.ms - sum(text.costly.ms + text.cheap.ms * alone for _, text in group)
-        offer = self._offered(method, kinds, tokens, ms)
-        plan = offer.best(alone + reach * (1 - alone), tokens, ms)
+        offer, plan = self._planned(method, kinds, alone + reach * (1 - alone), tokens, ms)
         if plan is None:
             now.refused = self._refusal(method, kinds)
             return
@@ -185,6 +190,14 @@ class Auto:
             promise, had = promises.get(kind), now.promise.get(seq.id)
             if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
                 now.promise[seq.id] = promise
+
+    def _planned(self, method: str, kinds: list[Kind], share: float, tokens: float, ms: float) -> tuple[Offer, Plan | None]:
+        """The best proposal for a share of these texts; for a while the same where next to nothing is different."""
+        key = method, tuple(kinds), round(ALIKE * share), round(ALIKE * log(tokens / ms)), round(ALIKE * log(ms))
+        if (found := self._plans.get(key)) is None:
+            offer = self._offered(method, kinds, tokens, ms)
+            found = self._plans[key] = offer, offer.best(share, tokens, ms)
+        return found
 
     def _offered(self, method: str, kinds: list[Kind], tokens: float, ms: float) -> Offer:
         """What each draft is expected to save, in tokens, as far as one may be worth its row: where look-ups will soon have
@@ -261,7 +274,7 @@ class Auto:
             return ks
         kinds = self._kinds(method, [(seq, self._texts[seq.id]) for seq in seqs], ks)
         tokens, ms = now.texts + now.kept_tokens, now.plain_ms + now.kept_ms
-        plan = self._offered(method, kinds, tokens, ms).best(1.0, tokens, ms)
+        _, plan = self._planned(method, kinds, 1.0, tokens, ms)
         return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:

@@ -34,6 +34,7 @@ DRIFT = 0.004  # standard deviation per step by which a cost may change, relativ
 READ_SHARE = 0.03  # guess: of a proposal of one draft, what a token costs that is only read; until some were
 COLD_CALLS = 3  # guess: of a method, before its cost is believed
 OUTLIER = 2.0  # times the estimate
+SETTLED, EVERY = 64, 3  # measurements after which only one in so many is taken in: no common rhythm has this period
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
@@ -203,6 +204,7 @@ class Fit:
     def __init__(self) -> None:
         self.parts: tuple[float, ...] = ()  # ms of each feature; none before a guess
         self._p: list[list[float]] = []  # how uncertain they are
+        self._count = 0
 
     def at(self, features: Four) -> float:
         a, b, c, d = self.parts
@@ -215,7 +217,8 @@ class Fit:
         self._p = [[spread[i] ** 2 * (i == j) for j in range(4)] for i in range(4)]
 
     def observe(self, features: Four, ms: float) -> None:
-        if ms <= 0:  # a clock too coarse for it
+        self._count += 1
+        if ms <= 0 or (self._count > SETTLED and self._count % EVERY):  # 0: a clock too coarse for it
             return
         x, y, z, w = (value / ms for value in features)  # what is fitted is 1
         a, b, c, d = self.parts
