@@ -269,3 +269,49 @@ def test_a_costly_method_is_weighed_again_when_it_is_known_who_wants_it() -> Non
     auto._round.kept_tokens, auto._round.kept_ms = 7 * 12.0, 7 * 3.0  # seven have found a match meanwhile
     assert auto.confirm("model", cast(Any, seqs[:1]), [8]) == [0], "in that time all the others write more"
     assert auto.confirm("look-up", cast(Any, seqs[:1]), [8]) == [8]
+
+
+class Counting(Auto):
+    """Notes the rounds in which it thought, and those in which something was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds, self.thought, self.asked = 0, [], []  # type: ignore[var-annotated]
+
+    def _begin(self, seqs: list[Sequence]) -> list[tuple[Sequence, Known]]:
+        self.thought.append(self.rounds)
+        return super()._begin(seqs)
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        self.rounds += 1
+        decisions = super().decide(seqs, load)
+        self.asked += [self.rounds] * any(decision.k for decision in decisions)
+        return decisions
+
+
+def test_texts_that_nothing_can_be_guessed_of_rest_together() -> None:
+    policy = Counting()
+    played = play(
+        policy, World(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP), "model": Way(lambda *_: 0.0, DEAR)}, lambda _: 8), 1200
+    )
+    late = [number for number in policy.thought if number > 600]
+    assert len(late) < 0.35 * 600, "it thinks in most rounds"
+    assert played.rate(600) > 0.97 * plain(8)
+    assert [number for number in policy.asked if number > 600], "nothing is ever tried again"
+
+
+def test_whoever_comes_wakes_them() -> None:
+    policy = Auto()
+    policy.costs.restore([4.0, 0.5, 0.1, 0.3])
+    seqs = [make_sequence([1, 2, 3], methods=()) for _ in range(3)]
+    first = policy.decide(seqs, Load(3, 0, 9))
+    assert policy.decide(seqs, Load(3, 0, 9)) is first, "they do not rest"
+    assert len(policy.decide(seqs[:2], Load(2, 0, 9))) == 2
+    assert len(policy.decide([*seqs, make_sequence([4], methods=())], Load(4, 0, 9))) == 4
+
+
+def test_a_new_method_is_tried_on_one_text() -> None:
+    policy = Auto()
+    policy.costs.restore([4.0, 0.5, 0.1, 0.3])
+    decisions = policy.decide([make_sequence([1, 2, 3], method="model") for _ in range(8)], Load(8, 0, 9))
+    assert sum(decision.k > 0 for decision in decisions) == 1
