@@ -107,8 +107,10 @@ class Auto:
             return self._last[1]
         able = self._begin(seqs)
         now = self._round
-        for method, group in now.costly.items():
-            self._offer(method, group)
+        rate = now.tokens / now.ms
+        offers = [self._offer(method, group) for method, group in now.costly.items()]
+        # one for all: a call costs nearly as much for half of the texts
+        now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
         self._probe()
         decided = {seq.id: self._decision(self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
@@ -173,8 +175,8 @@ class Auto:
         now.busy |= bool(asks)
         return tuple(asks)
 
-    def _offer(self, method: str, group: Group) -> None:
-        """Notes what one proposal of a costly method would add for the texts it pays for, where none promises more."""
+    def _offer(self, method: str, group: Group) -> dict[int, Promise]:
+        """What one proposal of a costly method would add for the texts it pays for."""
         now = self._round
         kinds = self._kinds(method, group, (seq.most(method) for seq, _ in group))
         alone = 1 / len(group)  # seen from one of them, whose look-ups found nothing
@@ -184,12 +186,9 @@ class Auto:
         offer, plan = self._planned(method, kinds, alone + reach * (1 - alone), tokens, ms)
         if plan is None:
             now.refused = self._refusal(method, kinds)
-            return
+            return {}
         promises = {kind: promised(method, plan, offer, kind) for kind in plan.depths}
-        for (seq, _), kind in zip(group, kinds, strict=True):
-            promise, had = promises.get(kind), now.promise.get(seq.id)
-            if promise is not None and (had is None or promise.gain(tokens / ms) > had.gain(tokens / ms)):
-                now.promise[seq.id] = promise
+        return {seq.id: promises[kind] for (seq, _), kind in zip(group, kinds, strict=True) if kind in promises}
 
     def _planned(self, method: str, kinds: list[Kind], share: float, tokens: float, ms: float) -> tuple[Offer, Plan | None]:
         """The best proposal for a share of these texts; for a while the same where next to nothing is different."""
