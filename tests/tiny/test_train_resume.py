@@ -86,9 +86,15 @@ def copy_of(killed: Path, name: str) -> Path:
 
 
 def test_a_killed_run_ends_as_if_nobody_had(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:
-    before = len(log_of(copy_of(killed, "again")))
+    folder = copy_of(killed, "again")
+    before = len(log_of(folder))
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 7, "lo')  # where a kill may leave it
     assert differs(go_on(world, "again"), whole) is None
     assert len(log_of(world / "again.work")) < before + STEPS  # it went on, and did not begin anew
+    assert all(json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()), (
+        "a torn line took the next one along"
+    )
     sessions = json.loads((world / "again" / "training.json").read_text())["sessions"]
     assert [one["from_step"] > 0 for one in sessions] == [False, True]
 

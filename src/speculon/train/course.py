@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speculon.errors import ConfigError
+from speculon.train.regenerate import whole_lines
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Batch, Looks
 
@@ -57,8 +58,9 @@ class Course:
 
     def run(self, advance: Advance) -> bool:
         """Trains to the end; False where somebody asked it to stop before. Either way all is saved."""
-        saved = time.monotonic()
-        with asked_to_stop() as asked, (self.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+        saved, file = time.monotonic(), self.folder / "log.jsonl"
+        whole_lines(file)
+        with asked_to_stop() as asked, file.open("a", encoding="utf-8") as log:
             while self.progress < 1 and not asked:
                 began = time.monotonic()
                 entry = self._step()
