@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speculon.config import SamplingParams
 from speculon.control.policy import POLICIES
-from speculon.core import Event
+from speculon.core import Event, Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
 from speculon.models.target import Output
+from speculon.proposers import registry
 from tests.tiny.conftest import CONTEXT, tiny_target
+from tests.tiny.dialects import write_eagle3
 from tests.tiny.drafting import DRAFT, Doubting, use_draft
+from tests.tiny.heads import deep_model, deep_target, folder_of, watch_heads
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import TIE, gap
 from tests.tiny.test_policies import unknown_to
@@ -216,3 +220,38 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
     assert total.totals.watched.total() > 10 and unknown_to(engine)
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
     print(f"\n{dict(kinds)}, refused {dict(Counter(crowd.refused.values()))}, {ties} ties, {total.snapshot()}")
+
+
+def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
+    """Half of the requests draft with a head that reads the target's states, through preemptions, aborts and failed steps."""
+    chance = random.Random(11)
+    prompts = [[chance.randrange(3, 96) for _ in range(30)] for _ in range(5)]
+    requests = [with_head(random_request(i, chance, prompts), i) for i in range(REQUESTS)]
+    truth: dict[Key, Result] = {}
+    for request in requests:
+        truth |= run(deep_target(), [replace(request, speculation={"method": "off"})])
+    texts = {key: result.tokens for key, result in truth.items()}
+    script(texts)
+    watch_heads(texts)
+    speculation = folder_of(write_eagle3(tmp_path, deep_model().config, draft_vocab=64))
+    sizes = {"num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40, "max_context": CONTEXT}
+    engine = make_engine(deep_target(), speculation=speculation, **sizes)
+    crowd = Crowd(engine, requests, chance)
+    crowd.run()
+    drain(engine)
+    registry._registered.pop("eagle3", None)
+
+    assert set(crowd.refused) == crowd.spoiled
+    for key, result in crowd.results.items():
+        assert result.finish is not None
+        whole = texts[key]
+        assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), key
+    total = engine.counters.totals
+    assert total.accepted_from["eagle3"] > 100 and total.preemptions > 10 and total.cached_tokens > 200
+    assert not total.reasons[Reason.DRAFTER_STATE_LOST]
+
+
+def with_head(request: Request, number: int) -> Request:
+    asked = request.speculation or {}
+    known = asked.get("method") not in (None, "draft_model") and number % 2
+    return request if known else replace(request, speculation={**asked, "method": "eagle3"})
