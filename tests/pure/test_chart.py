@@ -55,7 +55,7 @@ def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
     assert overlaps(cells, "demo, 10.9 M parameters") == []
     figure = lay_out(cells, "demo, 10.9 M parameters")
     assert [len({round(panel.get_position().x0, 2) for panel in figure.axes}), len(figure.axes)] == [1, 3]
-    assert figure.get_figwidth() < 22
+    assert figure.get_figwidth() < 24
 
 
 def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
