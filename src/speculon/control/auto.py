@@ -69,7 +69,7 @@ class Round:
     row_ms: float = 0.0  # of each draft
     cheap: dict[str, float] = field(default_factory=dict)  # method -> tokens that could be written while it looks
     costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
-    promise: dict[int, Promise] = field(default_factory=dict)  # text -> the best of them
+    promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
