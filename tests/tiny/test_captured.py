@@ -7,6 +7,7 @@ The graphs run in tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from speculon.batch import Batch
 from speculon.kv.store import SpanView, View
 from speculon.models import captured as capturing
+from speculon.models.block import NotThisKind
 from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
 from speculon.models.compare import close
 from speculon.models.forecast import forecast
@@ -248,6 +250,19 @@ def test_what_cannot_be_recorded_stays_the_loop(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_not_captured(name: str) -> None:
     assert "not captured: it has experts" in reasons(made(tiny_model(name)))
+
+
+def test_layers_of_different_shapes_are_not_captured() -> None:
+    _, _, loop = both()
+    first, last = loop.blocks
+    other = replace(last, attention=replace(last.attention, heads=2))
+    with torch.inference_mode(), pytest.raises(NotThisKind, match="different numbers of heads"):
+        Captured(replace(loop, blocks=[first, other]), torch.device("cpu"), replayed)
+
+
+def test_a_model_object_is_captured_where_its_weights_are() -> None:
+    target = wrap_model(tiny_model("qwen3"), compile=True)
+    assert isinstance(target.run, Captured) and close(paged_logits(target), paged_logits(wrap_model(tiny_model("qwen3"))))
 
 
 def test_the_largest_are_recorded_first() -> None:
