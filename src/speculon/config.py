@@ -318,7 +318,9 @@ class EngineConfig(BaseSettings):
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
     fuse: bool = Field(True, description="rewrite layers into fewer, faster operations where that computes the same")
     compile: bool = Field(
-        False, description="compile the fused steps of few rows (CPU, fp32): a minute at load, 3 more copies of the weights"
+        False,
+        description="compile the fused steps of few rows (CPU, fp32: a minute at load, 3 more copies of the weights), "
+        "or capture them as graphs (CUDA)",
     )
     max_context: int | None = Field(None, ge=2, description="longest prompt + answer in tokens; None: the model's")
     max_num_seqs: int = Field(32, ge=1, le=4096, description="texts written at the same time")

@@ -66,6 +66,10 @@ class Attention:
     sinks: Tensor | None  # [H]
 
     def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:  # [T, D] -> [T, D]
+        return self.out(self.attend(*self.begin(x, tables), view).reshape(len(x), -1))
+
+    def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
+        """Query and key heads side by side, turned [T, H + Hkv, Dh], and the values [T, Hkv, Dh]."""
         both = self.heads + self.kv_heads
         states = self.qkv(x).view(len(x), -1, self.head_dim)
         turned, value = states[:, :both], states[:, both:]
@@ -73,9 +77,12 @@ class Attention:
             turned = self.norm(turned)
         if self.rotates and tables is not None:
             turned = rotate(turned, tables)
+        return turned, value
+
+    def attend(self, turned: Tensor, value: Tensor, view: View) -> Tensor:  # [T, H, Dh]
+        """What each row sees; the only part that knows of spans and pages."""
         query, key = turned[:, : self.heads], turned[:, self.heads :]
-        seen = attend_rows(view, self.layer, query, key, value, self.scaling, self.softcap, self.sinks)
-        return self.out(seen.reshape(len(x), -1))
+        return attend_rows(view, self.layer, query, key, value, self.scaling, self.softcap, self.sinks)
 
 
 @dataclass(slots=True)
@@ -111,9 +118,18 @@ class Block:
     norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # before and after each of the two
 
     def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:
-        before, after, before_mlp, after_mlp = self.norms
-        seen = self.attention(before(x) if before else x, tables, view)
-        x = x + (after(seen) if after else seen)
+        return self.end(x, self.attention.attend(*self.begin(x, tables), view))
+
+    def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
+        """What comes before attention, as `Attention.begin` gives it."""
+        before = self.norms[0]
+        return self.attention.begin(before(x) if before else x, tables)
+
+    def end(self, x: Tensor, seen: Tensor) -> Tensor:  # [T, D], [T, H, Dh] -> [T, D]
+        """What comes after attention."""
+        _, after, before_mlp, after_mlp = self.norms
+        mixed = self.attention.out(seen.reshape(len(x), -1))
+        x = x + (after(mixed) if after else mixed)
         thought = self.mlp(before_mlp(x) if before_mlp else x)
         return x + (after_mlp(thought) if after_mlp else thought)
 

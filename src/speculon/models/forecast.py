@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from speculon.core import LayerSpec, Needs
+from speculon.models.captured import RECORDERS, capture_bytes
 from speculon.models.linear import head_is_copied
 from speculon.models.load import load_config, locate, quiet
 from speculon.models.recognise import recognise, refuse_unsafe
@@ -36,12 +37,15 @@ def forecast(
     head = config.vocab_size * config.hidden_size * dtype.itemsize
     if fused and config.tie_word_embeddings and head_is_copied(head, weights, dtype, device):
         weights += head
-    if fused and compile:
+    layers = expected_layers(config, dtype)
+    if fused and compile and device.type in RECORDERS:
+        weights += capture_bytes(config, layers, dtype)
+    elif fused and compile:
         from speculon.models.compiled import COPIES, measured  # brings the compiler's own modules
 
         weights *= 1 + COPIES * measured(dtype, device)
     return Needs(
-        layers=expected_layers(config, dtype),
+        layers=layers,
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
         bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
+from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
 from speculon.models.linear import head_is_copied, hooked, joined, plain
 from speculon.models.loop import Loop
@@ -39,10 +40,11 @@ class Fusion:
     blocks: int = 0  # of them fused
     one_loop: bool = False  # no code of the stock model is left in a step
     compiled: bool = False
+    captured: bool = False  # its pieces between attentions are recorded and replayed
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
 
     def __str__(self) -> str:
-        loop = ", one loop" * self.one_loop + ", compiled" * self.compiled
+        loop = ", one loop" * self.one_loop + ", compiled" * self.compiled + ", captured" * self.captured
         why = "".join(f"; {reason} ({count})" for reason, count in self.refused.items())
         return f"{self.blocks} of {self.layers} layers{loop}{why}"
 
@@ -88,16 +90,16 @@ class Trial:
     given: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, target: Target) -> Trial:
-        device = target.device
-        store = PageStore(target.layers, len(LENGTHS), PAGE, device)
+    def of(cls, target: Target, lengths: tuple[int, ...] = LENGTHS) -> Trial:
+        device, size = target.device, max(PAGE, *lengths)
+        store = PageStore(target.layers, len(lengths), size, device)
         spans, row = [], 0
-        for page, length in enumerate(LENGTHS):
-            spans.append(SpanView(row, row + length, slice(page * PAGE, page * PAGE + length), length))
+        for page, length in enumerate(lengths):
+            spans.append(SpanView(row, row + length, slice(page * size, page * size + length), length))
             row += length
         ids = torch.arange(row, device=device)[None] % target.vocab_size
-        far = max(0, target.max_context - LENGTHS[1])  # where a layer may do what it does not do near the beginning
-        positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(LENGTHS, (0, far), strict=True)])[None]
+        far = max(0, target.max_context - lengths[-1])  # where a layer may do what it does not do near the beginning
+        positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
     def first(self, rows: int) -> tuple[Batch, View]:
@@ -152,7 +154,10 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
         try:
             target.run = loop = loop_of(target, trial, share)
             fusion.one_loop = True
-            if compile:
+            if compile and target.device.type in RECORDERS:
+                target.run = captured_loop(loop, target)
+                fusion.captured = True
+            elif compile:
                 target.run = compiled_loop(loop, trial)
                 fusion.compiled = True
         except NotThisKind as reason:
@@ -278,4 +283,12 @@ def compiled_loop(loop: Loop, trial: Trial) -> Compiled:
 
     made = compiled(loop, trial.target, [trial.first(1), trial.first(LENGTHS[0])])
     trial.target.num_bytes *= 1 + COPIES
+    return made
+
+
+def captured_loop(loop: Loop, target: Target) -> Captured:
+    """The loop with its pieces recorded. Raises `NotThisKind` where that is not to be had."""
+    trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
+    made = captured(loop, target, ((trial.batch, trial.view) for trial in trials), RECORDERS[target.device.type](target.device))
+    target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
     return made

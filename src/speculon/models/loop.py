@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from speculon.batch import Batch
 from speculon.kv.store import View
-from speculon.models.block import Block, Norm, tables_of
+from speculon.models.block import Block, Norm, Tables, tables_of
 from speculon.models.linear import Product
 from speculon.models.taps import EMBEDDINGS, Taps
 
@@ -24,14 +24,21 @@ class Loop:
     head: Product
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        x = self.embed(batch.input_ids)
-        cos, sin = self.rotary(x, batch.position_ids)
-        tables = tables_of(cos, sin, self.blocks[0].attention.head_dim)
-        x = x[0]
+        x, tables = self.begin(batch.input_ids, batch.position_ids)
         if taps is not None:
             taps.keep(EMBEDDINGS, x)
         for number, block in enumerate(self.blocks):
             x = block(x, tables, view)
             if taps is not None:
                 taps.keep(number, x)
-        return self.head(self.norm(x.index_select(0, batch.score_rows))) if batch.score_rows.numel() else None
+        return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
+
+    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:  # [1, T] each -> [T, D]
+        """What enters the first layer, and the rotary tables of all."""
+        x = self.embed(input_ids)
+        cos, sin = self.rotary(x, position_ids)
+        return x[0], tables_of(cos, sin, self.blocks[0].attention.head_dim)
+
+    def end(self, x: Tensor, score_rows: Tensor) -> Tensor:  # [T, D], [R] -> [R, V]
+        """Logits of some rows of what leaves the last layer."""
+        return self.head(self.norm(x.index_select(0, score_rows)))

@@ -1,0 +1,299 @@
+"""What is captured computes the same in every bucket, or is given back with a reason.
+
+Here a piece is recorded by noting it, and replayed by calling it again on the same buffers: all but the graph itself.
+The graphs run in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon.batch import Batch
+from speculon.kv.store import SpanView, View
+from speculon.models import captured as capturing
+from speculon.models.block import NotThisKind
+from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
+from speculon.models.compare import close
+from speculon.models.forecast import forecast
+from speculon.models.fuse import Trial
+from speculon.models.load import wrap_model
+from speculon.models.loop import Loop
+from speculon.models.prove import paged_logits
+from speculon.models.taps import Taps
+from speculon.models.target import Target
+from tests.tiny.conftest import build, tiny_model, tiny_target
+from tests.tiny.scripted import run, script
+from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
+
+NAMES = ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
+LAYERS = (-1, 0, 1)
+
+
+def replayed(piece: Piece) -> Piece:
+    piece()
+    return piece
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capturing.RECORDERS, "cpu", lambda device: replayed)
+
+
+def made(model: Any = None) -> Target:
+    return wrap_model(model or tiny_model("qwen3"), share=False, compile=True)
+
+
+def both(name: str = "qwen3") -> tuple[Target, Captured, Loop]:
+    target = made(tiny_model(name))
+    assert isinstance(target.run, Captured)
+    return target, target.run, target.run.loop
+
+
+def reasons(target: Target) -> str:
+    assert target.fusion is not None and target.fusion.one_loop and not target.fusion.captured
+    assert isinstance(target.run, Loop)
+    return str(target.fusion)
+
+
+def step(target: Target, rows: int, scored: list[int] | None = None, base: int = 0) -> tuple[Batch, View, Trial]:
+    """Two texts of so many rows together, or one of a row, whose ids begin at `base`."""
+    trial = Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,))
+    ids = (trial.batch.input_ids + base) % target.vocab_size
+    wanted = trial.batch.score_rows if scored is None else torch.tensor(scored, dtype=torch.long)
+    return Batch([], ids, trial.batch.position_ids, wanted), trial.view, trial
+
+
+def logits(run: Any, batch: Batch, view: View, taps: Taps | None = None) -> Tensor:
+    with torch.inference_mode():
+        found = run(batch, view, taps)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_captured_computes_the_same(name: str) -> None:
+    target, stays = made(tiny_model(name)), tiny_target(name)
+    assert isinstance(target.run, Captured) and str(target.fusion).endswith("one loop, captured")
+    found, expected = paged_logits(target), paged_logits(stays)  # calls of 13 rows, and of 4
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_are_those_of_the_loop(mode: str) -> None:
+    target, truth = made(tiny_model("llama")), plain(mode)
+    assert_same(crowd(mode), run(target, list(crowd(mode))), truth)
+    script(truth)
+    assert_same(crowd(mode), run(target, drafting(crowd(mode), 4)), truth)
+
+
+def test_a_bucket_holds_its_rows_and_is_the_smallest_that_does() -> None:
+    for rows in range(1, BUCKETS[-1] + 1):
+        assert bucket_of(rows) == min(size for size in BUCKETS if size >= rows)
+
+
+def test_no_step_is_captured_short() -> None:
+    target, captured, loop = both()
+    ran: list[tuple[str, int]] = []
+
+    def noted(kind: str, size: int, piece: Piece) -> Piece:
+        return lambda: (ran.append((kind, size)), piece())[1]
+
+    captured.pieces = {size: [noted("rows", size, piece) for piece in pieces] for size, pieces in captured.pieces.items()}
+    captured.scores = {size: noted("scored", size, piece) for size, piece in captured.scores.items()}
+    for rows in sizes():
+        ran.clear()
+        batch, view, _ = step(target, rows, scored=[rows - 1])
+        assert close(logits(captured, batch, view), logits(loop, batch, view))
+        held = min(size for size in BUCKETS if size >= rows)
+        assert ran == [("rows", held)] * (len(loop.blocks) + 1) + [("scored", 1)]
+    ran.clear()
+    batch, view, _ = step(target, BUCKETS[-1] + 1)
+    assert close(logits(captured, batch, view), logits(loop, batch, view)) and not ran
+
+
+@pytest.mark.parametrize("scored", [[0], [4], [4, 1], [0, 1, 2, 3, 4], [2, 2, 0]])
+def test_scored_rows_are_those_asked_for(scored: list[int]) -> None:
+    target, captured, loop = both()
+    for rows in (16, 5):
+        batch, view, _ = step(target, rows, scored)
+        assert close(logits(captured, batch, view), logits(loop, batch, view))
+
+
+def test_a_step_that_scores_nothing_writes_its_pages() -> None:
+    target, captured, loop = both()
+    pages = []
+    for way in (captured, loop):
+        batch, view, trial = step(target, 5, [])
+        with torch.inference_mode():
+            assert way(batch, view) is None
+        pages.append([pool[view.slots] for pool in (*trial.store.k, *trial.store.v)])
+    assert all(close(a, b) for a, b in zip(*pages, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_taps_are_the_loops(rows: int) -> None:
+    target, captured, loop = both()
+    found = []
+    for way in (captured, loop):
+        taps = Taps(LAYERS)
+        batch, view, _ = step(target, rows)
+        logits(way, batch, view, taps)
+        found.append(taps.take())
+    assert found[0].keys() == found[1].keys() == set(LAYERS)
+    assert all(found[0][layer].shape[0] == rows and close(found[0][layer], found[1][layer]) for layer in LAYERS)
+
+
+def kept_after_another_step(target: Target, captured: Captured) -> bool:
+    """Whether what a step gave is still the same when another one has run."""
+    taps = Taps(LAYERS)
+    batch, view, _ = step(target, 5)
+    gave = [logits(captured, batch, view, taps), *taps.take().values()]
+    before = [tensor.clone() for tensor in gave]
+    batch, view, _ = step(target, 7, base=11)
+    logits(captured, batch, view, taps)
+    return all(torch.equal(a, b) for a, b in zip(gave, before, strict=True))
+
+
+def test_the_next_step_changes_nothing_that_was_given() -> None:
+    assert kept_after_another_step(*both()[:2])
+
+
+def test_a_view_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, captured, _ = both()
+    monkeypatch.setattr(capturing, "copied", lambda part: part)
+    assert not kept_after_another_step(target, captured)
+
+
+@pytest.mark.parametrize("rows", [3, 5, 9])
+def test_nothing_comes_of_what_lies_behind_the_rows(rows: int) -> None:
+    target, captured, loop = both()
+    for buffer in (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables):
+        with torch.inference_mode():
+            buffer.fill_(torch.nan)
+    batch, view, _ = step(target, rows)
+    assert close(logits(captured, batch, view), logits(loop, batch, view))
+
+
+def slots_written_besides(run: Callable[[Batch, View], Any]) -> int:
+    """Of a step of three rows, in a pool of more."""
+    target = tiny_target("qwen3")
+    batch, view, trial = step(target, 3)
+    for pool in (*trial.store.k, *trial.store.v):
+        pool.fill_(torch.nan)
+    with torch.inference_mode():
+        run(batch, view)
+    others = torch.ones(trial.store.slots, dtype=torch.bool)
+    others[view.slots] = False
+    pools = (*trial.store.k, *trial.store.v)
+    assert all(pool[view.slots].isfinite().all() for pool in pools)
+    return sum(int(pool[others].isfinite().any(-1).any(-1).sum()) for pool in pools)
+
+
+def padded_into_pages(batch: Batch, view: View) -> None:
+    """A planted error: the fourth row of the bucket is a row of the step."""
+    ids, positions = (torch.cat([part, part.new_zeros(1, 1)], 1) for part in (batch.input_ids, batch.position_ids))
+    longer = view.store.view_of([*view.spans, SpanView(3, 4, slice(15, 16), 1)])
+    both()[2](Batch([], ids, positions, batch.score_rows), longer)
+
+
+def test_only_rows_of_the_step_are_written_into_pages() -> None:
+    assert slots_written_besides(both()[1]) == 0
+    assert slots_written_besides(padded_into_pages) > 0
+
+
+def stale_rows(self: Captured, batch: Batch, rows: int, scored: int) -> None:
+    """A planted error: ids are handed in, positions and scored rows are not."""
+    self.ids[:, :rows].copy_(batch.input_ids)
+
+
+def deaf(device: torch.device) -> Any:
+    """A planted error: what is recorded is run once, and never again."""
+    return lambda piece: (piece(), lambda: None)[1]
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "captured short": (capturing, "bucket_of", lambda rows: max([size for size in BUCKETS if size < rows], default=1)),
+    "stale buffer": (Captured, "fill", stale_rows),
+    "stale result": (capturing, "RECORDERS", deaf),
+    "scored rows": (Captured, "score", lambda self, rows: self.logits[:rows].copy_(self.loop.end(self.x, self.score_rows[:1]))),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_error_is_given_back(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, wrong = PLANTED[plant]
+    if name == "RECORDERS":
+        monkeypatch.setitem(capturing.RECORDERS, "cpu", wrong)
+    else:
+        monkeypatch.setattr(place, name, wrong)
+    assert "not captured: " in reasons(made())
+
+
+def failing(device: torch.device) -> Any:
+    def fail(piece: Piece) -> Piece:
+        raise RuntimeError("called a synchronizing CUDA operation\nin a long text")
+
+    return fail
+
+
+def test_what_cannot_be_recorded_stays_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capturing.RECORDERS, "cpu", failing)
+    assert reasons(made()).endswith("not captured: called a synchronizing CUDA operation (1)")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_not_captured(name: str) -> None:
+    assert "not captured: it has experts" in reasons(made(tiny_model(name)))
+
+
+def test_layers_of_different_shapes_are_not_captured() -> None:
+    _, _, loop = both()
+    first, last = loop.blocks
+    other = replace(last, attention=replace(last.attention, heads=2))
+    with torch.inference_mode(), pytest.raises(NotThisKind, match="different numbers of heads"):
+        Captured(replace(loop, blocks=[first, other]), torch.device("cpu"), replayed)
+
+
+def test_a_model_object_is_captured_where_its_weights_are() -> None:
+    target = wrap_model(tiny_model("qwen3"), compile=True)
+    assert isinstance(target.run, Captured) and close(paged_logits(target), paged_logits(wrap_model(tiny_model("qwen3"))))
+
+
+def test_the_largest_are_recorded_first() -> None:
+    _, captured, _ = both()
+    assert list(captured.pieces) == list(captured.scores) == sorted(BUCKETS, reverse=True)
+
+
+def test_in_half_precision_the_rows_agree_as_far_as_they_may() -> None:
+    target = made(build("llama").to(torch.bfloat16))
+    assert isinstance(target.run, Captured)
+    exact = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
+    assert capturing.alike(exact.bfloat16(), (exact * 1.01).bfloat16())
+    wrong = exact.clone()
+    wrong[2] = exact[3]
+    assert not capturing.alike(wrong.bfloat16(), exact.bfloat16())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_buffers_are_counted(name: str) -> None:
+    target, captured, _ = both(name)
+    config = target.model.config.get_text_config()
+    kept = (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables)
+    kept += (captured.ids, captured.positions, captured.score_rows)
+    assert static_bytes(config, target.layers, target.dtype) == sum(tensor.nbytes for tensor in kept)
+    took = capture_bytes(config, target.layers, target.dtype)
+    assert target.num_bytes - tiny_target(name).num_bytes == took > static_bytes(config, target.layers, target.dtype)
+
+
+def test_the_forecast_counts_what_recording_takes(tmp_path: Any) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    cuda, target = torch.device("cuda"), tiny_target("llama")
+    kept, recorded = (forecast(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True))
+    took = capture_bytes(target.model.config, recorded.layers, torch.float16)
+    assert recorded.bytes_fixed - kept.bytes_fixed == took > 0
