@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from speculon import SamplingParams
 from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
 from speculon.models.load import wrap_model
@@ -16,12 +18,16 @@ from speculon.models.prove import paged_logits
 from speculon.models.target import Target
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import build, tiny_model
+from tests.tiny.scripted import Request, run
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(torch, "compile", lambda module, **how: module)
+    monkeypatch.setattr(compiling, "program", lambda layers, given, key: layers)
+
+
+PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]}
 
 
 def made(model: Any = None, *, share: bool = False) -> Target:
@@ -43,24 +49,44 @@ def test_the_layers_in_the_compilers_terms_are_the_same(name: str, uncompiled: N
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral"])
+def test_texts_are_those_of_the_loop(name: str, uncompiled: None, rows: list[tuple[int, bool]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    crowd = [Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id) for id, prompt in PROMPTS.items()]
+    texts = {}
+    for compile in (False, True):
+        target = wrap_model(tiny_model(name), share=False, compile=compile)
+        rows.clear()
+        results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
+        texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
+    assert texts[True] == texts[False]
+    assert {(1, True), (2, False)} <= set(rows) and any(count > 1 and alone for count, alone in rows), "all three programs"
+
+
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each step that goes the compiled way."""
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of each step that goes the compiled way, and whether they are of one text in consecutive slots."""
     seen, forward = [], compiling.Layers.forward
-    monkeypatch.setattr(
-        compiling.Layers, "forward", lambda self, ids, positions: seen.append(len(ids)) or forward(self, ids, positions)
-    )
+
+    def watched(self: compiling.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append((len(ids), len(rest) > 1))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(compiling.Layers, "forward", watched)
     return seen
 
 
-def test_only_few_rows_go_the_compiled_way(uncompiled: None, rows: list[int]) -> None:
+def test_only_few_rows_go_the_compiled_way(
+    uncompiled: None, rows: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = made()
     rows.clear()
+    monkeypatch.setattr(compiling, "FEW_ROWS", 6)
     paged_logits(target)
-    assert rows == [4]
+    assert [count for count, _ in rows] == [4]
 
 
-def test_with_other_threads_nothing_is_compiled_again(uncompiled: None, rows: list[int]) -> None:
+def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[tuple[int, bool]]) -> None:
     target, threads = made(), torch.get_num_threads()
     rows.clear()
     torch.set_num_threads(threads + 1)
@@ -69,15 +95,6 @@ def test_with_other_threads_nothing_is_compiled_again(uncompiled: None, rows: li
     finally:
         torch.set_num_threads(threads)
     assert not rows
-
-
-def test_the_compilers_limit_leaves_no_model_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    counted = torch._dynamo.utils.counters["stats"]
-    before = counted["unique_graphs"]
-    with torch._dynamo.config.patch(recompile_limit=1):
-        made(), made()
-    assert counted["unique_graphs"] == before + 4
 
 
 def planted(*args: Any) -> torch.Tensor:
@@ -89,15 +106,24 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
     assert "not compiled: it computes something else" in reasons(made())
 
 
+def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(layers: compiling.Layers, given: list[Any], key: str) -> compiling.Program:
+        return lambda *args: layers(*args[:2], *copy.deepcopy(args[2:]))
+
+    monkeypatch.setattr(compiling, "program", forgetful)
+    assert "not compiled: it computes something else" in reasons(made())
+
+
 def failing(error: Exception) -> Callable[..., Any]:
-    def fail(module: Any, **how: Any) -> Any:
+    def fail(*args: Any, **how: Any) -> Any:
         raise error
 
     return fail
 
 
-def test_where_no_compiler_is_found_the_loop_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", failing(RuntimeError("No working C++ compiler found\nin a long text")))
+def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text")))
     assert "not compiled: No working C++ compiler found" in reasons(made())
 
 

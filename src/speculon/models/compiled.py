@@ -1,19 +1,33 @@
-"""The loop through torch.compile: for the few rows of a decoding step, where a call of an operation costs as much as its work."""
+"""The loop as programs made by torch's compiler ahead of time: for the few rows of a decoding step, where a call of an operation
+costs as much as its work.
+
+There are three. One row, and few rows, of a text that lies in consecutive slots: attention is the library's kernel, called from
+within the program on views of the pages. And few rows of texts that lie anywhere: the program calls back for attention.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo
-from torch._inductor import config as inductor
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.export import Dim, export
+from torch.utils._pytree import tree_map
 
 from speculon.batch import Batch
 from speculon.kv.store import View
-from speculon.models.attention import attend_rows
+from speculon.models.attention import MASKS, attend_rows, fold, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
 from speculon.models.linear import Linear, Packed, Product
@@ -21,11 +35,14 @@ from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 
-FEW_ROWS = 6  # beyond it the compiled products were no faster than the packed ones
-# Products folded into kernels of the compiler's own, tuned by time. Each of the two compiled forms holds a copy of the weights.
-SETTINGS = {"freezing": True, "cpp_wrapper": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-COPIES = 3
-FORMS = 256  # of all models of a process; beyond the compiler's own limit of 8 it would run them as they are, and say nothing
+FEW_ROWS = 16  # beyond it the products of the library catch up
+# Products in kernels of the compiler's own, tuned by time, with the weights folded in: each program holds a copy of them.
+SETTINGS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+COPIES = 4
+MOST = 1 << 40  # rows or slots: no limit
+
+Program = Callable[..., Tensor]  # of the arguments of `Layers`
+Seen = tuple[Tensor, Tensor, Tensor | None]  # keys [S, Hkv, Dk], values [S, Hkv, Dv], additive mask [T, S] or None: all
 
 _view: ContextVar[View] = ContextVar("speculon_compiled_view")
 
@@ -39,6 +56,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float
 @attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+def attend_alone(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float) -> Tensor:  # [T, H, Dv]
+    """The same for one text: its rows go to the last of the slots it sees, which are views of the pages."""
+    keys, values, mask = seen
+    group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
+    keys[before:] = key
+    values[before:] = value
+    k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
+    mask = None if mask is None else mask.repeat_interleave(group, 0)
+    return unfold(F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling), group)
 
 
 class DenseNorm(nn.Module):
@@ -69,14 +97,17 @@ class Layer(nn.Module):
         before, after, before_mlp, after_mlp = (nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms)
         self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
 
-    def forward(self, x: Tensor, tables: Tables) -> Tensor:  # [T, D] -> [T, D]
+    def forward(self, x: Tensor, tables: Tables, seen: Seen | None) -> Tensor:  # [T, D] -> [T, D]
         states = self.qkv(self.before(x)).view(x.shape[0], -1, self.head_dim)
         both = self.heads + self.kv_heads
         turned = self.head_norm(states[:, :both])
         turned = rotate(turned, tables) if self.rotates else turned
         query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
-        seen = torch.ops.speculon.attend(query, key, value, self.layer, self.scaling)
-        x = x + self.after(self.out(seen.view(x.shape[0], -1)))
+        if seen is None:
+            found = torch.ops.speculon.attend(query, key, value, self.layer, self.scaling)
+        else:
+            found = attend_alone(query, key, value, seen, self.scaling)
+        x = x + self.after(self.out(found.reshape(x.shape[0], -1)))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.after_mlp(self.down(self.act(gate) * up))
 
@@ -84,18 +115,19 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """`Loop` again, in the compiler's terms: logits [T, V] of all rows."""
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: Loop, kinds: list[int]):
         super().__init__()
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
-        self.layers = nn.ModuleList(map(Layer, loop.blocks))
+        self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:  # [T] each
+    def forward(self, input_ids: Tensor, position_ids: Tensor, pages: Any = None, masks: Any = None) -> Tensor:
+        """`pages`: keys and values of each layer, where rows are of one text; `masks`: of each kind of layer, if several rows."""
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
-        for layer in self.layers:
-            x = layer(x, tables)
+        for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            x = layer(x, tables, None if pages is None else (*pages[number], None if masks is None else masks[kind]))
         return self.head(self.norm(x))
 
 
@@ -115,26 +147,82 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop, compiled for one row and for up to `FEW_ROWS` on the threads there are; other steps take the loop as it is,
-    and so do all of a model that is tapped: the compiled forms keep no states.
+    """A loop and its programs, for up to `FEW_ROWS` on the threads there were. Other steps take the loop as it is, and so do all
+    of a model that is tapped: the programs keep no states.
     """
 
-    def __init__(self, loop: Loop):
-        self.loop, self.threads, layers = loop, torch.get_num_threads(), Layers(loop)
-        self.one, self.few = torch.compile(layers, dynamic=False), torch.compile(layers, dynamic=True)
+    def __init__(self, loop: Loop, kinds: list[int]):
+        self.loop, self.kinds, self.threads = loop, kinds, torch.get_num_threads()
+        self.programs: dict[str, Program] = {}
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        rows = batch.input_ids.shape[1]
-        if taps is not None or rows > FEW_ROWS or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
+        rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
+        if taps is not None or rows > FEW_ROWS or scored < rows or torch.get_num_threads() != self.threads:
             return self.loop(batch, view, taps)
+        form, given = self.arguments(batch, view)
+        if form not in self.programs:
+            return self.loop(batch, view)
         token = _view.set(view)
         try:
-            # Copies: other strides, or tensors not born in inference mode, would be compiled for once more.
-            ids, positions = batch.input_ids[0].clone(), batch.position_ids[0].clone()
-            logits: Tensor = (self.one if rows == 1 else self.few)(ids, positions)
-            return logits.index_select(0, batch.score_rows)
+            return self.programs[form](*given)
         finally:
             _view.reset(token)
+
+    def arguments(self, batch: Batch, view: View) -> tuple[str, list[Any]]:
+        """Which program a step takes, and what it is called with."""
+        rows, span = batch.input_ids.shape[1], view.spans[0]
+        given: list[Any] = [batch.input_ids[0], batch.position_ids[0]]
+        if len(view.spans) > 1 or not isinstance(span.where, slice):
+            return "scattered" if rows > 1 else "", given
+        pages, masks = [], {}
+        for layer, kind in enumerate(self.kinds):
+            window = view.spec(layer).window
+            length = reach(span, window)
+            keys, values = view.slots_of(layer, span.tail(length))
+            pages.append((keys, values))
+            if rows > 1 and kind not in masks:
+                masks[kind] = MASKS.slice(rows, length, window, 1, keys.dtype, keys.device).contiguous()
+        if rows == 1:
+            return "one", [*given, pages]
+        return "few", [*given, pages, [masks[kind] for kind in sorted(masks)]]
+
+
+def program(layers: Layers, given: list[Any], key: str) -> Program:
+    """The layers compiled for arguments like these, of any length where more than one row or slot is given."""
+    shapes = tree_map(lambda x: x.shape, given)
+    name = hashlib.sha256(f"{key} {shapes}".encode()).hexdigest()
+    path = Path(cache_dir()) / "speculon" / f"{name}.pt2"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        born = tree_map(torch.clone, given)  # here, unlike pages, which inference mode made
+        made = export(layers, tuple(born), dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
+            os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS), path)
+    return aoti_load_package(str(path), run_single_threaded=True)
+
+
+def sizes_of(given: list[Any], kinds: list[int]) -> tuple[Any, ...]:
+    """Which sizes of the arguments differ from call to call: rows, and the slots that each kind of layer sees."""
+    rows = {0: Dim("rows", min=2, max=MOST)} if len(given[0]) > 1 else {}
+    slots = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in kinds}
+    pages = [({0: slots[kind]}, {0: slots[kind]}) for kind in kinds]
+    masks = [{**rows, 1: slots[kind]} for kind in sorted(slots)]
+    return (rows, rows, pages, masks)[: len(given)]
+
+
+def key_of(layers: Layers) -> str:
+    """What tells programs apart that the compiler's cache keeps: weights, machine, and how they are made."""
+    how = (layers, SETTINGS, torch.__version__, str(pick_vec_isa()), torch.get_num_threads())
+    key = hashlib.sha256(f"{how}".encode() + Path(__file__).read_bytes())
+    for name, weight in layers.state_dict().items():
+        key.update(f"{name} {weight.shape}".encode())
+        key.update(weight.contiguous().numpy())
+    return key.hexdigest()
+
+
+def written(view: View, layers: int) -> list[Tensor]:
+    """Keys and values of a step's rows, [T, Hkv, D] for each layer."""
+    return [rows.clone() for layer in range(layers) for rows in view.slots_of(layer, view.slots)]
 
 
 def measured(dtype: torch.dtype, device: torch.device) -> bool:
@@ -143,20 +231,31 @@ def measured(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
-    """The loop compiled, which takes a minute, and equal to it on every batch given: one of one row, and one of several.
+    """The loop compiled for steps like the ones given, which takes a minute each, and equal to it on each, pages included.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
     if not measured(target.dtype, target.device):
         raise NotThisKind(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
-        with warnings.catch_warnings(), inductor.patch(SETTINGS), dynamo.patch(recompile_limit=FORMS):
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             warnings.simplefilter("ignore")
-            made = Compiled(loop)
+            batches = list(batches)
+            kinds = [batches[0][1].kind(layer) for layer in range(len(loop.blocks))]
+            layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds)
+            key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
-                expected, found = loop(batch, view), made(batch, view)
-                if expected is None or found is None or not close(found, expected):
-                    raise NotThisKind("not compiled: it computes something else")
+                form, given = made.arguments(batch, view)
+                made.programs[form] = program(layers, given, key)
+        for batch, view in batches:
+            expected = [loop(batch, view), *written(view, len(kinds))]
+            for layer in range(len(kinds)):
+                view.write(
+                    layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots))
+                )  # a row forgotten must show
+            found = [made(batch, view), *written(view, len(kinds))]
+            if any(a is None or b is None or not close(a, b) for a, b in zip(found, expected, strict=True)):
+                raise NotThisKind("not compiled: it computes something else")
     except RuntimeError as error:  # no C++ compiler, for one
         raise NotThisKind(f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}") from error
     return made

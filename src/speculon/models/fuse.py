@@ -102,11 +102,12 @@ class Trial:
         positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
-    def first(self, rows: int) -> tuple[Batch, View]:
-        """The beginning of the first text alone."""
-        ids, positions = self.batch.input_ids[:, :rows], self.batch.position_ids[:, :rows]
-        batch = Batch([], ids, positions, self.batch.score_rows[:rows])
-        return batch, self.store.view_of([SpanView(0, rows, slice(0, rows), rows)])
+    def last(self, rows: int) -> tuple[Batch, View]:
+        """The last rows of the first text alone."""
+        (first, *_), batch = self.view.spans, self.batch
+        ids, positions = (t[:, first.last - rows : first.last] for t in (batch.input_ids, batch.position_ids))
+        alone = SpanView(0, rows, first.where, first.context)
+        return Batch([], ids, positions, batch.score_rows[:rows]), self.store.view_of([alone])
 
     def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
         """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it in another dtype."""
@@ -158,7 +159,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
                 target.run = captured_loop(loop, target)
                 fusion.captured = True
             elif compile:
-                target.run = compiled_loop(loop, trial)
+                target.run = compiled_loop(loop, target)
                 fusion.compiled = True
         except NotThisKind as reason:
             fusion.refused[str(reason)] += 1
@@ -277,12 +278,14 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
     return loop
 
 
-def compiled_loop(loop: Loop, trial: Trial) -> Compiled:
+def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
     from speculon.models.compiled import COPIES, compiled  # brings the compiler's own modules
 
-    made = compiled(loop, trial.target, [trial.first(1), trial.first(LENGTHS[0])])
-    trial.target.num_bytes *= 1 + COPIES
+    trial = Trial.of(target, (11, 3))  # no size or difference of sizes is 0 or 1, which the compiler would take for constant
+    loop(trial.batch, trial.view)  # that there be keys to attend to
+    made = compiled(loop, target, [trial.last(1), trial.last(5), (trial.batch, trial.view)])
+    target.num_bytes *= 1 + COPIES
     return made
 
 
