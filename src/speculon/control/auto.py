@@ -11,16 +11,16 @@ and that method once more (`confirm`) for the texts that are then without a draf
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import log
 from operator import mul
 from typing import Any
 
-from speculon.control.estimate import StepCost, grade
-from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan
+from speculon.control.estimate import StepCost, grades_of
+from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -41,19 +41,6 @@ WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 Group = list[tuple[Sequence, Text]]
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What a costly method would add to a round for one text."""
-
-    ask: Ask
-    tokens: float
-    ms: float
-
-    def gain(self, rate: float) -> float:
-        """In tokens, where one ms could write `rate` of them."""
-        return self.tokens - rate * self.ms
-
-
 @dataclass(slots=True)
 class Round:
     """What is believed of the round that runs."""
@@ -72,6 +59,7 @@ class Round:
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
+    tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
     new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
     busy: bool = False  # whether any text asks, or will before the next round in which all look
@@ -90,7 +78,7 @@ class Auto:
         self._share = probe_share
         self._round = Round()
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
-        self._made: dict[tuple[Ask, ...] | Reason, Decision] = {}
+        self._made: dict[tuple[tuple[Ask, ...], int] | Reason, Decision] = {}
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
@@ -112,7 +100,7 @@ class Auto:
         # one for all: a call costs nearly as much for half of the texts
         now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
         self._probe()
-        decided = {seq.id: self._decision(self._asks(seq, text)) for seq, text in able}
+        decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
         return self._last[1]
@@ -203,17 +191,20 @@ class Auto:
         something again, they would write it in less time than others take for a token."""
         now, known, rate = self._round, self._know(method), tokens / ms
         texts, worths, price = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms
+        tails_ms: dict[Kind, float] = {}
         for kind in texts:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
-            found, left = worths.setdefault(kind, []), 1.0 - part
+            found, left, before = worths.setdefault(kind, []), 1.0 - part, 0.0
+            tail, tails_ms[kind] = known.tail(kind[0]).expected(others.added, now.row_ms) if kind[4] else (0.0, 0.0)
             for survival in known.of(kind[0]).survival(kind[1], kind[2], dear=kind[3] > 0):
                 left *= stay
-                worth = survival * (part + left)
+                behind = survival * part * tail  # only as much as stands up to the end
+                worth, before = survival * (part + left) + behind - before, behind
                 if worth <= price:
                     break
                 found.append(worth)
-        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms)
+        return Offer(known.cost, texts, worths, tails_ms, now.first_ms, now.row_ms)
 
     def _kinds(self, method: str, group: Group, ks: Iterable[int]) -> list[Kind]:
         known, read_ms = self._know(method), self._know(method).cost.read
@@ -221,7 +212,7 @@ class Auto:
         for (seq, text), k in zip(group, ks, strict=True):
             unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
             part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
-            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part))
+            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part, self._joins(seq)))
         return found
 
     def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
@@ -234,12 +225,12 @@ class Auto:
     def _refusal(self, method: str, kinds: list[Kind]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
         now, known = self._round, self._know(method)
-        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
+        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0, False)
         since, reason = self._why.get(key, (-WHY_ROUNDS, Reason.COST))
         if now.number - since >= WHY_ROUNDS:
             best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
             alone, sure = (
-                Offer(known.cost, {one: 1}, {one: survival}, now.first_ms, now.row_ms).plan(1, rate)
+                Offer(known.cost, {one: 1}, {one: survival}, {}, now.first_ms, now.row_ms).plan(1, rate)
                 for survival in (best, [1.0] * len(best))
             )
             reason = Reason.COST
@@ -289,19 +280,23 @@ class Auto:
         if promise is not None and promise.ask.method != method:
             now.passed.add(seq.id)
             rate = max(rate, (tokens + promise.tokens) / (ms + promise.ms))
-        acceptance, own = self._know(method).of(seq.kind), text.of(method)
-        grades = grades_of(draft.confidence, len(draft.tokens))
-        chances = (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
-        for k, survival in enumerate(accumulate(chances, mul), 1):
+        for k, survival in enumerate(accumulate(self._chances(seq, text, draft, method), mul), 1):
             tokens, rows = tokens + survival, rows + now.row_ms
             if tokens > rate * rows:
                 best, rate, kept = k, tokens / rows, (tokens, rows)
         if best:
             now.kept_tokens += kept[0] - alone[0]
             now.kept_ms += kept[1] - alone[1]
-        else:
-            self._shadow.watch(seq, method, draft)
+        if (own := draft.own(seq.methods)) == best < len(draft.tokens):
+            now.tails[seq.id] = draft
+        if not best:
+            self._shadow.watch(seq, method, draft.cut(own))
         return draft.cut(best)
+
+    def _chances(self, seq: Sequence, text: Text, draft: Draft, method: str) -> Iterator[float]:
+        for name, _, grades in parts(seq, draft, method):
+            acceptance, own = self._know(name).of(seq.kind), text.of(name)
+            yield from (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
 
     # learning
 
@@ -331,10 +326,17 @@ class Auto:
         if draft.tokens:
             ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
             judged = min(verdict.accepted + (not ended), len(draft.tokens))
-            grades = grades_of(draft.confidence, judged)
             if text is not None and seq.id in self._round.probes:
-                self._conclude(seq, text, draft.sources[0], grades, verdict.accepted)
-            self._judge(seq, text, draft.sources[0], grades, verdict.accepted)
+                self._conclude(seq, text, draft.sources[0], grades_of(draft.confidence, judged), verdict.accepted)
+            if text is not None and self._joins(seq):
+                own = draft.own(seq.methods)
+                self._know(draft.sources[0]).tail(seq.kind).observe(own, len(draft.tokens) - own, verdict.accepted)
+            whole, stood = self._round.tails.get(seq.id, draft), verdict.accepted
+            if whole is not draft and verdict.kind is SpanKind.FULL:  # the bonus tells of the first token that was dropped
+                judged, stood = judged + 1, stood + (whole.tokens[stood] == verdict.tokens[stood])
+            for name, before, grades in parts(seq, whole):
+                if before < judged:
+                    self._judge(seq, text, name, grades[: judged - before], min(len(grades), stood - before))
         if text is not None:  # it is this policy's
             self._book(seq, text, draft, len(verdict.tokens) - 1, timing)
             for fate in self._shadow.settle(seq):
@@ -393,12 +395,18 @@ class Auto:
             found = self.methods[method] = Method()
         return found
 
-    def _decision(self, asks: tuple[Ask, ...]) -> Decision | None:
+    def _joins(self, seq: Sequence) -> bool:
+        """Whether something can go on where a draft of its costly methods ends."""
+        return seq.join is not False and len(seq.methods) > 1 and any(method in self._round.cheap for method in seq.methods)
+
+    def _decision(self, seq: Sequence, asks: tuple[Ask, ...]) -> Decision | None:
         if not asks:
             return None
-        found = self._made.get(asks)
+        joins = seq.id not in self._round.probes and self._joins(seq)
+        key = asks, min(seq.room - 1, max(map(seq.most, seq.methods))) if joins else 0
+        found = self._made.get(key)
         if found is None:
-            found = self._made[asks] = Decision.of(asks)
+            found = self._made[key] = Decision.of(asks, reach=key[1])
         return found
 
     def _plain(self, seq: Sequence, reason: Reason) -> Decision:
@@ -420,24 +428,3 @@ class Auto:
         self.costs.restore(said["costs"])
         for name, known in said["methods"].items():
             self._know(name).restore(known)
-
-
-def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
-    k = plan.of(kind)
-    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
-
-
-def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
-    """The classes of the first `count` drafts."""
-    return [grade(value) for value in confidence[:count]] if confidence else [0] * count
-
-
-ASKS: dict[tuple[str, int], Ask] = {}
-
-
-def ask(method: str, k: int) -> Ask:
-    """One object for equal ones, which are asked for in every round."""
-    found = ASKS.get((method, k))
-    if found is None:
-        found = ASKS[method, k] = Ask(method, k)
-    return found
