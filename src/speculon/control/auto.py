@@ -20,7 +20,7 @@ from typing import Any
 
 from speculon.control.estimate import StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, ask
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -39,6 +39,19 @@ ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a costly method would add to a round for one text."""
+
+    ask: Ask
+    tokens: float
+    ms: float
+
+    def gain(self, rate: float) -> float:
+        """In tokens, where one ms could write `rate` of them."""
+        return self.tokens - rate * self.ms
 
 
 @dataclass(slots=True)
@@ -191,20 +204,17 @@ class Auto:
         something again, they would write it in less time than others take for a token."""
         now, known, rate = self._round, self._know(method), tokens / ms
         texts, worths, price = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms
-        tails_ms: dict[Kind, float] = {}
         for kind in texts:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
-            found, left, before = worths.setdefault(kind, []), 1.0 - part, 0.0
-            tail, tails_ms[kind] = known.tail(kind[0]).expected(others.added, now.row_ms) if kind[4] else (0.0, 0.0)
+            found, left = worths.setdefault(kind, []), 1.0 - part
             for survival in known.of(kind[0]).survival(kind[1], kind[2], dear=kind[3] > 0):
                 left *= stay
-                behind = survival * part * tail  # only as much as stands up to the end
-                worth, before = survival * (part + left) + behind - before, behind
+                worth = survival * (part + left)
                 if worth <= price:
                     break
                 found.append(worth)
-        return Offer(known.cost, texts, worths, tails_ms, now.first_ms, now.row_ms)
+        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms)
 
     def _kinds(self, method: str, group: Group, ks: Iterable[int]) -> list[Kind]:
         known, read_ms = self._know(method), self._know(method).cost.read
@@ -212,7 +222,7 @@ class Auto:
         for (seq, text), k in zip(group, ks, strict=True):
             unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
             part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
-            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part, self._joins(seq)))
+            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part))
         return found
 
     def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
@@ -225,12 +235,12 @@ class Auto:
     def _refusal(self, method: str, kinds: list[Kind]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
         now, known = self._round, self._know(method)
-        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0, False)
+        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
         since, reason = self._why.get(key, (-WHY_ROUNDS, Reason.COST))
         if now.number - since >= WHY_ROUNDS:
             best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
             alone, sure = (
-                Offer(known.cost, {one: 1}, {one: survival}, {}, now.first_ms, now.row_ms).plan(1, rate)
+                Offer(known.cost, {one: 1}, {one: survival}, now.first_ms, now.row_ms).plan(1, rate)
                 for survival in (best, [1.0] * len(best))
             )
             reason = Reason.COST
@@ -314,6 +324,7 @@ class Auto:
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
+        now.tails.clear()
 
     def forget(self, seq: Sequence) -> None:
         if self._texts.pop(seq.id, None) is not None:
@@ -328,11 +339,8 @@ class Auto:
             judged = min(verdict.accepted + (not ended), len(draft.tokens))
             if text is not None and seq.id in self._round.probes:
                 self._conclude(seq, text, draft.sources[0], grades_of(draft.confidence, judged), verdict.accepted)
-            if text is not None and self._joins(seq):
-                own = draft.own(seq.methods)
-                self._know(draft.sources[0]).tail(seq.kind).observe(own, len(draft.tokens) - own, verdict.accepted)
             whole, stood = self._round.tails.get(seq.id, draft), verdict.accepted
-            if whole is not draft and verdict.kind is SpanKind.FULL:  # the bonus tells of the first token that was dropped
+            if len(draft.tokens) == stood < min(len(whole.tokens), len(verdict.tokens)):  # the bonus tells of what was dropped
                 judged, stood = judged + 1, stood + (whole.tokens[stood] == verdict.tokens[stood])
             for name, before, grades in parts(seq, whole):
                 if before < judged:
@@ -396,7 +404,7 @@ class Auto:
         return found
 
     def _joins(self, seq: Sequence) -> bool:
-        """Whether something can go on where a draft of its costly methods ends."""
+        """Whether a look-up may go on where another method's draft ends."""
         return seq.join is not False and len(seq.methods) > 1 and any(method in self._round.cheap for method in seq.methods)
 
     def _decision(self, seq: Sequence, asks: tuple[Ask, ...]) -> Decision | None:
@@ -428,3 +436,8 @@ class Auto:
         self.costs.restore(said["costs"])
         for name, known in said["methods"].items():
             self._know(name).restore(known)
+
+
+def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
+    k = plan.of(kind)
+    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.control.estimate import FADE, PRIOR_TRIES, Acceptance, Own, ProposalCost, Share, grades_of
+from speculon.control.estimate import Acceptance, Own, ProposalCost, Share, grades_of
 from speculon.core import Draft, Sequence
 
 OF_LATE = 0.15  # weight of the last round in what a text adds
@@ -15,6 +15,34 @@ HOPE_BACK = 0.1  # guess
 BACK_TRIES = 10.0
 LEAST_SHARE = 1e-3
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
+
+
+@dataclass(slots=True)
+class Method:
+    """One way of drafting."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of all texts
+    kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
+    cost: ProposalCost = field(default_factory=ProposalCost)
+    brings: float = 1.0  # tokens that its drafts add of late to a text that asked
+    saved_ms: float = 0.0  # time that may be spent on a probe
+    distance: float = 1.0  # between probes, in multiples of what the share of time allows
+
+    def of(self, kind: str) -> Acceptance:
+        found = self.kinds.get(kind)
+        if found is None:
+            found = self.kinds[kind] = Acceptance(self.acceptance)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        kinds = {kind: acceptance.state() for kind, acceptance in self.kinds.items()}
+        return {"all": self.acceptance.state(), "kinds": kinds, "cost": self.cost.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.acceptance.restore(state["all"])
+        for kind, found in state["kinds"].items():
+            self.of(kind).restore(found)
+        self.cost.restore(state["cost"])
 
 
 @dataclass(slots=True)
@@ -29,56 +57,6 @@ class Added:
         self.tokens += weight * (tokens - self.tokens)
         self.ms += weight * (ms - self.ms)
         self.share += weight * (drafted - self.share)
-
-
-@dataclass(slots=True)
-class Tail:
-    """What is joined to a method's drafts, in texts of one kind: hoped to be what look-ups bring to them anyway."""
-
-    tokens: Share = field(default_factory=Share)  # that stood, per draft that stood as far as it was verified
-    rows: Share = field(default_factory=Share)  # per draft
-
-    def observe(self, own: int, joined: int, accepted: int) -> None:
-        self.rows.add(joined, 1.0, FADE)
-        if accepted >= own:
-            self.tokens.add(accepted - own, 1.0, FADE)
-
-    def expected(self, hope: Added, row_ms: float) -> tuple[float, float]:
-        """Tokens where the draft stands, and ms whether it does or not."""
-        rows = self.rows.mean(hope.ms / row_ms if row_ms else 0.0, PRIOR_TRIES)
-        return self.tokens.mean(hope.tokens, PRIOR_TRIES), row_ms * rows
-
-
-@dataclass(slots=True)
-class Method:
-    """One way of drafting."""
-
-    acceptance: Acceptance = field(default_factory=Acceptance)  # of all texts
-    kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
-    cost: ProposalCost = field(default_factory=ProposalCost)
-    tails: dict[str, Tail] = field(default_factory=dict)  # of its drafts, by kind of text
-    brings: float = 1.0  # tokens that its drafts add of late to a text that asked
-    saved_ms: float = 0.0  # time that may be spent on a probe
-    distance: float = 1.0  # between probes, in multiples of what the share of time allows
-
-    def of(self, kind: str) -> Acceptance:
-        found = self.kinds.get(kind)
-        if found is None:
-            found = self.kinds[kind] = Acceptance(self.acceptance)
-        return found
-
-    def tail(self, kind: str) -> Tail:
-        return self.tails.setdefault(kind, Tail())
-
-    def state(self) -> dict[str, Any]:
-        kinds = {kind: acceptance.state() for kind, acceptance in self.kinds.items()}
-        return {"all": self.acceptance.state(), "kinds": kinds, "cost": self.cost.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.acceptance.restore(state["all"])
-        for kind, found in state["kinds"].items():
-            self.of(kind).restore(found)
-        self.cost.restore(state["cost"])
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ MARGIN = 0.02  # of the round's rate: what a costly method must add to it
 TAKE_UP = 0.1  # ms
 TURNS = 2  # of Dinkelbach's iteration
 
-# of a text, for one method: its kind, how it departs from it, its most drafts, what its reading adds to each, in TAKE_UP ms,
-# and whether look-ups may go on at its end
-Kind = tuple[str, int, int, int, bool]
+# of a text, for one method: its kind, how it departs from it, its most drafts, and what its reading adds to each, in TAKE_UP ms
+Kind = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ class Offer:
     cost: ProposalCost
     texts: Mapping[Kind, int]
     worths: Mapping[Kind, list[float]]  # tokens that each draft of such a text is expected to add; they only fall
-    tails_ms: Mapping[Kind, float]  # of what is joined to it: its tokens are among those that the first draft adds
     first_ms: float  # of a text's first draft beyond a draft's row
     row_ms: float  # of each draft
 
@@ -77,8 +75,8 @@ class Offer:
         return best
 
     def begin_ms(self, kind: Kind) -> float:
-        """Of a text's first draft: beyond its row, its share of what is read, and what is joined."""
-        return self.first_ms + TAKE_UP * kind[3] + self.tails_ms.get(kind, 0.0)
+        """Of a text's first draft: beyond its row, and its share of what is read."""
+        return self.first_ms + TAKE_UP * kind[3]
 
 
 def depth(worths: list[float], price: float) -> int:
@@ -87,24 +85,6 @@ def depth(worths: list[float], price: float) -> int:
         if worth <= price:
             return i
     return len(worths)
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What a costly method would add to a round for one text."""
-
-    ask: Ask
-    tokens: float
-    ms: float
-
-    def gain(self, rate: float) -> float:
-        """In tokens, where one ms could write `rate` of them."""
-        return self.tokens - rate * self.ms
-
-
-def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
-    k = plan.of(kind)
-    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
 
 
 ASKS: dict[tuple[str, int], Ask] = {}
