@@ -6,13 +6,16 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speculon.config import SamplingParams
+from speculon.control.replay import Replay
 from speculon.core import Draft, Sequence
 from speculon.engine.engine import Engine
+from speculon.events import read
 from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
 from tests.tiny.conftest import tiny_target
@@ -137,6 +140,18 @@ def test_k_and_max_tokens_bound_both_together() -> None:
     engine, runs = joining(plain("greedy"))
     write(engine, "greedy", num_speculative_tokens=3)
     assert max(sum(n for _, n in sources) for sources in runs) == 3
+
+
+def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path) -> None:
+    engine, runs = joining(plain("greedy"), events=tmp_path / "e.jsonl")
+    write(engine, "greedy")
+    engine.close()
+    recording = read(tmp_path / "e.jsonl")
+    told = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
+    assert [list(text.drafts) for text in told] == runs and any(len(text.drafts) == 2 for text in told)
+    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in told)
+    for past in Replay(recording).past:
+        assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.seen["brief"])
 
 
 # faults
