@@ -375,10 +375,13 @@ class Auto:
         text.rounds += 1
         text.cheap.add(*found)
         text.ever.add(*found, 1 / text.rounds)
-        others = self._others[seq.kind]
+        others, own = self._others[seq.kind], draft.own(seq.methods)
         others.added.add(*found, OF_ALL)
         if text.bare:
             others.back.add(found[0], text.bare, 1 - OF_ALL)
+        if method in now.costly and own < len(draft.tokens) and gained >= own:  # behind its draft they had something again
+            others.back.add(True, own, 1 - OF_ALL)
+            wrote = 0
         text.bare = 0 if found[0] else wrote + 1
         for name in now.cheap:
             if name in text.own:
