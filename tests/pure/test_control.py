@@ -215,6 +215,16 @@ def test_whoever_keeps_all_that_is_joined_loses_by_it() -> None:
     assert gaps(Wrong, Keeping).rate(200) < 0.9 * gaps(Wrong, join=False).rate(200)
 
 
+def test_a_lookup_that_goes_on_behind_a_draft_is_believed_to_be_back() -> None:
+    stays = []
+    for world, join in ((Gaps, None), (Gaps, False), (Wrong, None)):
+        auto = Auto()
+        gaps(world, lambda: auto, join=join)  # type: ignore[arg-type]  # noqa: B023
+        stays.append(auto._others[""].stay)
+    joined, apart, wrong = stays
+    assert joined < 0.8 and apart > 0.9 and wrong > 0.9
+
+
 def test_what_is_joined_teaches_nothing_of_the_method_itself() -> None:
     auto = Auto()
     gaps(Wrong, lambda: auto)  # type: ignore[arg-type]
