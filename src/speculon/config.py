@@ -218,6 +218,9 @@ class SpeculationConfig(Checked):
     acceptance: Acceptance = Field(
         "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
     )
+    join: bool | None = Field(
+        None, description="look-ups go on where another method's draft ends, up to K; None: under policy auto, where it pays"
+    )
     adaptive_initial: int = as_adaptive("initial")
     adaptive_min: int = as_adaptive("min")
     adaptive_max: int = as_adaptive("max")
@@ -286,6 +289,7 @@ class RequestSpeculation(Checked):
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     policy: PolicyName | None = None
     acceptance: Acceptance | None = None
+    join: bool | None = None
     prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
     pool: str | None = Field(
         None,

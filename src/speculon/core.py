@@ -69,7 +69,7 @@ class Draft:
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()  # one per token: drafts may be joined
     probs: Tensor | None = None  # q [K, V]; None when the guess is one-hot
-    confidence: tuple[float, ...] | None = None
+    confidence: tuple[float, ...] | None = None  # in (0, 1); 0 of a token whose drafter says nothing
 
     def __post_init__(self) -> None:
         assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
@@ -82,6 +82,25 @@ class Draft:
             return NO_DRAFT
         probs = None if self.probs is None else self.probs[:k]
         return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k])
+
+    def own(self, methods: tuple[str, ...]) -> int:
+        """How many of its first tokens come from one proposal, where drafts of `methods` may have been joined."""
+        first = self.sources[:1]
+        return next((i for i, s in enumerate(self.sources) if (s,) != first and s in methods), len(self.sources))
+
+    def join(self, tail: Draft) -> Draft:
+        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens, all of it."""
+        assert tail.probs is None, "what is drawn behind a draft must know the draft's own luck"
+        q, k, more = self.probs, len(self.tokens), len(tail.tokens)
+        probs = q
+        if q is not None and more:
+            probs = q.new_zeros((k + more, q.shape[1]))
+            probs[:k] = q
+            probs[range(k, k + more), tail.tokens] = 1
+        confidence = None
+        if self.confidence or tail.confidence:  # 0: says nothing
+            confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
+        return Draft(self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence)
 
 
 NO_DRAFT = Draft()
@@ -138,7 +157,7 @@ class Ask:
 class Decision:
     """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why.
 
-    `asks` are the methods in the order they are asked, until one has a draft.
+    `asks` are the methods in the order they are asked, until one has a draft; look-ups may go on at its end, up to `reach`.
     """
 
     method: str | None
@@ -146,12 +165,13 @@ class Decision:
     reason: Reason | None = None
     asks: tuple[Ask, ...] = field(default=(), compare=False)
     unused: Reason = field(default=Reason.COST, compare=False)  # why there is no draft where `trim` keeps nothing of any
+    reach: int = field(default=0, compare=False)  # drafts in all, where drafts are joined; 0: they are not
 
     @classmethod
-    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST) -> Decision:
+    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST, reach: int = 0) -> Decision:
         """Drafts by the first of these that has any; there is at least one, and K is at least 1."""
         asked = tuple(asks)
-        return cls(asked[0].method, max(ask.k for ask in asked), None, asked, unused)
+        return cls(asked[0].method, max(reach, *(ask.k for ask in asked)), None, asked, unused, reach)
 
     def __post_init__(self) -> None:
         assert (self.k > 0) == (self.reason is None), self
@@ -208,6 +228,7 @@ class Sequence:
     given_k: int = 0  # their most drafts in a round
     methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
     policy: str = "fixed"  # how far it is drafted for
+    join: bool | None = None  # whether drafts of several methods are joined; None: as its policy likes
     kind: str = ""  # what sort of text it is, as far as the request tells: texts of one kind are believed to be alike
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
     pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's

@@ -15,7 +15,7 @@ from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, g
 from speculon.control.known import Method
 from speculon.control.known import Text as Known
 from speculon.control.policy import Fixed, Policy
-from speculon.control.simulate import Text, Way, World, play
+from speculon.control.simulate import Played, Text, Way, World, play
 from speculon.core import Decision, Draft, Load, Sequence
 from tests.builders import make_sequence
 
@@ -155,6 +155,84 @@ def test_a_drafter_that_collapses_is_out_soon() -> None:
     auto = play(Auto(), world(lambda number, _: 0.8 if number < 500 else 0.0), 800)
     assert sum(bool(drafted) for drafted in auto.drafted[520:]) < 15
     assert all(auto.drafted[i] for i in range(480, 500))
+
+
+class Gaps(World):
+    """Where the look-up has nothing the model is right once, and then the look-up has something again behind its draft."""
+
+    stands = 0.9
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        return Draft() if method == "lookup" else super().draft(number, text, method, k, random)
+
+    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+        fate = (float(random.random() < self.stands) for _ in range(k))
+        return draft.join(Draft(tuple(int(stood) for stood in fate), ("lookup",) * k, confidence=(0.5,) * k))
+
+
+class Wrong(Gaps):
+    stands = 0.05
+
+
+def gaps(world: type[Gaps], policy: type[Policy] = Auto, rounds: int = 1500, **fields: Any) -> Played:
+    ways = {"lookup": Way(lambda *_: 0.0, lambda texts, k: 0.02 * texts), "model": Way(lambda *_: 0.8, MODEL)}
+    return play(policy(), Joining(world(STEP, ways, lambda number: 1), **fields), rounds)  # type: ignore[arg-type]
+
+
+class Joining:
+    """A world whose texts say whether drafts are joined, and want two of the model's at most."""
+
+    def __init__(self, world: World, join: bool | None = None):
+        self.world, self.joins = world, join
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world, name)
+
+    def crowds(self) -> Any:
+        for running in self.world.crowds():
+            for text in running:
+                text.join, text.limits = self.joins, {"model": 2}
+            yield running
+
+
+def joined_rows(played: Played) -> float:
+    return sum(drafted["lookup"] for drafted in played.drafted[200:]) / len(played.drafted[200:])
+
+
+def test_auto_joins_where_that_pays_and_learns_where_it_does_not() -> None:
+    good, never = gaps(Gaps), gaps(Gaps, join=False)
+    assert good.rate(200) > 1.2 * never.rate(200) and joined_rows(never) == 0 < 3 < joined_rows(good)
+    bad, apart = gaps(Wrong), gaps(Wrong, join=False)
+    assert bad.rate(200) > 0.97 * apart.rate(200) and joined_rows(bad) < 0.3
+
+
+def test_whoever_keeps_all_that_is_joined_loses_by_it() -> None:
+    class Keeping(Auto):
+        def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+            kept = super().trim(seq, method, draft)
+            return draft if kept.tokens else kept
+
+    assert gaps(Wrong, Keeping).rate(200) < 0.9 * gaps(Wrong, join=False).rate(200)
+
+
+def test_a_lookup_that_goes_on_behind_a_draft_is_believed_to_be_back() -> None:
+    stays = []
+    for world, join in ((Gaps, None), (Gaps, False), (Wrong, None)):
+        auto = Auto()
+        gaps(world, lambda: auto, join=join)  # type: ignore[arg-type]  # noqa: B023
+        stays.append(auto._others[""].stay)
+    joined, apart, wrong = stays
+    assert joined < 0.8 and apart > 0.9 and wrong > 0.9
+
+
+def test_what_is_joined_teaches_nothing_of_the_method_itself() -> None:
+    auto = Auto()
+    gaps(Wrong, lambda: auto)  # type: ignore[arg-type]
+    again = Auto()
+    again.restore(auto.state())
+    for known in (auto, again):
+        assert known.methods["model"].acceptance.chance(0) > 0.7
+        assert known.methods["model+lookup"].acceptance.chance(0, grade(0.5)) < 0.3
 
 
 PHASES = {1: 2500, 64: 250}  # texts -> rounds

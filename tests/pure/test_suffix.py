@@ -121,7 +121,7 @@ def oldest(following: Any, i: int) -> Any:
     return COUNT(following[::-1], i)
 
 
-def across(trail: Trail, at: int, k: int) -> Any:
+def across(trail: Trail, at: int, k: int, ahead: Any = ()) -> Any:
     return [token for token in trail.tokens[at:] if token != END][:k]
 
 

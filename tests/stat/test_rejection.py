@@ -121,6 +121,28 @@ def test_the_extremes_of_q(guess: Guess) -> None:
         assert error(SAMPLED[name], 2, guess) < EXACT
 
 
+def joined(case: Case, output: tuple[int, ...]) -> list[float]:
+    """q where drafts are joined: behind one that was drawn stands one that was looked up."""
+    return (certain if len(output) % 2 else drafter)(case, output)
+
+
+def test_a_draft_may_be_drawn_in_part_and_looked_up_in_part() -> None:
+    for name in ("plain", "filters", "penalties", "min_tokens"):
+        assert error(SAMPLED[name], 2, joined) < EXACT
+
+
+def test_a_joined_draft_says_that_its_tail_was_certain() -> None:
+    q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
+    head, tail = Draft((3, 0), ("toy", "toy"), q, (0.4, 0.4)), Draft((2, 2, 1), ("looked up",) * 3)
+    whole = head.join(tail)
+    assert whole.probs is not None and torch.equal(whole.probs[:2], q)
+    assert torch.equal(whole.probs[2:], torch.eye(4)[[2, 2, 1]]) and whole.tokens == (3, 0, 2, 2, 1)
+    assert whole.confidence == (0.4, 0.4, 0, 0, 0) and whole.own(("toy", "looked up")) == 2
+    for k in range(1, 5):
+        short = whole.cut(k)
+        assert short.probs is not None and len(short.probs) == len(short.sources) == k
+
+
 def test_a_residual_of_nothing_is_the_target_itself() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
     q = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.3, 0.2]])
@@ -183,6 +205,13 @@ def test_a_coin_from_the_drafts_own_noise_is_seen() -> None:
 
 
 # planted errors
+
+
+def test_a_looked_up_draft_that_says_nothing_of_its_q_is_seen() -> None:
+    def silent(case: Case, output: tuple[int, ...]) -> list[float]:
+        return [1e-6] * V if len(output) % 2 else drafter(case, output)
+
+    assert error(SAMPLED["plain"], 2, joined, silent) > VISIBLE
 
 
 def test_a_residual_that_is_not_renormalised_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.tiny.test_parity import MODES, Texts, assert_same, crowd, plain
 from tests.tiny.test_requests import check_account
 
 LLAMA = "llama"
+JOINED = {"apart": {}, "joined": {"join": True, "draft_min_confidence": 0.02}}  # where a model's draft ends before K
 SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "few pages": {"num_blocks": 40}, "chunked": {"max_batch_tokens": 7}}
 NAMES = list(POLICIES)
 
@@ -96,11 +97,12 @@ def test_texts_of_different_policies_stand_beside_each_other(mode: str) -> None:
         assert_same(crowd(mode), results, plain(mode))
 
 
+@pytest.mark.parametrize("joined", JOINED)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str) -> None:
+def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, joined: str) -> None:
     doubting()
-    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy})
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **JOINED[joined]})
     for request in under(policy, mode, "auto"):
         engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
     assert texts(drain(engine)) == plain(mode)

@@ -42,13 +42,13 @@ WRONG: dict[str, Callable[[list[int]], list[int]]] = {
 METHODS = ("ngram", "auto", "synthetic", "draft_model")  # the last one is lacking here
 
 
-def with_predictions(requests: tuple[Request, ...], truth: Texts, k: int | None = K) -> list[Request]:
+def with_predictions(requests: tuple[Request, ...], truth: Texts, k: int | None = K, join: bool = False) -> list[Request]:
     """Another kind of prediction and another method for each; the fourth and the eighth ask for what there is not."""
     asked = []
     for i, (request, wrong) in enumerate(zip(requests, WRONG.values(), strict=False)):
         said = wrong(truth[request.id, 0])
         prediction: Any = spell(said) if i % 2 else said  # as text and as ids
-        speculation = {"prediction": prediction, "method": METHODS[i % 4], "num_speculative_tokens": k}
+        speculation = {"prediction": prediction, "method": METHODS[i % 4], "num_speculative_tokens": k, "join": join}
         asked.append(replace(request, speculation=speculation))
     return asked
 
@@ -60,12 +60,13 @@ def one(i: int, asked: dict[str, Any], **settings: Any) -> Result:
     return result
 
 
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, setting: str) -> None:
+def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, setting: str, join: bool) -> None:
     truth = plain(mode)
     for k in (1, K, None):
-        results = run(tiny_target("llama"), with_predictions(crowd(mode), truth, k), **SETTINGS[setting])
+        results = run(tiny_target("llama"), with_predictions(crowd(mode), truth, k, join), **SETTINGS[setting])
         assert_same(crowd(mode), results, truth)
         right = results["q0", 0].stats
         assert right.accepted_prediction_tokens > (5 if setting == "few pages" else 20) and not right.rejected_prediction_tokens

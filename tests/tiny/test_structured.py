@@ -29,6 +29,7 @@ from tests.tiny.scripted import Key, Request, Result, drain, script
 from tests.tiny.test_requests import check_account
 
 OFF = {"method": "off"}
+JOINED = {"join": True, "draft_min_confidence": 0.05}
 EOS = 2
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -120,12 +121,12 @@ def test_every_text_has_its_form(mode: str) -> None:
     [{}, {"num_blocks": 34}, {"max_batch_tokens": 7}, {"prefix_cache": False, "max_num_seqs": 3}],
     ids=["roomy", "few pages", "chunked", "three at a time"],
 )
-@pytest.mark.parametrize("shift", range(len(METHODS)))
+@pytest.mark.parametrize(("shift", "joined"), [*((shift, {}) for shift in range(len(METHODS))), (0, JOINED), (4, JOINED)])
 @pytest.mark.usefixtures("drafters")
-def test_drafts_change_no_token(mode: str, shift: int, settings: dict[str, Any]) -> None:
+def test_drafts_change_no_token(mode: str, shift: int, joined: dict[str, Any], settings: dict[str, Any]) -> None:
     """Each form under another method, all of them at once."""
     asked = [replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(crowd(mode))]
-    results = write(asked, speculation=DRAFT, **settings)
+    results = write(asked, speculation=DRAFT | joined, **settings)
     assert results.keys() == plain(mode).keys()
     for key, result in results.items():
         assert (result.tokens, result.finish) == (plain(mode)[key].tokens, plain(mode)[key].finish)

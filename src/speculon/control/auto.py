@@ -11,16 +11,16 @@ and that method once more (`confirm`) for the texts that are then without a draf
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import log
 from operator import mul
 from typing import Any
 
-from speculon.control.estimate import StepCost, grade
-from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan
+from speculon.control.estimate import StepCost, grades_of
+from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, ask
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -72,6 +72,7 @@ class Round:
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
+    tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
     new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
     busy: bool = False  # whether any text asks, or will before the next round in which all look
@@ -90,7 +91,7 @@ class Auto:
         self._share = probe_share
         self._round = Round()
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
-        self._made: dict[tuple[Ask, ...] | Reason, Decision] = {}
+        self._made: dict[tuple[tuple[Ask, ...], int] | Reason, Decision] = {}
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
@@ -112,7 +113,7 @@ class Auto:
         # one for all: a call costs nearly as much for half of the texts
         now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
         self._probe()
-        decided = {seq.id: self._decision(self._asks(seq, text)) for seq, text in able}
+        decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
         return self._last[1]
@@ -289,19 +290,23 @@ class Auto:
         if promise is not None and promise.ask.method != method:
             now.passed.add(seq.id)
             rate = max(rate, (tokens + promise.tokens) / (ms + promise.ms))
-        acceptance, own = self._know(method).of(seq.kind), text.of(method)
-        grades = grades_of(draft.confidence, len(draft.tokens))
-        chances = (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
-        for k, survival in enumerate(accumulate(chances, mul), 1):
+        for k, survival in enumerate(accumulate(self._chances(seq, text, draft, method), mul), 1):
             tokens, rows = tokens + survival, rows + now.row_ms
             if tokens > rate * rows:
                 best, rate, kept = k, tokens / rows, (tokens, rows)
         if best:
             now.kept_tokens += kept[0] - alone[0]
             now.kept_ms += kept[1] - alone[1]
-        else:
-            self._shadow.watch(seq, method, draft)
+        if (own := draft.own(seq.methods)) == best < len(draft.tokens):
+            now.tails[seq.id] = draft
+        if not best:
+            self._shadow.watch(seq, method, draft.cut(own))
         return draft.cut(best)
+
+    def _chances(self, seq: Sequence, text: Text, draft: Draft, method: str) -> Iterator[float]:
+        for name, _, grades in parts(seq, draft, method):
+            acceptance, own = self._know(name).of(seq.kind), text.of(name)
+            yield from (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
 
     # learning
 
@@ -319,6 +324,7 @@ class Auto:
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
+        now.tails.clear()
 
     def forget(self, seq: Sequence) -> None:
         if self._texts.pop(seq.id, None) is not None:
@@ -331,10 +337,14 @@ class Auto:
         if draft.tokens:
             ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
             judged = min(verdict.accepted + (not ended), len(draft.tokens))
-            grades = grades_of(draft.confidence, judged)
             if text is not None and seq.id in self._round.probes:
-                self._conclude(seq, text, draft.sources[0], grades, verdict.accepted)
-            self._judge(seq, text, draft.sources[0], grades, verdict.accepted)
+                self._conclude(seq, text, draft.sources[0], grades_of(draft.confidence, judged), verdict.accepted)
+            whole, stood = self._round.tails.get(seq.id, draft), verdict.accepted
+            if len(draft.tokens) == stood < min(len(whole.tokens), len(verdict.tokens)):  # the bonus tells of what was dropped
+                judged, stood = judged + 1, stood + (whole.tokens[stood] == verdict.tokens[stood])
+            for name, before, grades in parts(seq, whole):
+                if before < judged:
+                    self._judge(seq, text, name, grades[: judged - before], min(len(grades), stood - before))
         if text is not None:  # it is this policy's
             self._book(seq, text, draft, len(verdict.tokens) - 1, timing)
             for fate in self._shadow.settle(seq):
@@ -365,10 +375,13 @@ class Auto:
         text.rounds += 1
         text.cheap.add(*found)
         text.ever.add(*found, 1 / text.rounds)
-        others = self._others[seq.kind]
+        others, own = self._others[seq.kind], draft.own(seq.methods)
         others.added.add(*found, OF_ALL)
         if text.bare:
             others.back.add(found[0], text.bare, 1 - OF_ALL)
+        if method in now.costly and own < len(draft.tokens) and gained >= own:  # behind its draft they had something again
+            others.back.add(True, own, 1 - OF_ALL)
+            wrote = 0
         text.bare = 0 if found[0] else wrote + 1
         for name in now.cheap:
             if name in text.own:
@@ -393,12 +406,18 @@ class Auto:
             found = self.methods[method] = Method()
         return found
 
-    def _decision(self, asks: tuple[Ask, ...]) -> Decision | None:
+    def _joins(self, seq: Sequence) -> bool:
+        """Whether a look-up may go on where another method's draft ends."""
+        return seq.join is not False and len(seq.methods) > 1 and any(method in self._round.cheap for method in seq.methods)
+
+    def _decision(self, seq: Sequence, asks: tuple[Ask, ...]) -> Decision | None:
         if not asks:
             return None
-        found = self._made.get(asks)
+        joins = seq.id not in self._round.probes and self._joins(seq)
+        key = asks, min(seq.room - 1, max(map(seq.most, seq.methods))) if joins else 0
+        found = self._made.get(key)
         if found is None:
-            found = self._made[asks] = Decision.of(asks)
+            found = self._made[key] = Decision.of(asks, reach=key[1])
         return found
 
     def _plain(self, seq: Sequence, reason: Reason) -> Decision:
@@ -425,19 +444,3 @@ class Auto:
 def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
     k = plan.of(kind)
     return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
-
-
-def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
-    """The classes of the first `count` drafts."""
-    return [grade(value) for value in confidence[:count]] if confidence else [0] * count
-
-
-ASKS: dict[tuple[str, int], Ask] = {}
-
-
-def ask(method: str, k: int) -> Ask:
-    """One object for equal ones, which are asked for in every round."""
-    found = ASKS.get((method, k))
-    if found is None:
-        found = ASKS[method, k] = Ask(method, k)
-    return found

@@ -40,7 +40,12 @@ LEAST_MS = 1e-3  # of a step: no model is as fast
 
 def grade(confidence: float) -> int:
     """The class of a drafter's own confidence in (0, 1); 0 is for drafters that say nothing."""
-    return 1 + bisect_right(BOUNDS, confidence)
+    return 1 + bisect_right(BOUNDS, confidence) if confidence else 0
+
+
+def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
+    """The classes of the first `count` drafts."""
+    return [grade(value) for value in confidence[:count]] if confidence else [0] * count
 
 
 @dataclass(slots=True)

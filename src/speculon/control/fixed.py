@@ -7,14 +7,18 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, Verdict
 
 
-def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST) -> Decision:
-    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is asked."""
+def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, join: bool = True) -> Decision:
+    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is asked.
+
+    Where the request wants it, a draft that ends before that is gone on with, unless `join` is False.
+    """
     if seq.plain:
         return Decision(None, 0, seq.off)
     if seq.room <= 1:  # the last token needs no draft: the target's own one is enough
         return Decision(None, 0, Reason.MAX_TOKENS)
     most = min(limit, seq.room - 1)
-    return Decision.of((Ask(method, min(seq.most(method), most)) for method in seq.methods), unused)
+    asks = [Ask(method, min(seq.most(method), most)) for method in seq.methods]
+    return Decision.of(asks, unused, max(ask.k for ask in asks) if join and seq.join else 0)
 
 
 class Fixed:

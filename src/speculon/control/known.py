@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.control.estimate import Acceptance, Own, ProposalCost, Share
+from speculon.control.estimate import Acceptance, Own, ProposalCost, Share, grades_of
+from speculon.core import Draft, Sequence
 
 OF_LATE = 0.15  # weight of the last round in what a text adds
 OF_ALL = 0.02  # in what texts of its kind do
@@ -91,3 +93,12 @@ class Text:
         if found is None:
             found = self.own[method] = Own()
         return found
+
+
+def parts(seq: Sequence, draft: Draft, method: str = "") -> Iterator[tuple[str, int, list[int]]]:
+    """(name, drafts before it, classes) of the draft of one method and of what was joined to it: where a look-up goes on
+    for another it fares otherwise than alone, so that is learned under a name of its own."""
+    name, own, grades = method or draft.sources[0], draft.own(seq.methods), grades_of(draft.confidence, len(draft.tokens))
+    yield name, 0, grades[:own]
+    if own < len(grades):
+        yield f"{name}+{draft.sources[own]}", own, grades[own:]

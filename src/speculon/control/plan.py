@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from speculon.control.estimate import ProposalCost
+from speculon.core import Ask
 
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
 TAKE_UP = 0.1  # ms
@@ -84,3 +85,14 @@ def depth(worths: list[float], price: float) -> int:
         if worth <= price:
             return i
     return len(worths)
+
+
+ASKS: dict[tuple[str, int], Ask] = {}
+
+
+def ask(method: str, k: int) -> Ask:
+    """One object for equal ones, which are asked for in every round."""
+    found = ASKS.get((method, k))
+    if found is None:
+        found = ASKS[method, k] = Ask(method, k)
+    return found

@@ -135,6 +135,9 @@ class Replay:
         fate = (STANDS if i < seen.accepted else FALLS if i < seen.judged else UNKNOWN for i in range(length))
         return Draft(tuple(fate), (method,) * length, confidence=stretched(seen.confidence, length))
 
+    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+        return draft  # what would have been joined is in no record
+
     def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
         if (fate := draft.tokens[position]) != UNKNOWN:
             return float(fate)
@@ -207,8 +210,8 @@ def note(past: Past, told: TextRound, work: int) -> None:
     ended = told.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
     for asked in told.asked:
         kept = asked is told.asked[-1] and told.drafted
-        accepted = told.accepted if kept else 0
-        judged = min(accepted + (not ended), told.drafted) if kept else 0
+        accepted = min(told.accepted, asked.found) if kept else 0  # what was joined to it is not its own
+        judged = min(accepted + (not ended), told.drafted, asked.found) if kept else 0
         seen = Seen(past.tokens, work, asked.k, asked.found, judged, accepted, asked.confidence)
         past.seen[asked.method].append(seen)
 

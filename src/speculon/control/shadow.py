@@ -94,7 +94,7 @@ class ShadowPolicy:
         self.shadow = Shadow()
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return [ask_all(seq, unused=Reason.SHADOW) for seq in seqs]
+        return [ask_all(seq, unused=Reason.SHADOW, join=False) for seq in seqs]
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
         return ks

@@ -30,6 +30,7 @@ class Text:
     k: int  # the most drafts of a round
     room: int = ENDLESS  # tokens it may still write
     off: Reason | None = None
+    join: bool | None = None
     kind: str = ""
     limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
     drafted: dict[str, int] = field(default_factory=dict)
@@ -67,6 +68,10 @@ class Scene(Protocol):
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         """What a method guesses in round `number`, as FALLS, STANDS and UNKNOWN."""
+        ...
+
+    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+        """The draft, and up to `k` tokens that a look-up puts behind it."""
         ...
 
     def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
@@ -114,6 +119,9 @@ class World:
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         chance = self.ways[method].accept(number, text.id)
         return Draft(tuple(STANDS if random.random() < chance else FALLS for _ in range(k)), (method,) * k)
+
+    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+        return draft
 
     def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
         return float(draft.tokens[position])
@@ -182,6 +190,8 @@ def propose(
                 unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
                 draft = scene.draft(number, running[i], method, k, random)
                 running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
+                if draft.tokens and (room := decisions[i].reach - len(draft.tokens)) > 0:
+                    draft = scene.join(number, running[i], draft, room, random)
                 drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         waiting = {i: asks for i, asks in waiting.items() if asks and not drafts[i].tokens}
     calls = ((method, len(ks), max(ks), unread[method]) for method, ks in asked.items())

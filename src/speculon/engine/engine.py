@@ -148,6 +148,7 @@ class Engine:
         prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
         grammar = self.grammars.matcher(params, written)
         given = self._given(off, {"grammar": grammar, "prediction": prediction})
+        join = self.config.speculation.join if speculation.join is None else speculation.join
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"
@@ -183,6 +184,7 @@ class Engine:
                 given=given,
                 methods=self.proposers.methods_of(given, method),
                 policy=speculation.policy or self.config.speculation.policy,
+                join=join,
                 kind=kind,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,

@@ -149,7 +149,7 @@ class Events:
         found = self._found = {}
 
         def watched(seq: Sequence, method: str, draft: Draft) -> Draft:
-            found[seq.id, method] = draft
+            found[seq.id, method] = draft.cut(draft.own(seq.methods))  # what was joined is no proposal of this method
             return trim(seq, method, draft)
 
         return watched

@@ -57,6 +57,15 @@ class Remembering(Protocol):
     pools: Pools
 
 
+@runtime_checkable
+class Extending(Protocol):
+    """A look-up that can go on where another method's draft ends, in microseconds."""
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+        """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q. Nothing of `ahead` may be kept."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
     """What a proposer may know of the target and its engine before it is built."""

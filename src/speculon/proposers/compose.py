@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
-from speculon.proposers.base import Proposer, Remembering, States, TargetFacts
+from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class Proposers:
     ) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method.
 
-        `trim` keeps of each draft what pays; where that is nothing the next method is asked. `confirm` says for how much,
-        now that it is known who wants it.
+        Where a decision reaches further than a draft, look-ups go on at its end. `trim` keeps of each draft what pays; where
+        that is nothing the next method is asked. `confirm` says for how much, now that it is known who wants it.
         """
         self.timings = {}
         drafts = [NO_DRAFT] * len(spans)
@@ -140,7 +140,9 @@ class Proposers:
                     for i in (i for i, k in ks.items() if not k):
                         outcome[i] = replace(outcome[i], reason=Reason.COST)
                     rooms = {i: k for i, k in ks.items() if k}
-                for i, draft in self._ask(method, rooms, spans, lease).items():
+                found = self._ask(method, rooms, spans, lease)
+                self._join(method, found, spans, decisions)
+                for i, draft in found.items():
                     drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
                     unused = decisions[i].unused
                     if len(drafts[i].tokens) < len(draft.tokens):
@@ -216,17 +218,47 @@ class Proposers:
         began = perf_counter()
         with self._fault_of(method, seqs):
             for seq in seqs:
-                if method not in self._admitted[seq.id]:
-                    proposer.admit(seq)
-                    self._admitted[seq.id].add(method)
+                self._admit(method, seq)
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
-            cut = [fit(guess.cut(k), seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
-            if not all(0 <= index(token) < self._facts.vocab_size for draft in cut for token in draft.tokens):
-                raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
-            drafts = cut
+            drafts = [self._checked(method, guess, k, seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
         if budgets:
             self.timings[method] = Proposal(len(seqs), max(budgets), (perf_counter() - began) * 1e3, unread)
         return dict(zip(able, drafts, strict=False))
+
+    def _join(self, method: str, drafts: dict[int, Draft], spans: list[Span], decisions: list[Decision]) -> None:
+        """Lets the first other method of a text that can (`Extending`) go on at the end of its draft, as far as is reserved.
+
+        The time of it is the method's: without its drafts nobody would look there.
+        """
+        began = perf_counter()
+        for i, draft in drafts.items():
+            seq, room = spans[i].seq, min(decisions[i].reach, decisions[i].k) - len(draft.tokens)
+            others = (name for name in seq.methods if name != method) if draft.tokens and room > 0 else ()
+            for name in others:
+                proposer, tail = self._built.get(name), NO_DRAFT
+                if not isinstance(proposer, Extending):
+                    continue
+                with self._fault_of(name, [seq]):
+                    self._admit(name, seq)
+                    tail = self._checked(name, proposer.extend(seq, draft.tokens, room), room)
+                if tail.tokens or seq.plain:
+                    drafts[i] = fit(draft.join(tail), seq)
+                    break
+        if any(decisions[i].reach for i in drafts):
+            call = self.timings[method]
+            self.timings[method] = call._replace(ms=call.ms + (perf_counter() - began) * 1e3)
+
+    def _admit(self, method: str, seq: Sequence) -> None:
+        if method not in self._admitted[seq.id]:
+            self._built[method].admit(seq)
+            self._admitted[seq.id].add(method)
+
+    def _checked(self, method: str, guess: Draft, k: int, seq: Sequence | None = None) -> Draft:
+        """The guess as far as it may be verified. Raises `ValueError` for tokens that do not exist."""
+        draft = guess.cut(k) if seq is None else fit(guess.cut(k), seq)
+        if not all(0 <= index(token) < self._facts.vocab_size for token in draft.tokens):
+            raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
+        return draft
 
     @contextmanager
     def _fault_of(self, method: str, seqs: list[Sequence]) -> Iterator[None]:

@@ -37,5 +37,12 @@ class Forced:
         """Nothing was kept."""
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
-        tokens = seq.grammar.forced()[:k] if seq.grammar else ()
+        return self.extend(seq, (), k)
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+        grammar = seq.grammar
+        if grammar and ahead:
+            grammar = grammar.fork()
+            grammar.consume(ahead)
+        tokens = grammar.forced()[:k] if grammar else ()
         return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT

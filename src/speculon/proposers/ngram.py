@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
@@ -27,10 +28,15 @@ class Index:
                 self._next[tuple(tokens[end - order : end])] = end
         self._done = len(tokens)
 
-    def lookup(self, tokens: list[int], k: int) -> tuple[tuple[int, ...], int]:
-        """Up to `k` tokens after the longest, most recent match of the text's end, and its length; reads no other part."""
+    def lookup(self, tokens: Seq[int], k: int) -> tuple[tuple[int, ...], int]:
+        """Up to `k` tokens after the longest, most recent match of the text's end, and its length; reads no other part.
+
+        `tokens` may go on beyond what was indexed.
+        """
+        done = self._done if len(tokens) > self._done else 0  # the last place of the index, which waits for what follows
         for order in range(min(self.max_order, len(tokens)), self.min_order - 1, -1):
-            at = self._next.get(tuple(tokens[-order:]))
+            tail = tuple(tokens[-order:])
+            at = done if done >= order and tuple(tokens[done - order : done]) == tail else self._next.get(tail)
             if at is not None:
                 period = len(tokens) - at  # a match that reaches the end repeats itself
                 return tuple(tokens[at + i % period] for i in range(k)), order
@@ -62,9 +68,12 @@ class NGram:
         self._index.pop(seq.id, None)
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
+        return self.extend(seq, (), k)
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         index = self._index[seq.id]
         index.extend(seq.tokens)
-        found, order = index.lookup(seq.tokens, k)
+        found, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
         if not found:
             return NO_DRAFT
         return Draft(found, ("ngram",) * len(found), confidence=(order / (order + 1),) * len(found))

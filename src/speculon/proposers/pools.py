@@ -50,10 +50,11 @@ class Trail:
             latest[slot] = place
         self.end, self._seed = self.end + len(kept), seed
 
-    def after(self, tail: Sequence[int], k: int) -> Found:
+    def after(self, tail: Sequence[int], k: int, ahead: Sequence[int] = ()) -> Found:
         """(length of match, up to `k` tokens that followed) of the newest places where the end of `tail` stands.
 
-        Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an END.
+        Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an END. `ahead`
+        is what of that end is not written here.
         """
         found: Found = []
         tokens, first = self.tokens, self.end - len(self.tokens)
@@ -71,15 +72,16 @@ class Trail:
                 length = most
             while length < most and tokens[at - length - 1] == tail[-length - 1]:
                 length += 1
-            if length >= SEED and (what := self._from(at, k)):
+            if length >= SEED and (what := self._from(at, k, ahead)):
                 found.append((length, what))
             place = self._older[at - 1]
         return found
 
-    def _from(self, at: int, k: int) -> array[int]:
-        period = len(self.tokens) - at
+    def _from(self, at: int, k: int, ahead: Sequence[int]) -> array[int]:
+        period = len(self.tokens) + len(ahead) - at
         what = self.tokens[at : at + k]
-        if 0 < period < k:
+        if 0 < period < k or (ahead and len(what) < k):
+            what.extend(ahead)
             what = (what * (k // period + 1))[:k]
         return what[: what.index(END)] if END in what else what
 

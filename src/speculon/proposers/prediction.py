@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from speculon.config import MAX_DRAFTS, SpeculationConfig
@@ -101,7 +102,13 @@ class Prediction:
         self._cursors.pop(seq.id, None)
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
+        return self.extend(seq, (), k)
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         cursor = self._cursors[seq.id]
         cursor.follow(seq.tokens[seq.prompt_len + cursor.seen :])
+        if ahead:
+            cursor = copy(cursor)
+            cursor.follow([*ahead])
         tokens = cursor.draft(k)
         return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT

@@ -102,10 +102,13 @@ class Suffix:
             self.pools.add(key, seq.tokens[max(0, seq.prompt_len - LEAD) :])
 
     def _draft(self, seq: Text, k: int) -> Draft:
+        return self.extend(seq, (), k)
+
+    def extend(self, seq: Text, ahead: tuple[int, ...], k: int) -> Draft:
         trail, key = self._trails[seq.id]
         trail.extend(seq.tokens[trail.end :])
-        tail = seq.tokens[-LONGEST:]
-        found = trail.after(tail, k)
+        tail = [*seq.tokens[-LONGEST:], *ahead][-LONGEST:]
+        found = trail.after(tail, k, ahead)
         if key is not None:
             found += self.pools.after(key, tail, k)
         tokens, confidence = descend(*choose(found, self._limits.min_hits), k, self._limits)

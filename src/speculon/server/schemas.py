@@ -80,6 +80,7 @@ class Speculation(Body):
         None, description="drafts per round; 0 is off"
     )
     acceptance: Acceptance | None = None
+    join: bool | None = Field(None, description="whether look-ups go on where another method's draft ends")
     policy: str | None = Field(None, description="how far to speculate: `fixed`, `adaptive`, `solo`, `shadow`, `auto`")
     pool: str | None = Field(
         None,

@@ -1,0 +1,241 @@
+"""Joined drafts: a look-up goes on where another method's draft ends, and no text is another one for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.config import SamplingParams
+from speculon.control.replay import Replay
+from speculon.core import Draft, Sequence
+from speculon.engine.engine import Engine
+from speculon.events import read
+from speculon.proposers import registry
+from speculon.proposers.suffix import Suffix
+from tests.tiny.conftest import tiny_target
+from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, crowd, plain
+from tests.tiny.test_requests import check_account
+
+LLAMA, HEAD, K = "llama", 2, 8
+Runs = list[list[tuple[str, int]]]  # of each draft that was verified: source, tokens
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    for name in ("draft_model", "brief", "knowing"):
+        registry._registered.pop(name, None)
+
+
+class Brief:
+    """Says the first tokens of what is known of the text; a look-up that says the others goes on for it."""
+
+    def __init__(self, truth: Texts):
+        self.known = script(truth)
+        self.needs = self.known.needs
+        self.admit, self.observe, self.release = self.known.admit, self.known.observe, self.known.release
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
+        drafts = self.known.propose(seqs, budgets, lease)
+        return [Draft(d.tokens[:HEAD], ("brief",) * len(d.tokens[:HEAD])) for d in drafts]
+
+
+class Knowing:
+    """A look-up beside it: right of each token in three cases of four, or whatever `says` says."""
+
+    def __init__(self, truth: Texts, says: Any = None):
+        self.truth, self.says = truth, says
+        self.needs = script(truth).needs
+        self.chance = random.Random(1)
+
+    def admit(self, seq: Sequence) -> None: ...
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
+        return [Draft()] * len(seqs)
+
+    def observe(self, seqs: list[Sequence], verdicts: Any, taps: Any) -> None: ...
+
+    def release(self, seq: Sequence) -> None: ...
+
+    def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+        if self.says:
+            return self.says(seq, ahead, k)
+        at = seq.num_output + len(ahead)
+        said = [t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request_id, seq.sample][at : at + k]]
+        return Draft(tuple(said), ("knowing",) * len(said))
+
+
+def joining(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
+    """An engine whose method `auto` is `brief` and then `knowing`, and the drafts that it verifies."""
+    brief, knowing = Brief(truth), Knowing(truth, says)
+    registry.register("brief", lambda config, target: brief)
+    registry.register("knowing", lambda config, target: knowing)
+    engine = make_engine(tiny_target(LLAMA), **settings)
+    engine.proposers.chain = lambda name: ("brief", "knowing") if name == "auto" else () if name == "off" else (name,)  # type: ignore[method-assign]
+    return engine, watched(engine)
+
+
+def watched(engine: Engine) -> Runs:
+    runs: Runs = []
+    ask = engine.ask_target
+
+    def asked(spans: Any, *args: Any) -> Any:
+        runs.extend([(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens)
+        return ask(spans, *args)
+
+    engine.ask_target = asked  # type: ignore[method-assign]
+    return runs
+
+
+def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
+    for request in crowd(mode):
+        speculation = {"method": "auto", "num_speculative_tokens": K, "join": True, **asked}
+        engine.add_request(request.prompt, request.params, speculation, request.id)
+    results = drain(engine)
+    for result in results.values():
+        check_account(result)
+    engine.check_integrity()
+    return results
+
+
+@pytest.mark.parametrize("policy", ["fixed", "adaptive", "solo", "auto", "shadow"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_joined_drafts_of_every_accepted_length_give_the_plain_text(mode: str, setting: str, policy: str) -> None:
+    engine, runs = joining(plain(mode), **SETTINGS[setting])
+    results = write(engine, mode, policy=policy)
+    assert_same(crowd(mode), results, plain(mode))
+    if policy == "fixed":
+        assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {(("brief", HEAD), ("knowing", K - HEAD))}
+        assert sum(r.stats.accepted_from["knowing"] for r in results.values()) > 50
+        assert sum(r.stats.rounds for r in results.values()) == len(runs)
+        assert sum(r.stats.drafted_from["knowing"] for r in results.values()) == sum(dict(run).get("knowing", 0) for run in runs)
+    if policy == "shadow":
+        assert not runs
+
+
+@pytest.mark.parametrize("join", [None, False])
+def test_a_fixed_policy_joins_only_where_it_is_asked_to(join: bool | None) -> None:
+    engine, runs = joining(plain("greedy"))
+    write(engine, "greedy", join=join)
+    assert runs and all(len(sources) == 1 for sources in runs)
+
+
+def test_the_setting_holds_for_requests_that_say_nothing() -> None:
+    engine, runs = joining(plain("greedy"), speculation={"join": True})
+    write(engine, "greedy", join=None)
+    assert any(len(sources) == 2 for sources in runs)
+
+
+def test_k_and_max_tokens_bound_both_together() -> None:
+    engine, runs = joining(plain("greedy"))
+    write(engine, "greedy", num_speculative_tokens=3)
+    assert max(sum(n for _, n in sources) for sources in runs) == 3
+
+
+def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path) -> None:
+    engine, runs = joining(plain("greedy"), events=tmp_path / "e.jsonl")
+    write(engine, "greedy")
+    engine.close()
+    recording = read(tmp_path / "e.jsonl")
+    told = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
+    assert [list(text.drafts) for text in told] == runs and any(len(text.drafts) == 2 for text in told)
+    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in told)
+    for past in Replay(recording).past:
+        assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.seen["brief"])
+
+
+# faults
+
+
+def beyond(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+    return Draft((10**6,), ("knowing",))
+
+
+def raising(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+    raise RuntimeError("planted")
+
+
+def too_much(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+    return Draft((1,) * 500, ("knowing",) * 500)
+
+
+@pytest.mark.parametrize(("says", "failed"), [(beyond, True), (raising, True), (too_much, False)])
+def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
+    engine, runs = joining(plain("greedy"), says)
+    results = write(engine, "greedy")
+    assert_same(crowd("greedy"), results, plain("greedy"))
+    assert all(("error" in r.stats.reasons) == failed for r in results.values())
+    assert max(sum(n for _, n in sources) for sources in runs) == (HEAD if failed else K)
+
+
+def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what was joined is committed as it is."""
+    from speculon.verify import verify as judge
+
+    def trusting(batch: Any, logits: Any) -> Any:
+        verdicts = judge(batch, logits)
+        return [
+            replace(v, tokens=(*s.draft.tokens, v.tokens[-1]), accepted=len(s.draft.tokens))
+            if "knowing" in s.draft.sources
+            else v
+            for s, v in zip(batch.spans, verdicts, strict=True)
+        ]
+
+    monkeypatch.setattr("speculon.engine.engine.verify", trusting)
+    engine, _ = joining(plain("greedy"))
+    with pytest.raises(AssertionError):
+        assert_same(crowd("greedy"), write(engine, "greedy"), plain("greedy"))
+
+
+# the methods there are
+
+
+def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
+    """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
+    doubting(doubt=0.0)
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.05})
+    runs, seen = watched(engine), []
+    ask = engine.ask_target
+
+    def looked(spans: Any, *args: Any) -> Any:
+        seen.extend(span.draft for span in spans if len({*span.draft.sources}) == 2)
+        return ask(spans, *args)
+
+    engine.ask_target = looked  # type: ignore[method-assign]
+    for i in range(6):
+        params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True)
+        asked = {"method": "auto", "acceptance": "rejection", "num_speculative_tokens": K}
+        engine.add_request([*range(20, 28)] * 4, params, asked, f"r{i}")
+    results = drain(engine)
+    assert all(len(result.tokens) == 60 for result in results.values()) and runs
+    assert any(draft.sources[0] == "draft_model" for draft in seen)
+    for draft in (draft for draft in seen if draft.sources[0] == "draft_model"):
+        assert draft.probs is not None and len(draft.probs) == len(draft.tokens)
+        assert all(float(q.sum()) == pytest.approx(1, abs=1e-4) for q in draft.probs)
+
+
+def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look-up of a text that was joined for in every round holds that text, and nothing besides."""
+    doubting()
+    trails: list[tuple[list[int], list[int]]] = []
+    release = Suffix.release
+
+    def released(self: Suffix, seq: Any) -> None:
+        if seq.id in self._trails:
+            trails.append((list(self._trails[seq.id][0].tokens), list(seq.tokens)))
+        release(self, seq)
+
+    monkeypatch.setattr(Suffix, "release", released)
+    requests = [replace(r, speculation={"method": "auto", "join": True}) for r in crowd("greedy")]
+    run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.05})
+    assert len(trails) == len(requests) and all(held == text[: len(held)] for held, text in trails)
