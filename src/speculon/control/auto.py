@@ -29,6 +29,7 @@ from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 6  # rounds between two look-ups of texts in which they find nothing; where nothing else is asked, all rest meanwhile
 COLD_K = 4  # drafts of the first proposals of a method
+AWAKE = 2.0  # guess: times what deciding takes that looking, weighing and learning take with it
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
@@ -71,6 +72,7 @@ class Round:
     costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
+    awake: float = 0.0  # tokens for each text that could be written while look-ups alone keep the policy awake
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
@@ -95,6 +97,7 @@ class Auto:
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
+        self._decide_ms = 0.0  # in rounds that are no rest, of late
         self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
 
     # deciding
@@ -113,6 +116,7 @@ class Auto:
         # one for all: a call costs nearly as much for half of the texts
         now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
         self._probe()
+        now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * rate / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
@@ -165,7 +169,7 @@ class Auto:
         for method in seq.methods:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
-            worth = text.of(method).worth
+            worth = text.of(method).worth - now.awake
             pause = 1 if price < 2 * worth else int(min(SELDOM, price / max(worth, 1e-9)))
             now.busy |= pause < SELDOM
             if not now.number % pause:
@@ -315,6 +319,7 @@ class Auto:
             known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
         if self._rested:  # nothing to learn from
             return
+        self._decide_ms += OF_LATE * (timing.decide_ms - self._decide_ms)
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
@@ -425,8 +430,7 @@ class Auto:
             reason = seq.off
         elif seq.room <= 1:
             reason = Reason.MAX_TOKENS
-        found = self._made.get(reason)
-        if found is None:
+        if (found := self._made.get(reason)) is None:
             found = self._made[reason] = Decision(None, 0, reason)
         return found
 
