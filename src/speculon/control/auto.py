@@ -20,7 +20,7 @@ from typing import Any
 
 from speculon.control.estimate import StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, ask
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -40,19 +40,6 @@ ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What a costly method would add to a round for one text."""
-
-    ask: Ask
-    tokens: float
-    ms: float
-
-    def gain(self, rate: float) -> float:
-        """In tokens, where one ms could write `rate` of them."""
-        return self.tokens - rate * self.ms
 
 
 @dataclass(slots=True)
@@ -170,7 +157,7 @@ class Auto:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
             worth = text.of(method).worth - now.awake
-            pause = 1 if price < 2 * worth else int(min(SELDOM, price / max(worth, 1e-9)))
+            pause = 1 if not price or price < 2 * worth else int(max(1, min(SELDOM, price / max(worth, 1e-9))))
             now.busy |= pause < SELDOM
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
@@ -434,6 +421,9 @@ class Auto:
             found = self._made[reason] = Decision(None, 0, reason)
         return found
 
+    def costs_alone(self) -> None:
+        self.methods = {name: Method(cost=known.cost) for name, known in self.methods.items()}
+
     def state(self) -> dict[str, Any]:
         return {"costs": self.costs.state(), "methods": {name: known.state() for name, known in self.methods.items()}}
 
@@ -443,8 +433,3 @@ class Auto:
         self.costs.restore(said["costs"])
         for name, known in said["methods"].items():
             self._know(name).restore(known)
-
-
-def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
-    k = plan.of(kind)
-    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
