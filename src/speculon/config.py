@@ -341,6 +341,9 @@ class EngineConfig(BaseSettings):
     events_limit_mb: float = Field(
         256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"
     )
+    rehearse: bool | None = Field(
+        None, description="up to two seconds of rounds about nothing at start, to know what they cost; None: with policy auto"
+    )
     state: Path | None = Field(
         None,
         description="a folder that keeps what was learned across restarts: earlier answers, as token ids, and what policy auto "

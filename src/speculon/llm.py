@@ -15,6 +15,7 @@ import torch
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core import Event, FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
+from speculon.engine.rehearsal import rehearse
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.models.choose import with_drafts
 from speculon.models.load import load_target, load_tokenizer
@@ -164,6 +165,8 @@ class LLM:
         )
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
+        if self.config.speculation.policy == "auto" if self.config.rehearse is None else self.config.rehearse:
+            rehearse(self.engine)
         self.engine.keep_state()
         self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody
 

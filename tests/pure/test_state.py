@@ -58,7 +58,7 @@ class Engine:
 
     def learn(self) -> Auto:
         """Some rounds of policy auto."""
-        auto = self.policies._of("auto")
+        auto = self.policies.of("auto")
         assert isinstance(auto, Auto)
         seq = make_sequence([1, 2, 3], methods=("model",), kind="greedy", policy="auto")
         for i in range(8):

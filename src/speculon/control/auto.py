@@ -20,7 +20,7 @@ from typing import Any
 
 from speculon.control.estimate import StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, ask
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -29,6 +29,7 @@ from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 6  # rounds between two look-ups of texts in which they find nothing; where nothing else is asked, all rest meanwhile
 COLD_K = 4  # drafts of the first proposals of a method
+AWAKE = 2.0  # guess: times what deciding takes that looking, weighing and learning take with it
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
@@ -39,19 +40,6 @@ ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
 
 Group = list[tuple[Sequence, Text]]
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """What a costly method would add to a round for one text."""
-
-    ask: Ask
-    tokens: float
-    ms: float
-
-    def gain(self, rate: float) -> float:
-        """In tokens, where one ms could write `rate` of them."""
-        return self.tokens - rate * self.ms
 
 
 @dataclass(slots=True)
@@ -71,6 +59,7 @@ class Round:
     costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
+    awake: float = 0.0  # tokens for each text that could be written while look-ups alone keep the policy awake
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
@@ -95,6 +84,7 @@ class Auto:
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
+        self._decide_ms = 0.0  # in rounds that are no rest, of late
         self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
 
     # deciding
@@ -113,6 +103,7 @@ class Auto:
         # one for all: a call costs nearly as much for half of the texts
         now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
         self._probe()
+        now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * rate / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
@@ -165,8 +156,8 @@ class Auto:
         for method in seq.methods:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
-            worth = text.of(method).worth
-            pause = 1 if price < 2 * worth else int(min(SELDOM, price / max(worth, 1e-9)))
+            worth = text.of(method).worth - now.awake
+            pause = 1 if not price or price < 2 * worth else int(max(1, min(SELDOM, price / max(worth, 1e-9))))
             now.busy |= pause < SELDOM
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
@@ -315,6 +306,7 @@ class Auto:
             known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
         if self._rested:  # nothing to learn from
             return
+        self._decide_ms += OF_LATE * (timing.decide_ms - self._decide_ms)
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
@@ -425,10 +417,12 @@ class Auto:
             reason = seq.off
         elif seq.room <= 1:
             reason = Reason.MAX_TOKENS
-        found = self._made.get(reason)
-        if found is None:
+        if (found := self._made.get(reason)) is None:
             found = self._made[reason] = Decision(None, 0, reason)
         return found
+
+    def costs_alone(self) -> None:
+        self.methods = {name: Method(cost=known.cost) for name, known in self.methods.items()}
 
     def state(self) -> dict[str, Any]:
         return {"costs": self.costs.state(), "methods": {name: known.state() for name, known in self.methods.items()}}
@@ -439,8 +433,3 @@ class Auto:
         self.costs.restore(said["costs"])
         for name, known in said["methods"].items():
             self._know(name).restore(known)
-
-
-def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
-    k = plan.of(kind)
-    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)

@@ -96,3 +96,21 @@ def ask(method: str, k: int) -> Ask:
     if found is None:
         found = ASKS[method, k] = Ask(method, k)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a costly method would add to a round for one text."""
+
+    ask: Ask
+    tokens: float
+    ms: float
+
+    def gain(self, rate: float) -> float:
+        """In tokens, where one ms could write `rate` of them."""
+        return self.tokens - rate * self.ms
+
+
+def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
+    k = plan.of(kind)
+    return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)

@@ -45,6 +45,9 @@ class Learning(Protocol):
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
 
+    def costs_alone(self) -> None:
+        """Keeps what it knows of costs, and nothing that texts have taught it."""
+
 
 # name -> how it is made from the settings; `config.USUAL_DRAFTS` has the same names
 POLICIES: Mapping[str, Callable[[SpeculationConfig], Policy]] = {
@@ -67,19 +70,19 @@ class Policies:
         decided: dict[int, Decision] = {}
         for name in dict.fromkeys(seq.policy for seq in seqs):
             mine = [seq for seq in seqs if seq.policy == name]
-            decided.update(zip((seq.id for seq in mine), self._of(name).decide(mine, load), strict=True))
+            decided.update(zip((seq.id for seq in mine), self.of(name).decide(mine, load), strict=True))
         return [decided[seq.id] for seq in seqs]
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
         found: dict[int, int] = {}
         for name in dict.fromkeys(seq.policy for seq in seqs):
             mine = [(seq, k) for seq, k in zip(seqs, ks, strict=True) if seq.policy == name]
-            kept = self._of(name).confirm(method, [seq for seq, _ in mine], [k for _, k in mine])
+            kept = self.of(name).confirm(method, [seq for seq, _ in mine], [k for _, k in mine])
             found.update(zip((seq.id for seq, _ in mine), kept, strict=True))
         return [found[seq.id] for seq in seqs]
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return self._of(seq.policy).trim(seq, method, draft)
+        return self.of(seq.policy).trim(seq, method, draft)
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         for policy in self._made.values():
@@ -96,11 +99,12 @@ class Policies:
     def restore(self, state: list[tuple[str, Any]]) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
         for name, said in state:
-            if name not in POLICIES or not isinstance(policy := self._of(name), Learning):
+            if name not in POLICIES or not isinstance(policy := self.of(name), Learning):
                 raise ValueError(f"{name!r:.80} is no policy that learns")
             policy.restore(said)
 
-    def _of(self, name: str) -> Policy:
+    def of(self, name: str) -> Policy:
+        """The policy of this name, made when it is first wanted."""
         if name not in self._made:
             self._made[name] = POLICIES[name](self._config)
         return self._made[name]

@@ -14,3 +14,4 @@ class Timing:
 
     target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
     proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
+    decide_ms: float = 0.0  # that deciding took

@@ -214,7 +214,7 @@ class Engine:
         load = self.scheduler.load
         watch.lap("prepare")
         decisions = self.policy.decide([span.seq for span in plan.decoding], load)
-        watch.lap("decide")
+        decide_ms = watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
             trim = self.policy.trim if self.events is None else self.events.watch(self.policy.trim)
@@ -233,7 +233,7 @@ class Engine:
         watch.lap("settle")
         target_ms = watch.ms - draft_ms
         alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
-        timing = Timing(target_ms if alone else None, self.proposers.timings)
+        timing = Timing(target_ms if alone else None, self.proposers.timings, decide_ms)
         self.policy.observe(plan.decoding, [verdict_of[span.seq.id] for span in plan.decoding], timing)
         watch.lap("decide")
         self._account(plan, decisions, verdicts, draft_ms, watch.ms)
