@@ -96,7 +96,9 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
     assert new.counters is counters and not new.has_work and new.pool.available == new.pool.num_blocks
 
 
-@pytest.mark.parametrize(("policy", "asked", "times"), [("auto", None, 1), ("fixed", None, 0), ("fixed", True, 1), ("auto", False, 0)])
+@pytest.mark.parametrize(
+    ("policy", "asked", "times"), [("auto", None, 1), ("fixed", None, 0), ("fixed", True, 1), ("auto", False, 0)]
+)
 def test_who_rehearses(policy: str, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.llm.rehearse", seen.append)
