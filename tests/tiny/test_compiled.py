@@ -14,6 +14,7 @@ from speculon import SamplingParams
 from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
 from speculon.models.load import wrap_model
+from speculon.models.loop import Loop
 from speculon.models.prove import paged_logits
 from speculon.models.target import Target
 from speculon.proposers.draft_model import DraftModel
@@ -125,6 +126,46 @@ def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text")))
     assert "not compiled: No working C++ compiler found" in reasons(made())
+
+
+@pytest.mark.parametrize("error", [PermissionError("no room to write"), AssertionError("planted"), KeyError("planted")], ids=repr)
+def test_whatever_the_compiler_raises_the_loop_stays(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "export", failing(error))
+    assert f"not compiled: {error}" in reasons(made())
+
+
+def test_where_the_cache_cannot_be_written_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file")  # no folder: not even root may write below it
+    assert "not compiled: [Errno" in reasons(made())
+
+
+def key_of(**config: Any) -> str:
+    """Of a model with the same weights, whatever the config says."""
+    model = tiny_model("qwen3")
+    parameters = {**model.config.to_dict()["rope_parameters"], **config.pop("rope", {})}
+    like = type(model)(type(model.config)(**{**model.config.to_dict(), **config, "rope_parameters": parameters}))
+    like.load_state_dict(model.state_dict())
+    loop = wrap_model(like.eval(), share=False).run
+    assert isinstance(loop, Loop)
+    return compiling.key_of(compiling.Layers(loop, [0] * len(loop.blocks)))
+
+
+@pytest.mark.parametrize("config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str)
+def test_a_program_of_the_same_weights_with_another_config_is_not_taken(config: dict[str, Any]) -> None:
+    assert key_of() == key_of()
+    assert key_of() != key_of(**config)
+
+
+def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
+    loop = wrap_model(tiny_model("qwen3"), share=False).run
+    assert isinstance(loop, Loop)
+    count = len(loop.blocks)
+    keys = {
+        compiling.key_of(compiling.Layers(loop, kinds)) for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
+    }
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from speculon.config import SamplingParams
 from speculon.control.replay import Replay
@@ -169,7 +170,11 @@ def too_much(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
     return Draft((1,) * 500, ("knowing",) * 500)
 
 
-@pytest.mark.parametrize(("says", "failed"), [(beyond, True), (raising, True), (too_much, False)])
+def drawn(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
+    return Draft((1,), ("knowing",), probs=torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(("says", "failed"), [(beyond, True), (raising, True), (drawn, True), (too_much, False)])
 def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
     engine, runs = joining(plain("greedy"), says)
     results = write(engine, "greedy")

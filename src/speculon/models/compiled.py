@@ -13,11 +13,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -212,9 +214,14 @@ def sizes_of(given: list[Any], kinds: list[int]) -> tuple[Any, ...]:
 
 def key_of(layers: Layers) -> str:
     """What tells programs apart that the compiler's cache keeps: weights, machine, and how they are made."""
-    how = (layers, SETTINGS, torch.__version__, str(pick_vec_isa()), torch.get_num_threads())
-    key = hashlib.sha256(f"{how}".encode() + Path(__file__).read_bytes())
-    for name, weight in layers.state_dict().items():
+    versions = torch.__version__, transformers.__version__
+    machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
+    how: tuple[object, ...] = (layers, SETTINGS, versions, machine, torch.get_num_threads())
+    key = hashlib.sha256(f"{how}".encode() + b"".join(Path(getfile(part)).read_bytes() for part in (Layers, rotate, fold)))
+    for name, module in layers.named_modules():  # numbers become constants of a program: eps, scaling, kinds of layers
+        key.update(f"{name} {[(x, y) for x, y in vars(module).items() if isinstance(y, int | float | list)]}".encode())
+        key.update(f"{getattr(vars(module).get('act'), '__qualname__', '')}".encode())
+    for name, weight in {**layers.state_dict(), **dict(layers.named_buffers())}.items():  # rotary tables are no state
         key.update(f"{name} {weight.shape}".encode())
         key.update(weight.contiguous().numpy())
     return key.hexdigest()
@@ -256,6 +263,8 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             found = [made(batch, view), *written(view, len(kinds))]
             if any(a is None or b is None or not close(a, b) for a, b in zip(found, expected, strict=True)):
                 raise NotThisKind("not compiled: it computes something else")
-    except RuntimeError as error:  # no C++ compiler, for one
+    except NotThisKind:
+        raise
+    except Exception as error:  # no C++ compiler, a folder that cannot be written, or whatever else the compiler's parts raise
         raise NotThisKind(f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}") from error
     return made

@@ -235,14 +235,14 @@ class Proposers:
             seq, room = spans[i].seq, min(decisions[i].reach, decisions[i].k) - len(draft.tokens)
             others = (name for name in seq.methods if name != method) if draft.tokens and room > 0 else ()
             for name in others:
-                proposer, tail = self._built.get(name), NO_DRAFT
+                proposer = self._built.get(name)
                 if not isinstance(proposer, Extending):
                     continue
                 with self._fault_of(name, [seq]):
                     self._admit(name, seq)
                     tail = self._checked(name, proposer.extend(seq, draft.tokens, room), room)
-                if tail.tokens or seq.plain:
-                    drafts[i] = fit(draft.join(tail), seq)
+                    drafts[i] = fit(draft.join(tail), seq) if tail.tokens else draft
+                if len(drafts[i].tokens) > len(draft.tokens) or seq.plain:
                     break
         if any(decisions[i].reach for i in drafts):
             call = self.timings[method]
