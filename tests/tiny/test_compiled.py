@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,29 @@ def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(monkeypatch: 
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
+
+
+def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, **how: Any) -> Any:
+        if Path(path).read_text() != "whole":
+            raise RuntimeError("not a package")
+        return lambda *given: None
+
+    def compile(made: Any, package_path: str, **how: Any) -> str:
+        Path(package_path).write_text("whole")
+        return package_path
+
+    for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
+        monkeypatch.setattr(compiling, name, stand_in)
+    layers: Any = SimpleNamespace(kinds=[0])
+    given = [torch.arange(3), torch.arange(3)]
+    monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
+    assert compiling.program(layers, given, "key")
+    (file,) = (tmp_path / "speculon").iterdir()
+    file.write_text("hal")
+    assert compiling.program(layers, given, "key") and file.read_text() == "whole"
+    monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
+    assert compiling.program(layers, given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:

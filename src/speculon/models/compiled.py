@@ -12,6 +12,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from inspect import getfile
 from pathlib import Path
@@ -194,12 +195,14 @@ def program(layers: Layers, given: list[Any], key: str) -> Program:
     shapes = tree_map(lambda x: x.shape, given)
     name = hashlib.sha256(f"{key} {shapes}".encode()).hexdigest()
     path = Path(cache_dir()) / "speculon" / f"{name}.pt2"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        born = tree_map(torch.clone, given)  # here, unlike pages, which inference mode made
-        made = export(layers, tuple(born), dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
-            os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS), path)
+    if path.exists():
+        with suppress(RuntimeError):  # a damaged file: it is made anew
+            return aoti_load_package(str(path), run_single_threaded=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    born = tree_map(torch.clone, given)  # here, unlike pages, which inference mode made
+    made = export(layers, tuple(born), dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
+        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS), path)
     return aoti_load_package(str(path), run_single_threaded=True)
 
 
