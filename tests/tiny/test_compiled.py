@@ -26,7 +26,7 @@ from tests.tiny.scripted import Request, run
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(compiling, "program", lambda layers, given, key: layers)
+    monkeypatch.setattr(compiling, "program", lambda layers, form, given, key: layers)
 
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]}
@@ -62,7 +62,7 @@ def test_texts_are_those_of_the_loop(name: str, uncompiled: None, rows: list[tup
         results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
         texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
     assert texts[True] == texts[False]
-    assert {(1, True), (2, False)} <= set(rows) and any(count > 1 and alone for count, alone in rows), "all three programs"
+    assert {(1, True), (2, False), (18, False)} <= set(rows) and any(count > 1 and alone for count, alone in rows), "each program"
 
 
 @pytest.fixture
@@ -71,21 +71,22 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     seen, forward = [], compiling.Layers.forward
 
     def watched(self: compiling.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append((len(ids), len(rest) > 1))
+        seen.append((len(ids), len(rest) > 2))
         return forward(self, ids, *rest)
 
     monkeypatch.setattr(compiling.Layers, "forward", watched)
     return seen
 
 
-def test_only_few_rows_go_the_compiled_way(
-    uncompiled: None, rows: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_scores_nothing_takes_the_loop(uncompiled: None, rows: list[tuple[int, bool]]) -> None:
     target = made()
     rows.clear()
-    monkeypatch.setattr(compiling, "FEW_ROWS", 6)
-    paged_logits(target)
-    assert [count for count, _ in rows] == [4]
+    run(
+        target,
+        [Request(list(range(40)), SamplingParams(temperature=0, max_tokens=2), {"method": "off"}, "a")],
+        max_batch_tokens=16,
+    )
+    assert rows == [(8, True), (1, True)], "the last chunk of the prompt, and the one row after it"
 
 
 def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[tuple[int, bool]]) -> None:
@@ -109,8 +110,8 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
 
 
 def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(layers: compiling.Layers, given: list[Any], key: str) -> compiling.Program:
-        return lambda *args: layers(*args[:2], *copy.deepcopy(args[2:]))
+    def forgetful(layers: compiling.Layers, form: str, given: list[Any], key: str) -> compiling.Program:
+        return lambda *args: layers(*args[:3], *copy.deepcopy(args[3:]))
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
@@ -129,14 +130,14 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
         monkeypatch.setattr(compiling, name, stand_in)
     layers: Any = SimpleNamespace(kinds=[0])
-    given = [torch.arange(3), torch.arange(3)]
+    given = [torch.arange(3)] * 3
     monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
-    assert compiling.program(layers, given, "key")
+    assert compiling.program(layers, "scattered", given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
-    assert compiling.program(layers, given, "key") and file.read_text() == "whole"
+    assert compiling.program(layers, "scattered", given, "key") and file.read_text() == "whole"
     monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
-    assert compiling.program(layers, given, "key")
+    assert compiling.program(layers, "scattered", given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:

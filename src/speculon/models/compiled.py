@@ -1,8 +1,8 @@
-"""The loop as programs made by torch's compiler ahead of time: for the few rows of a decoding step, where a call of an operation
-costs as much as its work.
+"""The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of an operation costs as
+much as its work.
 
-There are three. One row, and few rows, of a text that lies in consecutive slots: attention is the library's kernel, called from
-within the program on views of the pages. And few rows of texts that lie anywhere: the program calls back for attention.
+There are four. One row, and few rows, of a text that lies in consecutive slots: attention is the library's kernel, called from
+within the program on views of the pages. Few rows of texts that lie anywhere, and many rows: these call back for attention.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 
-FEW_ROWS = 16  # beyond it the products of the library catch up
-# Products in kernels of the compiler's own, tuned by time, with the weights folded in: each program holds a copy of them.
-SETTINGS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
-COPIES = 4
+FEW_ROWS = 12  # beyond it the products of the library catch up
+FOLDED: dict[str, Any] = {"freezing": True}  # weights: each program holds a copy of them
+TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
+SETTINGS = {"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}
+COPIES = 5
 MOST = 1 << 40  # rows or slots: no limit
 
 Program = Callable[..., Tensor]  # of the arguments of `Layers`
@@ -116,7 +117,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """`Loop` again, in the compiler's terms: logits [T, V] of all rows."""
+    """`Loop` again, in the compiler's terms: logits [R, V]."""
 
     def __init__(self, loop: Loop, kinds: list[int]):
         super().__init__()
@@ -124,14 +125,15 @@ class Layers(nn.Module):
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, pages: Any = None, masks: Any = None) -> Tensor:
-        """`pages`: keys and values of each layer, where rows are of one text; `masks`: of each kind of layer, if several rows."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, pages: Any = None, masks: Any = None) -> Tensor:
+        """`scored`: which rows, [R]; `pages`: keys and values of each layer, where rows are of one text; `masks`: of each kind of
+        layer, if several rows."""
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
             x = layer(x, tables, None if pages is None else (*pages[number], None if masks is None else masks[kind]))
-        return self.head(self.norm(x))
+        return self.head(self.norm(x[scored]))
 
 
 def linear_of(product: Product) -> nn.Linear:
@@ -150,8 +152,8 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop and its programs, for up to `FEW_ROWS` on the threads there were. Other steps take the loop as it is, and so do all
-    of a model that is tapped: the programs keep no states.
+    """A loop and its programs, for the threads there were. Steps that score nothing take the loop as it is, and so do all of a
+    model that is tapped: the programs keep no states.
     """
 
     def __init__(self, loop: Loop, kinds: list[int]):
@@ -159,12 +161,9 @@ class Compiled:
         self.programs: dict[str, Program] = {}
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
-        if taps is not None or rows > FEW_ROWS or scored < rows or torch.get_num_threads() != self.threads:
+        if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
             return self.loop(batch, view, taps)
         form, given = self.arguments(batch, view)
-        if form not in self.programs:
-            return self.loop(batch, view)
         token = _view.set(view)
         try:
             return self.programs[form](*given)
@@ -174,9 +173,11 @@ class Compiled:
     def arguments(self, batch: Batch, view: View) -> tuple[str, list[Any]]:
         """Which program a step takes, and what it is called with."""
         rows, span = batch.input_ids.shape[1], view.spans[0]
-        given: list[Any] = [batch.input_ids[0], batch.position_ids[0]]
+        given: list[Any] = [batch.input_ids[0], batch.position_ids[0], batch.score_rows]
+        if rows > FEW_ROWS:
+            return "many", given
         if len(view.spans) > 1 or not isinstance(span.where, slice):
-            return "scattered" if rows > 1 else "", given
+            return "scattered", given
         pages, masks = [], {}
         for layer, kind in enumerate(self.kinds):
             window = view.spec(layer).window
@@ -190,10 +191,10 @@ class Compiled:
         return "few", [*given, pages, [masks[kind] for kind in sorted(masks)]]
 
 
-def program(layers: Layers, given: list[Any], key: str) -> Program:
+def program(layers: Layers, form: str, given: list[Any], key: str) -> Program:
     """The layers compiled for arguments like these, of any length where more than one row or slot is given."""
     shapes = tree_map(lambda x: x.shape, given)
-    name = hashlib.sha256(f"{key} {shapes}".encode()).hexdigest()
+    name = hashlib.sha256(f"{key} {form} {shapes}".encode()).hexdigest()
     path = Path(cache_dir()) / "speculon" / f"{name}.pt2"
     if path.exists():
         with suppress(RuntimeError):  # a damaged file: it is made anew
@@ -202,17 +203,17 @@ def program(layers: Layers, given: list[Any], key: str) -> Program:
     born = tree_map(torch.clone, given)  # here, unlike pages, which inference mode made
     made = export(layers, tuple(born), dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
-        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS), path)
+        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS[form]), path)
     return aoti_load_package(str(path), run_single_threaded=True)
 
 
 def sizes_of(given: list[Any], kinds: list[int]) -> tuple[Any, ...]:
     """Which sizes of the arguments differ from call to call: rows, and the slots that each kind of layer sees."""
-    rows = {0: Dim("rows", min=2, max=MOST)} if len(given[0]) > 1 else {}
+    rows, scored = ({0: Dim(name, min=2, max=MOST)} if len(given[0]) > 1 else {} for name in ("rows", "scored"))
     slots = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in kinds}
     pages = [({0: slots[kind]}, {0: slots[kind]}) for kind in kinds]
     masks = [{**rows, 1: slots[kind]} for kind in sorted(slots)]
-    return (rows, rows, pages, masks)[: len(given)]
+    return (rows, rows, scored, pages, masks)[: len(given)]
 
 
 def key_of(layers: Layers) -> str:
@@ -241,7 +242,7 @@ def measured(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
-    """The loop compiled for steps like the ones given, which takes a minute each, and equal to it on each, pages included.
+    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
@@ -256,7 +257,8 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
                 form, given = made.arguments(batch, view)
-                made.programs[form] = program(layers, given, key)
+                if form not in made.programs:
+                    made.programs[form] = program(layers, form, given, key)
         for batch, view in batches:
             expected = [loop(batch, view), *written(view, len(kinds))]
             for layer in range(len(kinds)):

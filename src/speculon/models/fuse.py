@@ -9,14 +9,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from speculon.batch import Batch
-from speculon.kv.store import PageStore, SpanView, View
+from speculon.kv.store import PageStore, SpanView, View, as_index
 from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
@@ -102,11 +102,12 @@ class Trial:
         positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
-    def last(self, rows: int) -> tuple[Batch, View]:
-        """The last rows of the first text alone."""
+    def last(self, rows: int, scattered: bool = False) -> tuple[Batch, View]:
+        """The last rows of the first text alone; `scattered`: as one that does not lie in consecutive slots."""
         (first, *_), batch = self.view.spans, self.batch
         ids, positions = (t[:, first.last - rows : first.last] for t in (batch.input_ids, batch.position_ids))
-        alone = SpanView(0, rows, first.where, first.context)
+        where = as_index(first.where, self.store.device) if scattered else first.where
+        alone = SpanView(0, rows, where, first.context)
         return Batch([], ids, positions, batch.score_rows[:rows]), self.store.view_of([alone])
 
     def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
@@ -282,9 +283,13 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
     from speculon.models.compiled import COPIES, compiled  # brings the compiler's own modules
 
-    trial = Trial.of(target, (11, 3))  # no size or difference of sizes is 0 or 1, which the compiler would take for constant
-    loop(trial.batch, trial.view)  # that there be keys to attend to
-    made = compiled(loop, target, [trial.last(1), trial.last(5), (trial.batch, trial.view)])
+    trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (17, 7))
+    for each in (trial, crowd):  # no size or difference of sizes is 0 or 1, which the compiler would take for constant
+        loop(each.batch, each.view)  # that there be keys to attend to
+    few = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:])
+    last = replace(crowd.batch, score_rows=crowd.batch.score_rows[-1:])
+    steps = [trial.last(1), trial.last(5), (trial.batch, trial.view), (few, crowd.view), (last, crowd.view)]
+    made = compiled(loop, target, [*steps, trial.last(1, scattered=True)])
     target.num_bytes *= 1 + COPIES
     return made
 
