@@ -38,9 +38,14 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
     outcomes = match(by_matching, logits, draw) | (reject(by_rejection, logits, draw, coin) if by_rejection else {})
     verdicts = [judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans]
-    if logits.shape[0] == sum(len(span.draft.tokens) + 1 for span in sampled):
+    if logits.shape[0] == count(sampled):
         return verdicts
     return [with_prompt_logprobs(span, verdict, logits) for span, verdict in zip(batch.spans, verdicts, strict=True)]
+
+
+def count(spans: list[Span]) -> int:
+    """Rows that decide a token: one for each draft, and one more for each span."""
+    return sum([len(span.draft.tokens) for span in spans]) + len(spans)
 
 
 def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
@@ -53,7 +58,9 @@ def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcom
     for span in spans:
         draft = span.draft.tokens
         target = tuple(islice(tokens, len(draft) + 1))
-        accepted = next((i for i, token in enumerate(draft) if token != target[i]), len(draft))
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == target[accepted]:
+            accepted += 1
         outcomes[span.row] = target[: accepted + 1], accepted
     return outcomes
 
@@ -104,7 +111,7 @@ def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
 
 
 def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
-    if sum(len(span.draft.tokens) + 1 for span in spans) == logits.shape[0]:
+    if count(spans) == logits.shape[0]:
         return logits
     return logits[[i for span in spans for i in span.score[-(len(span.draft.tokens) + 1) :]]]
 

@@ -67,8 +67,11 @@ class Policies:
         self._made: dict[str, Policy] = {}
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        names = {seq.policy for seq in seqs}
+        if len(names) == 1:
+            return self.of(*names).decide(seqs, load)
         decided: dict[int, Decision] = {}
-        for name in dict.fromkeys(seq.policy for seq in seqs):
+        for name in names:
             mine = [seq for seq in seqs if seq.policy == name]
             decided.update(zip((seq.id for seq in mine), self.of(name).decide(mine, load), strict=True))
         return [decided[seq.id] for seq in seqs]

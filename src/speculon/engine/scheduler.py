@@ -44,13 +44,14 @@ class Scheduler:
         while order and budget:
             seq = order.popleft()
             span = Span(seq, seq.committed, min(seq.pending, budget))
-            while self.pool.missing(seq, span.end) > self.pool.available - promised:
+            missing = self.pool.missing(seq, span.end)
+            while missing > self.pool.available - promised:
                 victim = order.pop() if order else seq
                 self._preempt(victim)
                 if victim is seq:
                     break
             else:
-                promised += self.pool.missing(seq, span.end)
+                promised += missing
                 budget -= span.length
                 spans.append(span)
         while self.waiting and budget and len(self.running) < self.max_num_seqs:

@@ -93,6 +93,8 @@ class Leases:
         for span in plan.spans:
             pool.extend(span.seq, span.start + span.length)
         for i, (span, decision) in enumerate(zip(plan.decoding, lease.decisions, strict=True)):
+            if not decision.k:
+                continue
             end = span.start + span.length
             spare = (len(span.seq.table) + pool.available) * pool.block_size - end
             if spare < decision.k:
@@ -103,6 +105,8 @@ class Leases:
 
 def share(decisions: list[Decision], most: int) -> list[Decision]:
     """The decisions with at most `most` drafts in all: under the highest limit for everybody that allows it."""
+    if sum([decision.k for decision in decisions]) <= most:
+        return list(decisions)
     limit = MAX_DRAFTS
     while limit and sum(min(decision.k, limit) for decision in decisions) > most:
         limit -= 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculon.batch import as_tensor
 from speculon.core import LayerSpec, Span, ceil_div
 
 GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
@@ -29,6 +30,7 @@ class PageStore:
         self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
+        self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         kinds = [(x.window, x.bytes_per_token) for x in layers]
         self.kinds = [kinds.index(kind) for kind in kinds]  # layers of one kind are attended to alike
@@ -66,9 +68,8 @@ class PageStore:
         first = pages[0]
         if pages == list(range(first, first + len(pages))):
             return slice(first * size, first * size + length)
-        starts = torch.tensor(pages) * size
-        slots = (starts[:, None] + torch.arange(size)).flatten()[:length]  # [S]
-        return slots.to(self.device)
+        starts = as_tensor(pages, self.device)[:, None]
+        return torch.add(self._offsets, starts, alpha=size).flatten()[:length]  # [S]
 
     def _writes(self, spans: list[SpanView]) -> Where:
         tails = [span.tail(span.rows) for span in spans]
@@ -76,8 +77,9 @@ class PageStore:
         if len(slices) == len(tails):
             if all(a.stop == b.start for a, b in pairwise(slices)):
                 return slice(slices[0].start, slices[-1].stop)
-            return torch.tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], device=self.device)  # [T]
-        return torch.cat([as_index(tail, self.device) for tail in tails])  # [T]
+            return as_tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], self.device)  # [T]
+        found = [as_index(tail, self.device) for tail in tails]
+        return found[0] if len(found) == 1 else torch.cat(found)  # [T]
 
 
 @dataclass(slots=True)
