@@ -72,7 +72,7 @@ def test_a_drafters_own_confidence_parts_its_drafts() -> None:
 def test_a_text_of_its_own_kind_is_found_out() -> None:
     own = Own()
     for _ in range(10):
-        own.observe(0.8, 1, 0)
+        own.observe([0.8], 0)
     assert own.adjust(0.8) < 0.4 and Own().adjust(0.8) == pytest.approx(0.8)
 
 

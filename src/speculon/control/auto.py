@@ -18,7 +18,7 @@ from math import log
 from operator import mul
 from typing import Any
 
-from speculon.control.estimate import StepCost, grades_of
+from speculon.control.estimate import Own, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
 from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
 from speculon.control.saved import check
@@ -144,6 +144,7 @@ class Auto:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
         others = self._others.setdefault(seq.kind, Others()).added
         text = self._texts[seq.id] = Text(replace(others), replace(others))
+        text.own = {method: Own(worth=worth) for method, worth in self._others[seq.kind].worth.items()}
         return text
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
@@ -157,7 +158,7 @@ class Auto:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
             worth = text.of(method).worth - now.awake
-            pause = 1 if not price or price < 2 * worth else int(max(1, min(SELDOM, price / max(worth, 1e-9))))
+            pause = 1 if not price or price < worth else int(min(SELDOM, (price / max(worth, 1e-9)) ** 2))
             now.busy |= pause < SELDOM
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
@@ -199,7 +200,7 @@ class Auto:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
             found, left = worths.setdefault(kind, []), 1.0 - part
-            for survival in known.of(kind[0]).survival(kind[1], kind[2], dear=kind[3] > 0):
+            for survival in known.of(kind[0]).survival(kind[1], kind[2]):
                 left *= stay
                 worth = survival * (part + left)
                 if worth <= price:
@@ -347,7 +348,7 @@ class Auto:
         """Drafts of these classes were held against the text, and the first `accepted` are in it."""
         acceptance = self._know(method).of(seq.kind)
         if text is not None:
-            text.of(method).observe(sum(acceptance.chance(i, grade) for i, grade in enumerate(grades)), len(grades), accepted)
+            text.of(method).observe([acceptance.chance(i, grade) for i, grade in enumerate(grades)], accepted)
         acceptance.observe(grades, accepted)
 
     def _book(self, seq: Sequence, text: Text, draft: Draft, gained: int, timing: Timing) -> None:
@@ -378,6 +379,7 @@ class Auto:
         for name in now.cheap:
             if name in text.own:
                 text.own[name].asked(gained if name == method else 0.0)
+                others.asked(name, gained if name == method else 0.0)
 
     def _conclude(self, seq: Sequence, text: Text, method: str, grades: list[int], accepted: int) -> None:
         """What a probe has shown, beside what was believed."""

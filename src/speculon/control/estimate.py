@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, log2, sqrt
+from math import exp, log1p, log2, sqrt
 from operator import mul
 from typing import Any
 
@@ -18,12 +18,12 @@ EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds th
 BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
-OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
+OWN_TRIES = 12.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
 SURE = 0.999
 REFRESH = 16  # drafts after which chances are computed anew, sooner while few were seen
-BAD_LUCK = 5  # drafts in a row of which nothing stands: more of them count for more than their share
+BAD_LUCK = 7.0  # nats: drafts in a row of which nothing stands count for more than their share where that is less likely
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
 HOPE = 0.15  # guess: tokens that a look-up brings in a text that nothing is known of
@@ -73,7 +73,7 @@ class Acceptance:
         self._overall = Share()
         self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
-        self._survivals: dict[tuple[int, int, bool], list[float]] = {}
+        self._survivals: dict[tuple[int, int], list[float]] = {}
         self._stale = 0
         self._seen = 0  # drafts that were ever judged
 
@@ -91,18 +91,18 @@ class Acceptance:
             return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
         return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
 
-    def survival(self, kind: int, k: int, dear: bool = False) -> list[float]:
+    def survival(self, kind: int, k: int) -> list[float]:
         """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet.
 
-        Each is taken a standard deviation higher: what had bad luck would not be tried again. Where trying is `dear`, that
-        is the deviation of all that was ever seen: hope ends with experience.
+        Each is taken a standard deviation higher, that of all that was ever seen: what had bad luck at first would not be
+        tried again, but hope ends with experience.
         """
-        found = self._survivals.get((kind, k, dear))
+        found = self._survivals.get((kind, k))
         if found is None:
-            tries = PRIOR_TRIES + (self._seen if dear else self._overall.tries)
+            tries = PRIOR_TRIES + self._seen
             hoped = (hopeful(self.chance(position), tries) for position in range(k))
             found = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
-            self._survivals[kind, k, dear] = found
+            self._survivals[kind, k] = found
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
@@ -156,24 +156,24 @@ class Own:
     expected: float = 0.0
     tries: float = 0.0
     kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
-    failed: int = 0  # drafts in a row of which nothing stood
+    unlikely: float = 0.0  # nats: the drafts in a row of which nothing stood
     worth: float = HOPE  # tokens that asking has brought of late
 
-    def observe(self, expected: float, judged: int, accepted: int) -> None:
-        """Of `judged` drafts `accepted` stood; `expected` would have, were the text like all others."""
-        fade = OWN_FADE**judged
+    def observe(self, chances: Sequence[float], accepted: int) -> None:
+        """Of drafts that were judged the first `accepted` stood, and they had these chances, were the text like all others."""
+        fade = OWN_FADE ** len(chances)
         self.hits = self.hits * fade + accepted
-        self.expected = self.expected * fade + expected
-        self.tries = self.tries * fade + judged
-        self.failed = 0 if accepted else self.failed + 1
+        self.expected = self.expected * fade + sum(chances)
+        self.tries = self.tries * fade + len(chances)
+        self.unlikely = 0.0 if accepted else self.unlikely - log1p(-min(SURE, chances[0]))
         self._sort()
 
     def doubt(self) -> None:
-        self.hits, self.expected, self.tries, self.failed = self.hits / 4, self.expected / 4, self.tries / 4, 0
+        self.hits, self.expected, self.tries, self.unlikely = self.hits / 4, self.expected / 4, self.tries / 4, 0.0
         self._sort()
 
     def _sort(self) -> None:
-        run = max(0, self.failed - BAD_LUCK)
+        run = int(max(0.0, self.unlikely - BAD_LUCK))
         self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected))) - run))
 
     def adjust(self, chance: float) -> float:

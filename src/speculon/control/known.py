@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.control.estimate import Acceptance, Own, ProposalCost, Share, grades_of
+from speculon.control.estimate import HOPE, Acceptance, Own, ProposalCost, Share, grades_of
 from speculon.core import Draft, Sequence
 
 OF_LATE = 0.15  # weight of the last round in what a text adds
@@ -64,7 +64,12 @@ class Others:
     """What look-ups do for texts of one kind."""
 
     added: Added = field(default_factory=Added)
+    worth: dict[str, float] = field(default_factory=dict)  # method -> tokens that asking it has brought
     back: Share = field(default_factory=Share)  # how often they had something again, among tokens written since they had nothing
+
+    def asked(self, method: str, worth: float) -> None:
+        before = self.worth.get(method, HOPE)
+        self.worth[method] = before + OF_ALL * (worth - before)
 
     @property
     def stay(self) -> float:
