@@ -1,0 +1,132 @@
+"""The policy `auto` against fixed modes in virtual time: real texts and real drafts, but a step and a proposal take what a
+formula says, with a little noise. So two versions of a policy are told apart that a shared machine cannot tell apart.
+
+python -m recipes.control.virtual_time --workload prose --texts 1 4 8 --seeds 1 2 3    # minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping
+from functools import partial
+from statistics import geometric_mean
+from types import ModuleType
+from typing import Any
+
+from speculon import LLM, telemetry
+from speculon.bench.workloads import Case, Size, build
+from speculon.proposers import compose
+from speculon.proposers.base import Proposer
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "off": {"method": "off"},
+    "eagle3:2": {"method": "eagle3", "num_speculative_tokens": 2},
+    "eagle3:3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "draft_model:3": {"method": "draft_model", "num_speculative_tokens": 3},
+    "suffix:8": {"method": "suffix", "num_speculative_tokens": 8},
+    "suffix:16": {"method": "suffix", "num_speculative_tokens": 16},
+}
+AUTO = {"method": "auto", "policy": "auto"}
+NOISE = 0.05  # standard deviation, relative
+READ_MS = 0.02  # of a token that a costly method only reads
+# ms of a call for `texts` of up to k drafts each, as docs/benchmarks/2-cores has them
+LOOKUPS = {"suffix": (0.02, 0.0, 0.04), "ngram": (0.01, 0.0, 0.015)}  # call, draft, text
+DRAFTERS = {"draft_model": (0.2, 1.05, 0.13), "eagle3": (0.3, 0.62, 0.11)}  # call, draft, draft of a text
+
+
+class Clock:
+    """Stands in for `perf_counter` where the engine measures itself."""
+
+    def __init__(self, *modules: ModuleType):
+        self.ms, self.luck = 0.0, random.Random(0)
+        for module in modules:
+            module.perf_counter = self  # type: ignore[attr-defined]
+
+    def __call__(self) -> float:
+        return self.ms / 1e3
+
+    def spend(self, ms: float) -> None:
+        self.ms += ms * max(0.7, self.luck.gauss(1, NOISE))
+
+
+def timed_target(llm: LLM, clock: Clock) -> None:
+    target, forward = llm.engine.target, llm.engine.target.forward
+
+    def taking(batch: Any, view: Any) -> Any:
+        drafts = [len(span.draft.tokens) for span in batch.spans]
+        prompts = sum(span.length - 1 for span in batch.spans)
+        clock.spend(4.6 + 0.33 * len(drafts) + 0.1 * sum(map(bool, drafts)) + 0.17 * sum(drafts) + 0.09 * prompts)
+        return forward(batch, view)
+
+    target.forward = taking  # type: ignore[method-assign]
+
+
+def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
+    propose = proposer.propose
+
+    def taking(seqs: Any, budgets: Any, lease: Any) -> Any:
+        if name in LOOKUPS:
+            call, _, text = LOOKUPS[name]
+            clock.spend(call + text * len(seqs))
+            return propose(seqs, budgets, lease)
+        unread = sum(len(seq.tokens) - seq.drafted.get(name, 0) - 1 for seq in seqs)
+        found = propose(seqs, budgets, lease)
+        call, draft, of_text = DRAFTERS[name]
+        deepest = max(1, *(len(one.tokens) for one in found)) if found else 1
+        clock.spend(call + deepest * (draft + of_text * len(seqs)) + READ_MS * max(0, unread))
+        return found
+
+    proposer.propose = taking  # type: ignore[method-assign]
+
+
+def rate(llm: LLM, clock: Clock, cases: list[Case], texts: int, speculation: Mapping[str, Any]) -> float:
+    """Tokens per virtual ms."""
+    began, tokens = clock.ms, 0
+    for i in range(0, len(cases), texts):
+        group = cases[i : i + texts]
+        found = llm.generate([x.prompt for x in group], [x.params for x in group], speculation={**speculation, "pool": ""})
+        tokens += sum(len(output.token_ids) for output in found)
+    return tokens / (clock.ms - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="prose")
+    parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    asked = parser.parse_args()
+    drafts = {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}
+    llm = LLM("demo", threads=1, prefix_cache=False, max_num_seqs=8, rehearse=False, speculation={"draft": drafts})
+    clock, proposers = Clock(telemetry, compose), llm.engine.proposers
+    timed_target(llm, clock)
+    proposers.lacking("auto")
+    proposers.lacking("ngram")
+    for name in (*LOOKUPS, *DRAFTERS):
+        if (found := proposers.find(name)) is not None:
+            timed_proposer(name, found, clock)
+    cases = build(asked.workload, llm.tokenizer, Size(asked.prompts + 8, 96, llm.engine.max_context))
+    cases, others = cases[: asked.prompts], cases[asked.prompts :]
+    write = partial(rate, llm, clock)
+    best = {n: max((write(cases, n, mode), name) for name, mode in MODES.items()) for n in asked.texts}
+    ratios = []
+    for seed in asked.seeds:
+        clock.luck.seed(seed)
+        llm.engine.policy._made.clear()
+        for mode in ("off", "eagle3:3", "draft_model:3"):  # as in a benchmark, it sees what others do
+            write(others, 4, {**MODES[mode], "policy": "fixed"})
+        for texts in asked.texts:
+            write(others[: max(texts, 2)], texts, AUTO)
+            ratios.append(write(cases, texts, AUTO) / best[texts][0])
+            print(
+                json.dumps({"seed": seed, "texts": texts, "auto_over_best": round(ratios[-1], 3), "best": best[texts][1]}),
+                flush=True,
+            )
+    print(json.dumps({"workload": asked.workload, "geometric_mean": round(geometric_mean(ratios), 3)}))
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
