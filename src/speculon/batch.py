@@ -37,8 +37,13 @@ class Batch:
             positions.extend(range(span.start, span.end))
             score_rows.extend(range(row + first, row + span.rows))
             row, scored = row + span.rows, scored + len(span.score)
-        packed = as_tensor([*ids, *positions, *score_rows], device)  # one: a call costs more than its numbers
-        return cls(spans, packed[None, :row], packed[None, row : 2 * row], packed[2 * row :])
+        return cls.of(spans, ids, positions, score_rows, device)
+
+    @classmethod
+    def of(cls, spans: list[Span], ids: list[int], positions: list[int], scored: list[int], device: torch.device) -> Batch:
+        """The same from plain numbers: as parts of one tensor, since a call costs more than its numbers."""
+        rows, packed = len(ids), as_tensor([*ids, *positions, *scored], device)
+        return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :])
 
 
 def as_tensor(numbers: list[int], device: torch.device) -> Tensor:

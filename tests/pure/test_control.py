@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 
+from speculon.control import estimate
 from speculon.control.auto import Auto
-from speculon.control.estimate import Acceptance, Own, ProposalCost, StepCost, grade
-from speculon.control.known import Method
+from speculon.control.estimate import BAD_LUCK, HOPE, Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.known import Method, Others
 from speculon.control.known import Text as Known
 from speculon.control.policy import Fixed, Policy
 from speculon.control.simulate import Played, Text, Way, World, play
-from speculon.core import Decision, Draft, Load, Sequence
+from speculon.core import Decision, Draft, Load, Reason, Sequence
 from tests.builders import make_sequence
 
 # measured with the demo pair, one thread: ms of a step, of a look-up, of a draft model's call
@@ -71,9 +72,41 @@ def test_a_drafters_own_confidence_parts_its_drafts() -> None:
 
 def test_a_text_of_its_own_kind_is_found_out() -> None:
     own = Own()
-    for _ in range(10):
-        own.observe([0.8], 0)
-    assert own.adjust(0.8) < 0.4 and Own().adjust(0.8) == pytest.approx(0.8)
+    for number in range(60):
+        own.observe([0.8], int(number % 5 == 4))  # no run of bad luck
+    assert own.adjust(0.8) < 0.5 and Own().adjust(0.8) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("chance", "fails", "counts"), [(0.95, 4, True), (0.6, 6, False), (0.45, 10, False), (0.45, 16, True)])
+def test_a_run_of_bad_luck_counts_once_it_is_unlikely(
+    chance: float, fails: int, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for nats in (BAD_LUCK, float("inf")):
+        monkeypatch.setattr(estimate, "BAD_LUCK", nats)
+        own = Own()
+        for _ in range(fails):
+            own.observe([chance], 0)
+        found.append(own.kind)
+    assert (found[0] < found[1]) is counts
+
+
+def test_hope_ends_with_experience() -> None:
+    known, first = Acceptance(), Acceptance().survival(0, 1)[0]
+    for number in range(4000):
+        known.observe([0], number % 2)
+    assert first > 0.8, "nothing is known: try it"
+    assert known.survival(0, 1)[0] == pytest.approx(known.chance(0), abs=0.01)
+
+
+def test_a_text_begins_with_what_look_ups_brought_to_others_of_its_kind() -> None:
+    policy, poor, other = Auto(), make_sequence([8], method="suffix"), make_sequence([8], method="ngram")
+    plain = make_sequence([8], method="suffix", off=Reason.OFF_REQUEST)
+    others = policy._others.setdefault(poor.kind, Others())
+    for _ in range(200):
+        others.asked("suffix", 0.0)
+    assert policy._meet(poor).of("suffix").worth < HOPE / 10
+    assert not policy._meet(plain).own and not policy._meet(other).own, "what they do tells nothing of it"
 
 
 def test_step_costs_are_learned_and_never_fall_with_rows() -> None:

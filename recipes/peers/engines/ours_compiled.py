@@ -1,4 +1,4 @@
-"""speculon with its steps of few rows compiled."""
+"""speculon with its steps compiled."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 6  # rounds between two look-ups of texts in which they find nothing; where nothing else is asked, all rest meanwhile
+SELDOM = 6  # rounds at most between two look-ups of a text; where nothing else is asked, all rest meanwhile
 COLD_K = 4  # drafts of the first proposals of a method
 AWAKE = 2.0  # guess: times what deciding takes that looking, weighing and learning take with it
 PROBE_K = 2  # drafts of a probe
@@ -142,13 +142,13 @@ class Auto:
 
     def _meet(self, seq: Sequence) -> Text:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
-        others = self._others.setdefault(seq.kind, Others()).added
-        text = self._texts[seq.id] = Text(replace(others), replace(others))
-        text.own = {method: Own(worth=worth) for method, worth in self._others[seq.kind].worth.items()}
+        others = self._others.setdefault(seq.kind, Others())
+        own = {} if seq.plain else {name: Own(worth=others.worth[name]) for name in seq.methods if name in others.worth}
+        text = self._texts[seq.id] = Text(replace(others.added), replace(others.added), own=own)
         return text
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
-        """Look-ups in every round where they have found something of late, else now and then; then what promises most."""
+        """Look-ups in every round where they bring what they cost, else now and then; then what promises most."""
         now = self._round
         if seq.id in now.probes:
             now.busy = True

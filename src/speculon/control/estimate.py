@@ -27,7 +27,7 @@ BAD_LUCK = 7.0  # nats: drafts in a row of which nothing stands count for more t
 KINDS = 10  # of texts, to either side of the usual one
 SHIFTS = {kind: 2 ** (kind / 2) for kind in range(-KINDS, KINDS + 1)}
 HOPE = 0.15  # guess: tokens that a look-up brings in a text that nothing is known of
-HOPE_FADE = 0.1  # per look-up
+HOPE_FADE = 0.1  # per round
 UNSURE = 0.2  # of what was found in an earlier run, as a share of it
 NOISE = 0.01  # variance of one measurement, relative
 DRIFT = 0.004  # standard deviation per step by which a cost may change, relative
@@ -122,7 +122,7 @@ class Acceptance:
                 self._share(POSITIONS, grade).add(hit, 1.0, FADE)
 
     def doubt(self) -> None:
-        """Everything known weighs half: something has changed."""
+        """Everything known weighs half: something has changed. Hope is no larger for it."""
         self._refresh()
         for share in (self._overall, *self._at.values()):
             share.hits, share.tries = share.hits / 2, share.tries / 2
@@ -157,7 +157,7 @@ class Own:
     tries: float = 0.0
     kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
     unlikely: float = 0.0  # nats: the drafts in a row of which nothing stood
-    worth: float = HOPE  # tokens that asking has brought of late
+    worth: float = HOPE  # tokens that it has brought to a round of late
 
     def observe(self, chances: Sequence[float], accepted: int) -> None:
         """Of drafts that were judged the first `accepted` stood, and they had these chances, were the text like all others."""
@@ -179,8 +179,8 @@ class Own:
     def adjust(self, chance: float) -> float:
         return shifted(chance, self.kind)
 
-    def asked(self, worth: float) -> None:
-        self.worth += HOPE_FADE * (worth - self.worth)
+    def asked(self, gained: float) -> None:
+        self.worth += HOPE_FADE * (gained - self.worth)
 
     def _odds(self, hits: float) -> float:
         return (hits + OWN_TRIES / 2) / (self.tries - hits + OWN_TRIES / 2)

@@ -64,12 +64,12 @@ class Others:
     """What look-ups do for texts of one kind."""
 
     added: Added = field(default_factory=Added)
-    worth: dict[str, float] = field(default_factory=dict)  # method -> tokens that asking it has brought
+    worth: dict[str, float] = field(default_factory=dict)  # method -> tokens that it has brought to a round
     back: Share = field(default_factory=Share)  # how often they had something again, among tokens written since they had nothing
 
-    def asked(self, method: str, worth: float) -> None:
+    def asked(self, method: str, gained: float) -> None:
         before = self.worth.get(method, HOPE)
-        self.worth[method] = before + OF_ALL * (worth - before)
+        self.worth[method] = before + OF_ALL * (gained - before)
 
     @property
     def stay(self) -> float:

@@ -67,7 +67,7 @@ class Policies:
         self._made: dict[str, Policy] = {}
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        names = {seq.policy for seq in seqs}
+        names = dict.fromkeys(seq.policy for seq in seqs)
         if len(names) == 1:
             return self.of(*names).decide(seqs, load)
         decided: dict[int, Decision] = {}

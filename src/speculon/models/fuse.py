@@ -283,13 +283,14 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
     from speculon.models.compiled import COPIES, compiled  # brings the compiler's own modules
 
+    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant.
     trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (17, 7))
-    for each in (trial, crowd):  # no size or difference of sizes is 0 or 1, which the compiler would take for constant
+    for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
-    few = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:])
-    last = replace(crowd.batch, score_rows=crowd.batch.score_rows[-1:])
-    steps = [trial.last(1), trial.last(5), (trial.batch, trial.view), (few, crowd.view), (last, crowd.view)]
-    made = compiled(loop, target, [*steps, trial.last(1, scattered=True)])
+    one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
+    some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
+    ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
+    made = compiled(loop, target, [one, few, several, some, *ends, trial.last(1, scattered=True)])
     target.num_bytes *= 1 + COPIES
     return made
 

@@ -99,10 +99,7 @@ class DraftModel:
     def _forward(self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease) -> Tensor:
         """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
-        rows = ([token for piece in ids for token in piece], positions, scored)
-        flat = (torch.tensor(numbers, dtype=torch.long, device=self.model.device) for numbers in rows)
-        input_ids, position_ids, score_rows = flat
-        batch = Batch([], input_ids[None], position_ids[None], score_rows)
+        batch = Batch.of([], [token for piece in ids for token in piece], positions, scored, self.model.device)
         logits = self.model.forward(batch, lease.view(pieces)).logits
         mark(NAME, pieces)
         return logits
