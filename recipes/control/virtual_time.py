@@ -42,7 +42,7 @@ class Clock:
     def __init__(self, *modules: ModuleType):
         self.ms, self.luck = 0.0, random.Random(0)
         for module in modules:
-            module.perf_counter = self  # type: ignore[attr-defined]
+            module.perf_counter = self
 
     def __call__(self) -> float:
         return self.ms / 1e3
@@ -60,7 +60,7 @@ def timed_target(llm: LLM, clock: Clock) -> None:
         clock.spend(4.6 + 0.33 * len(drafts) + 0.1 * sum(map(bool, drafts)) + 0.17 * sum(drafts) + 0.09 * prompts)
         return forward(batch, view)
 
-    target.forward = taking  # type: ignore[method-assign]
+    target.forward = taking
 
 
 def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
@@ -78,7 +78,7 @@ def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
         clock.spend(call + deepest * (draft + of_text * len(seqs)) + READ_MS * max(0, unread))
         return found
 
-    proposer.propose = taking  # type: ignore[method-assign]
+    proposer.propose = taking
 
 
 def rate(llm: LLM, clock: Clock, cases: list[Case], texts: int, speculation: Mapping[str, Any]) -> float:

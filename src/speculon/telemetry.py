@@ -138,11 +138,11 @@ class RequestStats:
         is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with `cost` when the policy
         no longer asked the former.
         """
-        names: list[str] = []
+        names = [ask.method for ask in decision.asks]
         if decision.reason is not None:
             now, why = PLAIN, decision.reason.value
         else:
-            names, source = [ask.method for ask in decision.asks], draft.sources[0]
+            source = draft.sources[0]
             now, why = source if source in names else names[-1], ""  # a plug-in may have words of its own
         before, self.last = self.last, (now, why)
         if before is None or before[0] == now:

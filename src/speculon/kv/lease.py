@@ -105,8 +105,6 @@ class Leases:
 
 def share(decisions: list[Decision], most: int) -> list[Decision]:
     """The decisions with at most `most` drafts in all: under the highest limit for everybody that allows it."""
-    if sum([decision.k for decision in decisions]) <= most:
-        return list(decisions)
     limit = MAX_DRAFTS
     while limit and sum(min(decision.k, limit) for decision in decisions) > most:
         limit -= 1
