@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import runpy
 from collections.abc import Callable
+from functools import partial
+from time import sleep
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from speculon.models import block as blocks
 from speculon.models import fuse as fusing
 from speculon.models import linear
 from speculon.models.block import Attention, Block, Norm, NotThisKind, norm_of, same_norm
-from speculon.models.linear import Beside, Linear, Packed, joined, packable, plain
+from speculon.models.linear import Beside, Layout, Linear, Packed, joined, packable, packed, plain
 from speculon.models.load import wrap_model
 from speculon.models.prove import paged_logits
+from speculon.models.race import race
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
@@ -62,16 +65,33 @@ def test_what_is_no_such_norm_is_refused(other: nn.Module) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_joined_layers_give_what_each_gives(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layout", [Linear, packed])
+def test_joined_layers_give_what_each_gives(
+    layout: Layout, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     stock = [nn.Linear(32, n, bias=n != 8, dtype=dtype) for n in (48, 8, 24)]
     x = torch.randn(rows, 32, dtype=dtype)
     with torch.inference_mode():
         expected = torch.cat([layer(x) for layer in stock], -1)
         beside, one = joined(stock, share=True), joined(stock, share=False)
-        assert isinstance(beside, Beside) and isinstance(one, Packed if packable(dtype, x.device) else Linear)
+        assert isinstance(beside, Beside)
+        assert isinstance(one, Packed if layout is packed and packable(dtype, x.device) else Linear)
         assert beside.parts[0].weight.data_ptr() == stock[0].weight.data_ptr()
         for found in (beside(x), one(x)):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("times, layout", [([2.0, 1.0], packed), ([1.0, 2.0], Linear)])
+def test_the_layout_is_the_one_that_was_faster(times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "race", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)])
+    if packable(torch.float32, torch.device("cpu")):
+        assert linear.fastest.__wrapped__(torch.float32, 1) is layout
+
+
+def test_a_race_is_won_by_who_takes_least_time() -> None:
+    slow, fast = race([partial(sleep, 0.01), partial(sleep, 0.001)])
+    assert fast < slow
 
 
 def test_only_plain_linear_layers_are_joined() -> None:
@@ -89,10 +109,13 @@ def fused(name: str, dtype: torch.dtype = torch.float32, **how: Any) -> Target:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "packed"])
+@pytest.mark.parametrize("layout", [None, Linear, packed], ids=["shared", "in rows", "packed"])
 @pytest.mark.parametrize("name", TINY)
-def test_every_architecture_is_fused_as_far_as_its_structure_allows(name: str, share: bool, dtype: torch.dtype) -> None:
-    fusion = fused(name, dtype, share=share).fusion
+def test_every_architecture_is_fused_as_far_as_its_structure_allows(
+    name: str, layout: Layout | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
+    fusion = fused(name, dtype, share=layout is None).fusion
     assert fusion is not None
     assert fusion.one_loop == (name in WHOLE), str(fusion)
     assert fusion.blocks == (fusion.layers if name in WHOLE | LAYERS else 0), str(fusion)
