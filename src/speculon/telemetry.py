@@ -118,10 +118,12 @@ class RequestStats:
             return
         self.rounds += 1
         self.accepted += verdict.accepted
-        self.drafted_at.update(range(k))
-        self.accepted_at.update(range(verdict.accepted))
-        self.drafted_from.update(draft.sources)
-        self.accepted_from.update(draft.sources[: verdict.accepted])
+        for position, source in enumerate(draft.sources):
+            self.drafted_at[position] += 1
+            self.drafted_from[source] += 1
+            if position < verdict.accepted:
+                self.accepted_at[position] += 1
+                self.accepted_from[source] += 1
         if verdict.kind is not None:
             self.kinds[verdict.kind.value] += 1
 

@@ -179,7 +179,8 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:
     """Index of the token that ends the text, and how; the earliest cause wins."""
     ending: Ending = seq.ending
-    if seq.room == 0:
+    room = seq.room
+    if room == 0:
         return 0, Finish("length")
     stop_string = first_stop_string(seq, tokens)
     complete = seq.grammar.end_of(tokens) if seq.grammar else None
@@ -190,7 +191,7 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
             return i, Finish("stop", stop_string[1])
         if complete and complete[0] == i:
             return complete
-        if i + 1 == seq.room:
+        if i + 1 == room:
             return i, Finish("length")
     return len(tokens), None
 

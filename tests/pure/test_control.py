@@ -12,7 +12,7 @@ import pytest
 
 from speculon.control import estimate
 from speculon.control.auto import Auto
-from speculon.control.estimate import BAD_LUCK, HOPE, Acceptance, Own, ProposalCost, StepCost, grade
+from speculon.control.estimate import BAD_LUCK, HOPE, Acceptance, Own, ProposalCost, StepCost, grades_of
 from speculon.control.known import Method, Others
 from speculon.control.known import Text as Known
 from speculon.control.policy import Fixed, Policy
@@ -61,20 +61,20 @@ def test_what_was_never_judged_counts_for_nothing() -> None:
 
 
 def test_a_drafters_own_confidence_parts_its_drafts() -> None:
-    grades = [0, *(grade(value) for value in (0.01, 0.5, 0.67, 0.75, 0.8, 0.99))]
+    grades = grades_of((0.0, 0.01, 0.5, 0.67, 0.75, 0.8, 0.99), 7)
     assert grades == sorted(set(grades))
-    known = Acceptance()
+    known, sure, unsure = Acceptance(), grades_of((0.95,), 1), grades_of((0.2,), 1)
     for _ in range(100):
-        known.observe([grade(0.95)], 1)
-        known.observe([grade(0.2)], 0)
-    assert known.chance(0, grade(0.95)) > 0.9 and known.chance(0, grade(0.2)) < 0.1
+        known.observe(sure, 1)
+        known.observe(unsure, 0)
+    assert known.chances(sure)[0] > 0.9 and known.chances(unsure)[0] < 0.1
 
 
 def test_a_text_of_its_own_kind_is_found_out() -> None:
     own = Own()
     for number in range(60):
         own.observe([0.8], int(number % 5 == 4))  # no run of bad luck
-    assert own.adjust(0.8) < 0.5 and Own().adjust(0.8) == pytest.approx(0.8)
+    assert own.adjusted([0.8])[0] < 0.5 and Own().adjusted([0.8])[0] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(("chance", "fails", "counts"), [(0.95, 4, True), (0.6, 6, False), (0.45, 10, False), (0.45, 16, True)])
@@ -265,7 +265,7 @@ def test_what_is_joined_teaches_nothing_of_the_method_itself() -> None:
     again.restore(auto.state())
     for known in (auto, again):
         assert known.methods["model"].acceptance.chance(0) > 0.7
-        assert known.methods["model+lookup"].acceptance.chance(0, grade(0.5)) < 0.3
+        assert known.methods["model+lookup"].acceptance.chances(grades_of((0.5,), 1))[0] < 0.3
 
 
 PHASES = {1: 2500, 64: 250}  # texts -> rounds

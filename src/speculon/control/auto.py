@@ -11,7 +11,7 @@ and that method once more (`confirm`) for the texts that are then without a draf
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import log
@@ -35,6 +35,7 @@ PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
 SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
+AGAIN = 4  # rounds for which what costly methods promise is believed, of the same texts
 NEWS = 8  # rounds for which a plan is kept, for the same texts
 ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
@@ -82,6 +83,10 @@ class Auto:
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
         self._made: dict[tuple[tuple[Ask, ...], int] | Reason, Decision] = {}
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
+        self._promised: tuple[dict[int, Promise], Reason] = (
+            {},
+            Reason.COOLDOWN,
+        )  # of the last round that asked for it, and why none
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
         self._decide_ms = 0.0  # in rounds that are no rest, of late
@@ -99,9 +104,12 @@ class Auto:
         able = self._begin(seqs)
         now = self._round
         rate = now.tokens / now.ms
-        offers = [self._offer(method, group) for method, group in now.costly.items()]
-        # one for all: a call costs nearly as much for half of the texts
-        now.promise = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
+        if ids != self._last[0] or not now.number % AGAIN:
+            offers = [self._offer(method, group) for method, group in now.costly.items()]
+            # one for all: a call costs nearly as much for half of the texts
+            best = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
+            self._promised = best, now.refused
+        now.promise, now.refused = self._promised
         self._probe()
         now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * rate / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
@@ -164,7 +172,7 @@ class Auto:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
                 asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
         if (promise := now.promise.get(seq.id)) is not None:
-            asks.append(promise.ask)
+            asks.append(ask(promise.ask.method, min(promise.ask.k, seq.room - 1)))
         now.busy |= bool(asks)
         return tuple(asks)
 
@@ -295,10 +303,11 @@ class Auto:
             self._shadow.watch(seq, method, draft.cut(own))
         return draft.cut(best)
 
-    def _chances(self, seq: Sequence, text: Text, draft: Draft, method: str) -> Iterator[float]:
+    def _chances(self, seq: Sequence, text: Text, draft: Draft, method: str) -> list[float]:
+        found: list[float] = []
         for name, _, grades in parts(seq, draft, method):
-            acceptance, own = self._know(name).of(seq.kind), text.of(name)
-            yield from (own.adjust(acceptance.chance(i, grade)) for i, grade in enumerate(grades))
+            found += text.of(name).adjusted(self._know(name).of(seq.kind).chances(grades))
+        return found
 
     # learning
 
@@ -348,7 +357,7 @@ class Auto:
         """Drafts of these classes were held against the text, and the first `accepted` are in it."""
         acceptance = self._know(method).of(seq.kind)
         if text is not None:
-            text.of(method).observe([acceptance.chance(i, grade) for i, grade in enumerate(grades)], accepted)
+            text.of(method).observe(acceptance.chances(grades), accepted)
         acceptance.observe(grades, accepted)
 
     def _book(self, seq: Sequence, text: Text, draft: Draft, gained: int, timing: Timing) -> None:
@@ -384,7 +393,7 @@ class Auto:
     def _conclude(self, seq: Sequence, text: Text, method: str, grades: list[int], accepted: int) -> None:
         """What a probe has shown, beside what was believed."""
         known, own = self._know(method), text.of(method)
-        chances = (own.adjust(known.of(seq.kind).chance(i, grade)) for i, grade in enumerate(grades))
+        chances = own.adjusted(known.of(seq.kind).chances(grades))
         surprised = accepted > SURPRISE * sum(accumulate(chances, mul))
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news

@@ -6,9 +6,9 @@ All of it fades: old evidence loses weight with every new one, so that what has 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from math import exp, log1p, log2, sqrt
 from operator import mul
 from typing import Any
@@ -38,14 +38,9 @@ SETTLED, EVERY = 64, 3  # measurements after which only one in so many is taken 
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
-def grade(confidence: float) -> int:
-    """The class of a drafter's own confidence in (0, 1); 0 is for drafters that say nothing."""
-    return 1 + bisect_right(BOUNDS, confidence) if confidence else 0
-
-
 def grades_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
-    """The classes of the first `count` drafts."""
-    return [grade(value) for value in confidence[:count]] if confidence else [0] * count
+    """The classes of the first `count` drafts, by a drafter's own confidence in (0, 1); 0 where it says nothing."""
+    return [1 + bisect_right(BOUNDS, value) if value else 0 for value in confidence[:count]] if confidence else [0] * count
 
 
 @dataclass(slots=True)
@@ -85,6 +80,11 @@ class Acceptance:
             found = self._chances[key] = self._share(*key).mean(self._of(grade), PRIOR_TRIES)
         return found
 
+    def chances(self, grades: Sequence[int]) -> list[float]:
+        """Of the first drafts, which are of these classes."""
+        found = self._chances
+        return [found[key] if key in found else self.chance(*key) for key in zip(places(), grades, strict=False)]
+
     def _of(self, grade: int) -> float:
         """Of a draft of this class at any position."""
         if grade:
@@ -100,9 +100,8 @@ class Acceptance:
         found = self._survivals.get((kind, k))
         if found is None:
             tries = PRIOR_TRIES + self._seen
-            hoped = (hopeful(self.chance(position), tries) for position in range(k))
-            found = list(accumulate((shifted(chance, kind) for chance in hoped), mul))
-            self._survivals[kind, k] = found
+            hoped = [hopeful(chance, tries) for chance in self.chances([0] * k)]
+            found = self._survivals[kind, k] = list(accumulate(shifted(hoped, kind), mul))
         return found
 
     def observe(self, grades: Sequence[int], accepted: int) -> None:
@@ -115,11 +114,11 @@ class Acceptance:
         if self._stale >= min(REFRESH, self._seen / REFRESH):
             self._refresh()
         self._overall.add(accepted, judged, FADE**judged)
-        for position in range(judged):
-            grade, hit = grades[position], position < accepted
-            self._share(position if position < POSITIONS else POSITIONS - 1, grade).add(hit, 1.0, FADE)
-            if grade:
-                self._share(POSITIONS, grade).add(hit, 1.0, FADE)
+        hits = chain(repeat(1.0, accepted), repeat(0.0))
+        for place, grade, hit in zip(places(), grades, hits, strict=False):
+            for key in ((place, grade), (POSITIONS, grade)) if grade else ((place, grade),):
+                share = self._at.get(key) or self._share(*key)  # for each draft of each round: what follows is no call
+                share.hits, share.tries = share.hits * FADE + hit, share.tries * FADE + 1.0
 
     def doubt(self) -> None:
         """Everything known weighs half: something has changed. Hope is no larger for it."""
@@ -176,8 +175,8 @@ class Own:
         run = int(max(0.0, self.unlikely - BAD_LUCK))
         self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected))) - run))
 
-    def adjust(self, chance: float) -> float:
-        return shifted(chance, self.kind)
+    def adjusted(self, chances: list[float]) -> list[float]:
+        return shifted(chances, self.kind)
 
     def asked(self, gained: float) -> None:
         self.worth += HOPE_FADE * (gained - self.worth)
@@ -191,10 +190,15 @@ def hopeful(chance: float, tries: float) -> float:
     return min(SURE, chance + sqrt(chance * (1 - chance) / tries))
 
 
-def shifted(chance: float, kind: int) -> float:
+def shifted(chances: list[float], kind: int) -> list[float]:
     """With the odds of a text of a kind."""
-    part = chance * SHIFTS[kind]
-    return part / (1 - chance + part)
+    odds = SHIFTS[kind]
+    return [chance * odds / (1 - chance + chance * odds) for chance in chances]
+
+
+def places() -> Iterator[int]:
+    """Of the first draft, the second, and so on."""
+    return chain(range(POSITIONS - 1), repeat(POSITIONS - 1))
 
 
 Four = tuple[float, float, float, float]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from operator import index
 from time import perf_counter
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from speculon.config import SpeculationConfig
@@ -36,6 +36,7 @@ class Proposers:
     def __init__(self, config: SpeculationConfig, target: TargetFacts, promise: Callable[[list[Needs]], Promise] | None = None):
         self._config, self._facts, self._promise = config, target, promise
         self._built: dict[str, Proposer] = {}
+        self._extending: dict[str, Extending] = {}  # of these; to ask a protocol each time takes as long as a look-up
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
@@ -166,12 +167,12 @@ class Proposers:
                 if method in self._admitted[span.seq.id]:
                     asked[method].append(span.seq)
         for method, seqs in asked.items():
-            with self._fault_of(method, seqs):
+            with Guard(method, seqs):
                 self._built[method].observe(seqs, [verdicts[seq.id] for seq in seqs], taps)
 
     def release(self, seq: Sequence) -> None:
         for method in self._admitted.pop(seq.id, ()):
-            with self._fault_of(method, [seq]):
+            with Guard(method, [seq]):
                 self._built[method].release(seq)
 
     def _build(self, method: str) -> None:
@@ -187,6 +188,8 @@ class Proposers:
                 return
             self._first_layer[method] = self._facts.num_layers + sum(len(needs.layers) for needs in self.needs)
         self._built[method] = proposer
+        if isinstance(proposer, Extending):
+            self._extending[method] = proposer
 
     def _has_room(self, method: str, proposer: Proposer) -> bool:
         """Judged by the forecast before anything of it is loaded, and again by what was loaded."""
@@ -216,7 +219,7 @@ class Proposers:
         drafts: list[Draft] = []
         unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs)
         began = perf_counter()
-        with self._fault_of(method, seqs):
+        with Guard(method, seqs):
             for seq in seqs:
                 self._admit(method, seq)
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
@@ -233,14 +236,13 @@ class Proposers:
         began = perf_counter()
         for i, draft in drafts.items():
             seq, room = spans[i].seq, min(decisions[i].reach, decisions[i].k) - len(draft.tokens)
-            others = (name for name in seq.methods if name != method) if draft.tokens and room > 0 else ()
+            others = seq.methods if draft.tokens and room > 0 else ()
             for name in others:
-                proposer = self._built.get(name)
-                if not isinstance(proposer, Extending):
+                if name == method or name not in self._extending:
                     continue
-                with self._fault_of(name, [seq]):
+                with Guard(name, [seq]):
                     self._admit(name, seq)
-                    tail = self._checked(name, proposer.extend(seq, draft.tokens, room), room)
+                    tail = self._checked(name, self._extending[name].extend(seq, draft.tokens, room), room)
                     drafts[i] = fit(draft.join(tail), seq) if tail.tokens else draft
                 if len(drafts[i].tokens) > len(draft.tokens) or seq.plain:
                     break
@@ -256,19 +258,29 @@ class Proposers:
     def _checked(self, method: str, guess: Draft, k: int, seq: Sequence | None = None) -> Draft:
         """The guess as far as it may be verified. Raises `ValueError` for tokens that do not exist."""
         draft = guess.cut(k) if seq is None else fit(guess.cut(k), seq)
-        if not all(0 <= index(token) < self._facts.vocab_size for token in draft.tokens):
+        ids = [*map(index, draft.tokens)]
+        if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
         return draft
 
-    @contextmanager
-    def _fault_of(self, method: str, seqs: list[Sequence]) -> Iterator[None]:
-        """A proposer's error costs its sequences their speculation, with reason `error`, and nothing else."""
-        try:
-            yield
-        except Exception:
-            log.exception("proposer %s failed; its sequences go on plainly", method)
-            for seq in seqs:
-                seq.method, seq.given, seq.methods, seq.off = None, (), (), Reason.ERROR
+
+@dataclass(slots=True)
+class Guard:
+    """A proposer's error costs its sequences their speculation, with reason `error`, and nothing else."""
+
+    method: str
+    seqs: list[Sequence]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        log.error("proposer %s failed; its sequences go on plainly", self.method, exc_info=error)
+        for seq in self.seqs:
+            seq.method, seq.given, seq.methods, seq.off = None, (), (), Reason.ERROR
+        return True
 
 
 def fit(draft: Draft, seq: Sequence) -> Draft:
