@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -429,7 +430,8 @@ def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -
     assert all(0 < step.draft_ms < step.step_ms - step.forward_ms for step in one.steps[1:])
     assert sum(step.draft_ms for step in one.steps) == pytest.approx(drafting.engine.counters.profile["propose"] - before)
     plain = measure(drafting, [case], {"method": "off"})
-    assert min(step.draft_ms for step in plain.steps) < min(step.draft_ms for step in one.steps[1:])  # a busy machine may stall
+    usual = [median(step.draft_ms for step in some.steps[1:]) for some in (plain, one)]  # of one step a busy machine says little
+    assert usual[0] < usual[1]
 
 
 def test_the_gap_where_two_texts_part(llm: LLM) -> None:

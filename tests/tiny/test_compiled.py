@@ -14,6 +14,8 @@ import torch
 from speculon import SamplingParams
 from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
+from speculon.models import linear
+from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.loop import Loop
 from speculon.models.prove import paged_logits
@@ -42,8 +44,12 @@ def reasons(target: Target) -> str:
     return str(target.fusion)
 
 
+@pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
-def test_the_layers_in_the_compilers_terms_are_the_same(name: str, uncompiled: None) -> None:
+def test_the_layers_in_the_compilers_terms_are_the_same(
+    name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     target, plain = made(tiny_model(name)), wrap_model(tiny_model(name), share=False)
     assert isinstance(target.run, compiling.Compiled) and str(target.fusion).endswith("one loop, compiled")
     assert target.num_bytes == plain.num_bytes * (1 + compiling.COPIES)

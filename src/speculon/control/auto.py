@@ -20,7 +20,7 @@ from typing import Any
 
 from speculon.control.estimate import Own, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, ask, promised
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
@@ -83,10 +83,7 @@ class Auto:
         self._why: dict[tuple[str, int], tuple[int, Reason]] = {}  # method, texts -> when it was found out
         self._made: dict[tuple[tuple[Ask, ...], int] | Reason, Decision] = {}
         self._plans: dict[tuple[str, tuple[Kind, ...], int, int, int], tuple[Offer, Plan | None]] = {}
-        self._promised: tuple[dict[int, Promise], Reason] = (
-            {},
-            Reason.COOLDOWN,
-        )  # of the last round that asked for it, and why none
+        self._promised = Promised()
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
         self._decide_ms = 0.0  # in rounds that are no rest, of late
@@ -103,19 +100,24 @@ class Auto:
             return self._last[1]
         able = self._begin(seqs)
         now = self._round
-        rate = now.tokens / now.ms
-        if ids != self._last[0] or not now.number % AGAIN:
-            offers = [self._offer(method, group) for method, group in now.costly.items()]
-            # one for all: a call costs nearly as much for half of the texts
-            best = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
-            self._promised = best, now.refused
-        now.promise, now.refused = self._promised
+        now.promise, now.refused = self._promises(ids)
         self._probe()
-        now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * rate / len(seqs)
+        now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * now.tokens / now.ms / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
         return self._last[1]
+
+    def _promises(self, ids: list[int]) -> tuple[dict[int, Promise], Reason]:
+        """What the costly method that gains most would add, and why there is none; the same for a few rounds."""
+        now, last = self._round, self._promised
+        to, rate = (ids, [*now.costly]), now.tokens / now.ms
+        if to != last.to or now.number - last.number >= AGAIN:
+            offers = [self._offer(method, group) for method, group in now.costly.items()]
+            # one for all: a call costs nearly as much for half of the texts
+            best = max(offers, key=lambda offer: sum(promise.gain(rate) for promise in offer.values()), default={})
+            last = self._promised = Promised(to, now.number, best, now.refused)
+        return last.best, last.refused
 
     def _begin(self, seqs: list[Sequence]) -> Group:
         """What the round would be if it went on as of late; the texts that may draft."""

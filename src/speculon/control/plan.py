@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from speculon.control.estimate import ProposalCost
-from speculon.core import Ask
+from speculon.core import Ask, Reason
 
 MARGIN = 0.02  # of the round's rate: what a costly method must add to it
 TAKE_UP = 0.1  # ms
@@ -109,6 +110,15 @@ class Promise:
     def gain(self, rate: float) -> float:
         """In tokens, where one ms could write `rate` of them."""
         return self.tokens - rate * self.ms
+
+
+class Promised(NamedTuple):
+    """What was promised when costly methods were last weighed."""
+
+    to: tuple[list[int], list[str]] = [], []  # which texts, by which methods
+    number: int = 0  # of the round
+    best: dict[int, Promise] = {}
+    refused: Reason = Reason.COOLDOWN
 
 
 def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from speculon.models.race import race
 
 COPIED_HEAD = 0.1  # of the weights: the largest head that is worth a second copy
-SAMPLE = (16, 512, 256)  # weights [O, D] that no core's cache holds together
+SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
 ROWS = (1, 5, 9, 40)
+
+log = logging.getLogger("speculon")
 
 Product = Callable[[Tensor], Tensor]  # [T, D] -> [T, O]
 Layout = Callable[[Tensor, Tensor | None], Product]
@@ -37,7 +40,7 @@ class Linear:
 
 @dataclass(slots=True)
 class Packed:
-    """The same with W in blocks (oneDNN): for few rows 1.4 to 2 times as fast on one chip, 0.6 on another."""
+    """The same with W in blocks (oneDNN): for few rows 1.4 to 2 times as fast on one chip, 0.6 to 0.7 on another."""
 
     weight: Tensor  # opaque
     bias: Tensor | None = None
@@ -75,8 +78,11 @@ def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
     bias = None
     if any(part.bias is not None for part in parts):
         bias = torch.cat([part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])
-    weight = torch.cat([part.weight for part in parts])  # a copy, of one as well: what it came from may be a mapped file
-    return layout_of(weight.dtype, weight.device)(weight, bias)
+    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
+    layout = layout_of(weight.dtype, weight.device)
+    if layout is Linear and len(parts) == 1 and weight.device.type == "cpu":
+        weight = weight.clone()  # what it lies in may be a mapped file
+    return layout(weight, bias)
 
 
 def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
@@ -88,11 +94,14 @@ def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
 @torch.inference_mode()
 def fastest(dtype: torch.dtype, threads: int) -> Layout:
     """The layout that is faster on few rows on this machine, measured (50 ms): by the geometric mean over their numbers."""
-    weights, inputs = torch.ones(SAMPLE, dtype=dtype), [torch.ones(rows, SAMPLE[-1], dtype=dtype) for rows in ROWS]
-    products = {layout: [layout(weight, None) for weight in weights] for layout in (Linear, packed)}
-    times = [race([partial(multiply, made, x) for made in products.values()]) for x in inputs]
-    means = dict(zip(products, map(prod, zip(*times, strict=True)), strict=True))
-    return min(means, key=means.__getitem__)
+    weights, *inputs = (
+        torch.ones(shape, dtype=dtype, device="cpu") for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
+    )
+    products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
+    times = [race([partial(multiply, made, x) for made in products]) for x in inputs]
+    in_rows, in_blocks = map(prod, zip(*times, strict=True))
+    log.info("weights of %s: packed, a product takes %.2f of its time", dtype, (in_blocks / in_rows) ** (1 / len(ROWS)))
+    return packed if in_blocks < in_rows else Linear
 
 
 def multiply(products: Sequence[Product], x: Tensor) -> None:

@@ -264,7 +264,7 @@ class Proposers:
         return draft
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Guard:
     """A proposer's error costs its sequences their speculation, with reason `error`, and nothing else."""
 
