@@ -239,44 +239,6 @@ def test_auto_joins_where_that_pays_and_learns_where_it_does_not() -> None:
     assert bad.rate(200) > 0.97 * apart.rate(200) and joined_rows(bad) < 0.3
 
 
-class Weighing(Auto):
-    """Counts how often costly methods are weighed."""
-
-    weighed = 0
-
-    def _offer(self, method: str, group: Any) -> Any:
-        self.weighed += 1
-        return super()._offer(method, group)
-
-
-def taught() -> Weighing:
-    auto = Weighing()
-    play(auto, world(lambda *_: 0.9), 500)
-    auto.weighed = 0
-    return auto
-
-
-def test_a_promise_is_believed_for_four_rounds_of_the_same_texts_and_never_beyond_their_room() -> None:
-    auto, seq, other = taught(), make_sequence([1], max_tokens=9, method="model", k=8), make_sequence([1], method="model")
-    drafts = []
-    for _ in range(8):
-        (decision,) = auto.decide([seq], Load(1, 0, 9))
-        drafts.append(decision.k)
-        assert decision.k < seq.room
-        seq.tokens.append(1)
-    assert auto.weighed == 2 and drafts[0] > drafts[-1], drafts
-    auto.decide([seq, other], Load(2, 0, 9))
-    assert auto.weighed == 3, "another crowd"
-
-
-def test_a_method_that_has_become_cheap_is_asked_once() -> None:
-    auto, seq = taught(), make_sequence([1], method="model", k=8)
-    (before,) = auto.decide([seq], Load(1, 0, 9))
-    auto.methods["model"].cost.restore([0.001, 0.0, 0.0, 0.0])
-    (after,) = auto.decide([seq], Load(1, 0, 9))
-    assert [ask.method for ask in before.asks] == [ask.method for ask in after.asks] == ["model"]
-
-
 def test_whoever_keeps_all_that_is_joined_loses_by_it() -> None:
     class Keeping(Auto):
         def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:

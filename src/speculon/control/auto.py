@@ -128,7 +128,7 @@ class Auto:
         if number // NEWS != self._round.number // NEWS:
             self._plans.clear()
         now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
-        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first, self.costs.row
+        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, len(seqs))), self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
@@ -314,8 +314,9 @@ class Auto:
     # learning
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        for known in self.methods.values():
-            known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
+        if any(span.seq.id in self._texts for span in spans):  # others' rounds would pay for probes of this policy's texts
+            for known in self.methods.values():
+                known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
         if self._rested:  # nothing to learn from
             return
         self._decide_ms += OF_LATE * (timing.decide_ms - self._decide_ms)

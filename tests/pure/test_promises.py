@@ -1,0 +1,83 @@
+"""What `auto` believes of a round before it decides: what costly methods promise, what steps cost, what may be tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from speculon.control.auto import PROBE_SHARE, Auto
+from speculon.control.estimate import StepCost
+from speculon.control.simulate import play
+from speculon.control.timing import Timing
+from speculon.core import Load, Span, Verdict
+from tests.builders import make_sequence
+from tests.pure.test_control import world
+
+
+class Weighing(Auto):
+    """Counts how often costly methods are weighed."""
+
+    weighed = 0
+
+    def _offer(self, method: str, group: Any) -> Any:
+        self.weighed += 1
+        return super()._offer(method, group)
+
+
+def taught() -> Weighing:
+    auto = Weighing()
+    play(auto, world(lambda *_: 0.9), 500)
+    auto.weighed = 0
+    return auto
+
+
+def test_a_promise_is_believed_for_four_rounds_of_the_same_texts_and_never_beyond_their_room() -> None:
+    auto, seq, other = taught(), make_sequence([1], max_tokens=9, method="model", k=8), make_sequence([1], method="model")
+    drafts = []
+    for _ in range(8):
+        (decision,) = auto.decide([seq], Load(1, 0, 9))
+        drafts.append(decision.k)
+        assert decision.k < seq.room
+        seq.tokens.append(1)
+    assert auto.weighed == 2 and drafts[0] > drafts[-1], drafts
+    auto.decide([seq, other], Load(2, 0, 9))
+    assert auto.weighed == 3, "another crowd"
+
+
+def test_a_method_that_has_become_cheap_is_asked_once() -> None:
+    auto, seq = taught(), make_sequence([1], method="model", k=8)
+    (before,) = auto.decide([seq], Load(1, 0, 9))
+    auto.methods["model"].cost.restore([0.001, 0.0, 0.0, 0.0])
+    (after,) = auto.decide([seq], Load(1, 0, 9))
+    assert [ask.method for ask in before.asks] == [ask.method for ask in after.asks] == ["model"]
+
+
+def crooked(texts: int, drafting: int) -> float:
+    """Kernels for single rows are faster than any straight line says, and one row more needs the others."""
+    return 4.0 + 0.5 * texts - (1.0 if texts == 4 and not drafting else 0.0) + 0.1 * drafting
+
+
+@pytest.mark.parametrize("drafting", [0, 1, 4])
+def test_steps_that_no_sum_fits_are_known_by_themselves(drafting: int) -> None:
+    costs = StepCost()
+    for i in range(400):
+        texts = (1, 4, 8)[i % 3]
+        some = (0, min(1, texts), texts)[i // 3 % 3]
+        costs.observe(texts, some, 2 * some, crooked(texts, some))
+    straight = costs._fit.at((1.0, 4, 0, 0))
+    assert costs.at(4, drafting, 2 * drafting) == pytest.approx(crooked(4, drafting), rel=0.03)
+    assert straight == pytest.approx(crooked(4, 0) + 0.6, abs=0.4), "a sum alone does not tell"
+    assert costs.first(4) + 2 * costs.row == pytest.approx((crooked(4, 4) - crooked(4, 0)) / 4, rel=0.3)
+
+
+def test_time_for_probes_is_saved_in_rounds_of_its_own_texts_alone() -> None:
+    auto, mine, other = Auto(), make_sequence([1], method="model"), make_sequence([1], method="model")
+    auto.costs.observe(1, 0, 0, 5.0)
+    auto._know("model")
+    timing = Timing(10.0, {}, 0.0)
+    auto.observe([Span(other, 0, 1)], [Verdict((1,))], timing)
+    assert auto.methods["model"].saved_ms == 0.0
+    auto.decide([mine], Load(1, 0, 9))
+    auto.observe([Span(mine, 0, 1)], [Verdict((1,))], timing)
+    assert auto.methods["model"].saved_ms == pytest.approx(10.0 * PROBE_SHARE)
