@@ -81,3 +81,24 @@ def test_time_for_probes_is_saved_in_rounds_of_its_own_texts_alone() -> None:
     auto.decide([mine], Load(1, 0, 9))
     auto.observe([Span(mine, 0, 1)], [Verdict((1,))], timing)
     assert auto.methods["model"].saved_ms == pytest.approx(10.0 * PROBE_SHARE)
+
+
+def steady(costs: StepCost, texts: int, drafting: int, ms: float, count: int = 300) -> None:
+    for _ in range(count):
+        costs.observe(texts, drafting, drafting, ms)
+
+
+@pytest.mark.parametrize("before, after", [(50.0, 5.0), (5.0, 14.0)], ids=["a cold first step", "a machine that is slower now"])
+def test_what_a_plain_step_takes_is_found_again(before: float, after: float) -> None:
+    costs = StepCost()
+    steady(costs, 1, 0, before, 1 if before > after else 300)
+    steady(costs, 1, 0, after)
+    assert costs.at(1, 0, 0) == pytest.approx(after, rel=0.05)
+
+
+def test_what_is_not_measured_for_long_goes_back_to_the_sum() -> None:
+    costs = StepCost()
+    steady(costs, 1, 0, 9.0)
+    steady(costs, 1, 1, 10.0)
+    steady(costs, 1, 1, 6.0, 1000)  # twice as fast now, and nothing plain to tell
+    assert costs.at(1, 0, 0) < 7.0

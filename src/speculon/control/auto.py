@@ -198,7 +198,7 @@ class Auto:
         key = method, tuple(kinds), round(ALIKE * share), round(ALIKE * log(tokens / ms)), round(ALIKE * log(ms))
         if (found := self._plans.get(key)) is None:
             offer = self._offered(method, kinds, tokens, ms)
-            found = self._plans[key] = offer, offer.best(share, tokens, ms)
+            found = self._plans[key] = offer, offer.best(share, tokens, ms, self._round.texts)
         return found
 
     def _offered(self, method: str, kinds: list[Kind], tokens: float, ms: float) -> Offer:
@@ -242,7 +242,7 @@ class Auto:
         if now.number - since >= WHY_ROUNDS:
             best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
             alone, sure = (
-                Offer(known.cost, {one: 1}, {one: survival}, now.first_ms, now.row_ms).plan(1, rate)
+                Offer(known.cost, {one: 1}, {one: survival}, self.costs.first(1), now.row_ms).plan(1, rate)
                 for survival in (best, [1.0] * len(best))
             )
             reason = Reason.COST
@@ -260,7 +260,7 @@ class Auto:
         for method, group in now.costly.items():
             known, (seq, _) = self._know(method), group[now.number % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
-            price = known.cost.at(1, k) + now.first_ms + k * now.row_ms
+            price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
             reading = known.cost.read * (len(seq.tokens) - seq.drafted.get(method, 0) - 1)
             # reading what a long text adds may cost as much as is saved meanwhile: no probe would ever be due
             if method not in used and known.saved_ms >= price + min(reading, price):

@@ -36,6 +36,7 @@ COLD_CALLS = 3  # guess: of a method, before its cost is believed
 OUTLIER = 2.0  # times the estimate
 SETTLED, EVERY = 64, 3  # measurements after which only one in so many is taken in: no common rhythm has this period
 OF_LATE = 0.1  # weight of the last step in what steps like it take
+STALE = 0.01  # of what is known of other steps, that is given up with each
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
@@ -273,14 +274,19 @@ class StepCost(Cost):
     + per drafting text + per draft. In ms. A first draft costs more than the next ones: single rows have faster ways.
 
     A sum that fits all steps a little fits none: what a plain step of so many texts takes of late is known by itself, and what
-    steps with drafts, of some texts or of all, take is followed as a factor. Where a plain step is believed to cost 5 % more than
-    it does, drafts seem to pay that do not.
+    one takes in which all of them draft is followed as a factor. Where a plain step is believed to cost 5 % more than it does,
+    drafts seem to pay that do not. What is not measured for long goes back to the sum.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._plain: dict[int, float] = {}  # texts -> ms
-        self._beside: dict[tuple[int, bool], float] = {}  # texts, whether all of them draft -> factor
+        self._beside: dict[int, float] = {}  # texts that all draft -> factor
+
+    def restore(self, state: list[float]) -> None:
+        super().restore(state)
+        self._plain.clear()
+        self._beside.clear()
 
     def first(self, texts: int) -> float:
         """What a text's first draft costs beyond its row, where all of these texts draft."""
@@ -294,7 +300,7 @@ class StepCost(Cost):
         """Never less for more rows, and never nothing: a fit of noisy times may say so, and rates are divided by it."""
         if not drafting and texts in self._plain:
             return self._plain[texts]
-        factor = self._beside.get((texts, drafting == texts), 1.0) if drafting else 1.0
+        factor = self._beside.get(texts, 1.0) if drafting == texts else 1.0
         return max(LEAST_MS, factor * self._fit.at((1.0, texts, drafting, drafts)))
 
     def observe(self, texts: int, drafting: int, drafts: int, ms: float) -> None:
@@ -304,14 +310,18 @@ class StepCost(Cost):
                 (0.9 * alone, 0.1 * alone, 0.03 * alone, 0.03 * alone), (alone, 0.1 * alone, 0.1 * alone, 0.05 * alone)
             )
         self._fit.observe((1.0, texts, drafting, drafts), ms)
-        fitted = max(LEAST_MS, self._fit.at((1.0, texts, drafting, drafts)))
+        if ms <= 0:
+            return
         before = self.at(texts, drafting, drafts)
-        if before / OUTLIER < ms < OUTLIER * before:
-            now = before + OF_LATE * (ms - before)
-            if drafting:
-                self._beside[texts, drafting == texts] = now / fitted
-            else:
-                self._plain[texts] = now
+        slow = ms > OUTLIER * before  # once it is another process, again and again it is so
+        now = before + (OF_LATE / 16 if slow else OF_LATE) * (min(ms, OUTLIER * before) - before)
+        if not drafting:
+            self._plain[texts] = now
+            self._beside[texts] = 1.0 + (1 - STALE) * (self._beside.get(texts, 1.0) - 1.0)
+        elif drafting == texts:
+            self._beside[texts] = now / max(LEAST_MS, self._fit.at((1.0, texts, drafting, drafts)))
+        if drafting and texts in self._plain:
+            self._plain[texts] += STALE * (self._fit.at((1.0, texts, 0, 0)) - self._plain[texts])
 
 
 class ProposalCost(Cost):

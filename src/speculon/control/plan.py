@@ -9,7 +9,7 @@ from typing import NamedTuple
 from speculon.control.estimate import ProposalCost
 from speculon.core import Ask, Reason
 
-MARGIN = 0.05  # of the round's rate: what a costly method must add to it, since the luckiest of noisy estimates is chosen
+MARGIN = 0.05  # of the round's rate: what a costly method for all texts must add, since the luckiest of noisy estimates is chosen
 TAKE_UP = 0.1  # ms
 TURNS = 2  # of Dinkelbach's iteration
 
@@ -42,15 +42,16 @@ class Offer:
     first_ms: float  # of a text's first draft beyond a draft's row
     row_ms: float  # of each draft
 
-    def best(self, share: float, tokens: float, ms: float) -> Plan | None:
-        """The proposal for a share of these texts that raises a round's rate most; `tokens` and `ms` are those without it."""
+    def best(self, share: float, tokens: float, ms: float, crowd: int) -> Plan | None:
+        """The proposal for a share of these texts, out of a crowd, that raises a round's rate most; `tokens` and `ms` are those
+        without it."""
         plan, rate = None, tokens / ms
         for _ in range(TURNS):
             found = self.plan(share, rate)
             if found is None:
                 break
             plan, rate = found, (tokens + found.tokens) / (ms + found.ms)
-        return plan if rate > (1 + MARGIN) * tokens / ms else None
+        return plan if rate > (1 + MARGIN * sum(self.texts.values()) / crowd) * tokens / ms else None
 
     def plan(self, share: float, rate: float) -> Plan | None:
         """The proposal that gains most where one ms could write `rate` tokens."""
