@@ -297,7 +297,7 @@ class StepCost(Cost):
         return max(0.0, self._fit.parts[3])
 
     def at(self, texts: int, drafting: int, drafts: int) -> float:
-        """Never less for more rows, and never nothing: a fit of noisy times may say so, and rates are divided by it."""
+        """Never nothing: a fit of noisy times may say so, and rates are divided by it. Never less for more drafts."""
         if not drafting and texts in self._plain:
             return self._plain[texts]
         factor = self._beside.get(texts, 1.0) if drafting == texts else 1.0
