@@ -68,20 +68,30 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "calls"),
+    ("sizes", "again", "calls"),  # `again`: bytes that may be read again, so that rows of a draft are served singly
     [
-        (((1, 30),), [1]),
-        (((1, 1),), [1]),
-        (((1, 20), (1, 20)), [2]),
-        (((1, 30), (1, 17), (1, 1)), [3]),
-        (((1, 30), (4, 17), (1, 40)), [2]),  # the rows of a draft between them
-        (((150, 170), (1, 17)), [1]),  # a prompt in pieces
+        (((1, 30),), attention.REREAD, [1]),
+        (((1, 1),), attention.REREAD, [1]),
+        (((1, 20), (1, 20)), attention.REREAD, [2]),
+        (((1, 30), (1, 17), (1, 1)), attention.REREAD, [3]),
+        (((1, 30), (4, 17), (1, 40)), attention.REREAD, [6]),
+        (((1, 30), (4, 17), (1, 40)), 0, [2]),
+        (((3, 30), (2, 2)), attention.REREAD, [5]),
+        (((4, 30),), attention.REREAD, []),  # nobody is served with it
+        (((150, 170), (1, 17)), 0, [1]),  # a prompt in pieces
     ],
 )
 @torch.inference_mode()
 def test_single_rows_see_their_own_keys(
-    kv_heads: int, window: int | None, scattered: bool, sizes: tuple[tuple[int, int], ...], calls: list[int]
+    kv_heads: int,
+    window: int | None,
+    scattered: bool,
+    sizes: tuple[tuple[int, int], ...],
+    again: int,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention, "REREAD", again)
     torch.manual_seed(0)
     store = store_of(kv_heads, window)
     view = store.view_of(spans_of(store, *sizes, scattered=scattered))

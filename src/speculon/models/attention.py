@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ PIECE = {
 CALL = {"cpu": 200 << 10}
 CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
 ROW, COPY = 0.08, 0.1
+# In a crowd a text of few rows is read once for each of them where that is less than this: to serve it apart from single rows, by
+# another call, with rows picked out and put back, costs as much (1.0 to 1.5 ms of a step of 20 layers, 25 MB of keys a ms).
+REREAD = 1 << 20
 
 
 @dataclass(slots=True)
@@ -164,7 +168,8 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     window, folded = spec.window, group if plain else 1
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
-    spans = [piece for span in view.spans for piece in pieces(span, PIECE.get(device.type, span.rows))]
+    each = bool(entry) and rereads(view.spans, window) * spec.bytes_per_token <= REREAD
+    spans = [piece for span in view.spans for piece in pieces(span, 1 if each else PIECE.get(device.type, span.rows))]
     for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
         if len(bucket) == 1:
             call = span_call(bucket[0], window, folded, dtype, device)
@@ -179,6 +184,11 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
         at += len(bucket) * call.n
     order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
     return Calls(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
+
+
+def rereads(spans: list[SpanView], window: int | None) -> float:
+    """Keys that are read again where each row of a crowd is served by itself; a text alone is served as it lies."""
+    return sum((s.rows - 1) * reach(s, window) for s in spans) if len(spans) > 1 else inf
 
 
 def pieces(span: SpanView, most: int) -> list[SpanView]:
