@@ -78,7 +78,10 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
         (((1, 30), (4, 17), (1, 40)), 0, [2]),
         (((3, 30), (2, 2)), attention.REREAD, [5]),
         (((4, 30),), attention.REREAD, []),  # nobody is served with it
-        (((150, 170), (1, 17)), 0, [1]),  # a prompt in pieces
+        (((2, 30), (2, 9), (1, 40), (1, 17)), 0, []),  # a call for all, since half of them draft
+        (((2, 30), (1, 40), (1, 17)), 0, [2]),
+        (((33, 40), (1, 17)), attention.REREAD, [1]),  # a prompt
+        (((150, 170), (1, 17)), attention.REREAD, [1]),  # in pieces
     ],
 )
 @torch.inference_mode()

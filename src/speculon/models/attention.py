@@ -26,8 +26,8 @@ PIECE = {
 CALL = {"cpu": 200 << 10}
 CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
 ROW, COPY = 0.08, 0.1
-# In a crowd a text of few rows is read once for each of them where that is less than this: to serve it apart from single rows, by
-# another call, with rows picked out and put back, costs as much (1.0 to 1.5 ms of a step of 20 layers, 25 MB of keys a ms).
+# Single rows among few have a call of their own, and rows are picked out and put back: 1.0 to 1.5 ms of a step of 20 layers, the time
+# in which this many bytes of keys and values are read in each.
 REREAD = 1 << 20
 
 
@@ -168,8 +168,9 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     window, folded = spec.window, group if plain else 1
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
-    each = bool(entry) and rereads(view.spans, window) * spec.bytes_per_token <= REREAD
-    spans = [piece for span in view.spans for piece in pieces(span, 1 if each else PIECE.get(device.type, span.rows))]
+    most = 1 if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD else PIECE.get(device.type)
+    entry = 0 if most != 1 and joined_by_most(view.spans) else entry
+    spans = [piece for span in view.spans for piece in pieces(span, most or span.rows)]
     for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
         if len(bucket) == 1:
             call = span_call(bucket[0], window, folded, dtype, device)
@@ -187,8 +188,16 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
 
 
 def rereads(spans: list[SpanView], window: int | None) -> float:
-    """Keys that are read again where each row of a crowd is served by itself; a text alone is served as it lies."""
-    return sum((s.rows - 1) * reach(s, window) for s in spans) if len(spans) > 1 else inf
+    """Keys that are read again where each row of a crowd is served by itself. A text alone is served as it lies, a prompt in pieces."""
+    if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans):
+        return inf
+    return sum((span.rows - 1) * reach(span, window) for span in spans)
+
+
+def joined_by_most(spans: list[SpanView]) -> bool:
+    """Whether single rows go along with the few rows of others: those are at least as many, and not one, which is read in place."""
+    singles, few = (sum(least <= span.rows <= most for span in spans) for least, most in ((1, 1), (2, FOLD_ROWS)))
+    return 1 < few >= singles
 
 
 def pieces(span: SpanView, most: int) -> list[SpanView]:
