@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import log
 from operator import mul
@@ -21,51 +21,27 @@ from typing import Any
 from speculon.control.estimate import Own, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
 from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised
+from speculon.control.round import Group, Round
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
 from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 6  # rounds at most between two look-ups of a text; where nothing else is asked, all rest meanwhile
+SELDOM = 6, 16  # rounds at most between two look-ups of a text: the more, the more being awake costs; all may rest meanwhile
+IN_VAIN = 0.01  # guess: of all time, for looking where nothing is found
 COLD_K = 4  # drafts of the first proposals of a method
-AWAKE = 2.0  # guess: times what deciding takes that looking, weighing and learning take with it
+AWAKE = 3.5  # times what deciding takes: with looking, learning, and what both put out of the caches, it was 3 to 4
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
-SURPRISE = 1.5  # guess: times the drafts of a probe that were believed to stand
+PROBE_DEBT = 4.0  # times its price, at most, that is saved up afterwards for what it read first: the next one would never be due
+SURPRISE = 0.05  # guess: the chance that so many drafts of a probe were believed to have to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 AGAIN = 4  # rounds for which what costly methods promise is believed, of the same texts
 NEWS = 8  # rounds for which a plan is kept, for the same texts
 ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
 WHY_ROUNDS = 32  # for which a reason to refuse is taken for unchanged
-
-Group = list[tuple[Sequence, Text]]
-
-
-@dataclass(slots=True)
-class Round:
-    """What is believed of the round that runs."""
-
-    number: int = 0
-    texts: int = 0
-    tokens: float = 0.0
-    ms: float = 1.0
-    plain_ms: float = 1.0
-    kept_tokens: float = 0.0  # that the drafts kept so far are believed to add
-    kept_ms: float = 0.0
-    first_ms: float = 0.0  # of a text's first draft beyond a draft's row
-    row_ms: float = 0.0  # of each draft
-    cheap: dict[str, float] = field(default_factory=dict)  # method -> tokens that could be written while it looks
-    costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
-    promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
-    refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
-    awake: float = 0.0  # tokens for each text that could be written while look-ups alone keep the policy awake
-    passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
-    tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
-    probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
-    new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
-    busy: bool = False  # whether any text asks, or will before the next round in which all look
 
 
 class Auto:
@@ -98,14 +74,16 @@ class Auto:
         if self._rested < self._rest and ids == self._last[0]:
             self._rested += 1
             return self._last[1]
-        able = self._begin(seqs)
+        able = self._begin(seqs, max(len(seqs), load.running))  # prompts that are read now will be texts soon
         now = self._round
         now.promise, now.refused = self._promises(ids)
         self._probe()
-        now.awake = 0.0 if now.promise or now.probes else AWAKE * self._decide_ms * now.tokens / now.ms / len(seqs)
+        awake_ms = AWAKE * self._decide_ms
+        now.seldom = int(min(SELDOM[1], max(SELDOM[0], awake_ms / (IN_VAIN * now.ms))))
+        now.awake = 0.0 if now.promise or now.probes else awake_ms * now.tokens / now.ms / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
-        self._rest = 0 if now.busy or len(self._shadow) else SELDOM - 1 - now.number % SELDOM
+        self._rest = 0 if now.busy or len(self._shadow) else now.seldom - 1 - now.number % now.seldom
         return self._last[1]
 
     def _promises(self, ids: list[int]) -> tuple[dict[int, Promise], Reason]:
@@ -119,16 +97,16 @@ class Auto:
             last = self._promised = Promised(to, now.number, best, now.refused)
         return last.best, last.refused
 
-    def _begin(self, seqs: list[Sequence]) -> Group:
-        """What the round would be if it went on as of late; the texts that may draft."""
+    def _begin(self, seqs: list[Sequence], crowd: int) -> Group:
+        """What the round of a crowd would be if it went on as of late; the texts that may draft."""
         number = self._round.number + self._rested + 1
         for text in self._texts.values() if self._rested else ():
             text.bare += self._rested * bool(text.bare)
         self._rested = 0
         if number // NEWS != self._round.number // NEWS:
             self._plans.clear()
-        now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
-        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, len(seqs))), self.costs.row
+        now = self._round = Round(number, crowd, float(crowd), self.costs.at(crowd, 0, 0))
+        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, crowd)), self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
@@ -168,8 +146,8 @@ class Auto:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
             worth = text.of(method).worth - now.awake
-            pause = 1 if not price or price < worth else int(min(SELDOM, (price / max(worth, 1e-9)) ** 2))
-            now.busy |= pause < SELDOM
+            pause = 1 if not price or price < worth else int(min(now.seldom, (price / max(worth, 1e-9)) ** 2))
+            now.busy |= pause < now.seldom
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
                 asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
@@ -261,9 +239,7 @@ class Auto:
             known, (seq, _) = self._know(method), group[now.number % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
             price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
-            reading = known.cost.read * (len(seq.tokens) - seq.drafted.get(method, 0) - 1)
-            # reading what a long text adds may cost as much as is saved meanwhile: no probe would ever be due
-            if method not in used and known.saved_ms >= price + min(reading, price):
+            if method not in used and known.saved_ms >= price:
                 known.saved_ms = 0.0
                 now.probes[seq.id] = ask(method, k)
 
@@ -324,8 +300,13 @@ class Auto:
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
             self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms)
+        probed = {ask.method for ask in now.probes.values()}
         for method, call in timing.proposals.items():
-            self._know(method).cost.observe(*call)
+            known = self._know(method)
+            if method in probed:
+                price = known.cost.at(call.texts, call.k)
+                known.saved_ms -= min(max(0.0, call.ms - price), PROBE_DEBT * price)
+            known.cost.observe(*call)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
@@ -397,7 +378,7 @@ class Auto:
         """What a probe has shown, beside what was believed."""
         known, own = self._know(method), text.of(method)
         chances = own.adjusted(known.of(seq.kind).chances(grades))
-        surprised = accepted > SURPRISE * sum(accumulate(chances, mul))
+        surprised = accepted > 0 and [*accumulate(chances, mul)][accepted - 1] < SURPRISE
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news
             known.saved_ms = float("inf")

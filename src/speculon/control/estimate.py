@@ -231,10 +231,12 @@ class Fit:
         self._count += 1
         if ms <= 0 or (self._count > SETTLED and self._count % EVERY):  # 0: a clock too coarse for it
             return
-        x, y, z, w = (value / ms for value in features)  # what is fitted is 1
+        believed = max(LEAST_MS, self.at(features))
+        slow = ms > OUTLIER * believed  # another process took the core
+        # Relative to what is believed: if to what was measured, slow ones would count for less, and costs for too little.
+        x, y, z, w = (value / believed for value in features)
         a, b, c, d = self.parts
-        error = 1.0 - (a * x + b * y + c * z + d * w)
-        slow = ms > OUTLIER * self.at(features)  # another process took the core
+        error = min(ms / believed, OUTLIER) - (a * x + b * y + c * z + d * w)
         px, py, pz, pw = gain = [p * x + q * y + r * z + s * w for p, q, r, s in self._p]
         total = NOISE * (16.0 if slow else 1.0) + x * px + y * py + z * pz + w * pw
         step = error / total

@@ -26,8 +26,8 @@ PIECE = {
 CALL = {"cpu": 200 << 10}
 CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
 ROW, COPY = 0.08, 0.1
-# Single rows among few have a call of their own, and rows are picked out and put back: 1.0 to 1.5 ms of a step of 20 layers, the time
-# in which this many bytes of keys and values are read in each.
+# Single rows beside few rows of others have a call of their own, and rows are picked out and put back: 1.0 to 1.5 ms of a step of
+# 20 layers, the time in which so many bytes of keys and values are read in each.
 REREAD = 1 << 20
 
 
@@ -188,14 +188,14 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
 
 
 def rereads(spans: list[SpanView], window: int | None) -> float:
-    """Keys that are read again where each row of a crowd is served by itself. A text alone is served as it lies, a prompt in pieces."""
+    """Keys that are read again where each row of a crowd is served by itself; not for a text alone, nor beside a prompt."""
     if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans):
         return inf
     return sum((span.rows - 1) * reach(span, window) for span in spans)
 
 
 def joined_by_most(spans: list[SpanView]) -> bool:
-    """Whether single rows go along with the few rows of others: those are at least as many, and not one, which is read in place."""
+    """Whether single rows go along with the few rows of others: those are as many, and not one, which is read in place."""
     singles, few = (sum(least <= span.rows <= most for span in spans) for least, most in ((1, 1), (2, FOLD_ROWS)))
     return 1 < few >= singles
 

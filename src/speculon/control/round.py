@@ -1,0 +1,37 @@
+"""What the policy `auto` believes of the round that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from speculon.control.known import Text
+from speculon.control.plan import Promise
+from speculon.core import Ask, Draft, Reason, Sequence
+
+Group = list[tuple[Sequence, Text]]
+
+
+@dataclass(slots=True)
+class Round:
+    """What is believed of the round that runs."""
+
+    number: int = 0
+    texts: int = 0
+    tokens: float = 0.0
+    ms: float = 1.0
+    plain_ms: float = 1.0
+    kept_tokens: float = 0.0  # that the drafts kept so far are believed to add
+    kept_ms: float = 0.0
+    first_ms: float = 0.0  # of a text's first draft beyond a draft's row
+    row_ms: float = 0.0  # of each draft
+    cheap: dict[str, float] = field(default_factory=dict)  # method -> tokens that could be written while it looks
+    costly: dict[str, Group] = field(default_factory=dict)  # method -> texts it may draft for
+    promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
+    refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
+    awake: float = 0.0  # tokens for each text that could be written while look-ups alone keep the policy awake
+    seldom: int = 1  # rounds at most between two look-ups of a text
+    passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
+    tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
+    probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
+    new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
+    busy: bool = False  # whether any text asks, or will before the next round in which all look
