@@ -389,9 +389,9 @@ class Counting(Auto):
         super().__init__()
         self.rounds, self.thought, self.asked = 0, [], []  # type: ignore[var-annotated]
 
-    def _begin(self, seqs: list[Sequence], crowd: int) -> list[tuple[Sequence, Known]]:
+    def _begin(self, seqs: list[Sequence]) -> list[tuple[Sequence, Known]]:
         self.thought.append(self.rounds)
-        return super()._begin(seqs, crowd)
+        return super()._begin(seqs)
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         self.rounds += 1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from random import Random
+from statistics import mean
 from typing import Any
 
 import pytest
 
-from speculon.control.auto import PROBE_SHARE, Auto
-from speculon.control.estimate import StepCost
-from speculon.control.simulate import play
+from speculon.control import auto as policy
+from speculon.control.auto import PROBE_SHARE, SELDOM, Auto
+from speculon.control.estimate import ProposalCost, Share, StepCost
+from speculon.control.simulate import Way, World, play
 from speculon.control.timing import Timing
 from speculon.core import Load, Span, Verdict
 from tests.builders import make_sequence
-from tests.pure.test_control import world
+from tests.pure.test_control import MODEL, STEP, plain, world
 
 
 class Weighing(Auto):
@@ -102,3 +106,60 @@ def test_what_is_not_measured_for_long_goes_back_to_the_sum() -> None:
     steady(costs, 1, 1, 10.0)
     steady(costs, 1, 1, 6.0, 1000)  # twice as fast now, and nothing plain to tell
     assert costs.at(1, 0, 0) < 7.0
+
+
+def test_a_noisy_cost_is_believed_to_be_its_mean() -> None:
+    random, cost = Random(1), ProposalCost()
+    taken = [4.0 * random.lognormvariate(0, 0.3) for _ in range(3000)]
+    believed = [cost.at(4, 3) for ms in taken if not cost.observe(4, 3, ms)]
+    # relative to what was measured, which is what gives slow calls less weight, it would be 12 % less
+    assert mean(believed[1000:]) == pytest.approx(mean(taken), rel=0.05)
+
+
+def test_a_first_call_that_read_much_does_not_make_the_others_cheap() -> None:
+    cost = ProposalCost()
+    cost.observe(1, 4, 20.0, 3000)
+    for _ in range(8):
+        cost.observe(1, 4, 12.0)
+    assert cost.at(1, 4) > 10
+
+
+def test_a_drafter_believed_to_be_poor_that_becomes_good_is_news() -> None:
+    auto = play(Auto(), world(lambda number, _: 0.3 if number < 2000 else 0.95, lambda _: 8), 4000)
+    assert sum(map(bool, auto.drafted[1500:2000])) < 50, "it does not pay"
+    assert all(auto.drafted[3000:]), "nobody noticed"
+
+
+@pytest.mark.parametrize(("debt", "fair"), [(policy.PROBE_DEBT, True), (0.0, False)])
+def test_probes_pay_for_what_they_read(debt: float, fair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of 300 unread tokens, one after the other: to try a method on one takes 12 ms of reading."""
+    monkeypatch.setattr(policy, "PROBE_DEBT", debt)
+    way = Way(lambda *_: 0.0, MODEL, 0.02)
+    played = play(Auto(), World(STEP, {"model": way}, lambda _: 4, length=300), 6000)
+    assert (sum(map(bool, played.drafted[1000:])) < 25) is fair
+    assert played.rate(1000) > 0.97 * plain(4)
+
+
+@pytest.mark.parametrize("decide_ms", [0.05, 5.0])
+def test_look_ups_in_vain_are_rarer_where_being_awake_is_dear_but_never_rarer_than_said(decide_ms: float) -> None:
+    auto, seq = Auto(), make_sequence([1], max_tokens=2000, method="suffix", k=8)
+    auto.costs.restore([4.0, 0.5, 0.1, 0.3])
+    auto._know("suffix").cost.restore([0.05, 0.0, 0.0, 0.0])
+    looked = []
+    for number in range(400):
+        (decision,) = auto.decide([seq], Load(1, 0, 9))
+        looked += [number] * bool(decision.k)
+        auto.observe([Span(seq, len(seq.tokens) - 1, 1)], [Verdict((1,))], Timing(4.5, {}, decide_ms * (1 + number % 3 / 10)))
+        seq.tokens.append(1)
+    gaps = [b - a for a, b in pairwise(number for number in looked if number > 200)]
+    assert set(gaps) == {SELDOM[decide_ms > 1]}, gaps
+
+
+def test_a_method_that_broke_its_promises_is_believed_less_until_that_is_forgiven() -> None:
+    auto, scene = Auto(), world(lambda *_: 0.9)
+    play(auto, scene, 500)
+    known = auto.methods["model"]
+    assert known.keeps > 0.9, "it kept them"
+    known.kept = Share(0.0, 1000.0)
+    played = play(auto, scene, 1000)
+    assert not any(played.drafted[20:100:7]) and all(played.drafted[900:])

@@ -18,8 +18,11 @@ from speculon.core import LayerSpec, Needs, Reason
 from speculon.errors import ConfigError, MemoryExceeded
 from speculon.kv import budget
 from speculon.kv.budget import Budget
-from speculon.proposers import draft_model
+from speculon.proposers import draft_model, registry
+from tests.tiny.conftest import tiny_target
+from tests.tiny.drafting import DRAFT, Doubting, use_draft
 from tests.tiny.folders import make_folder
+from tests.tiny.scripted import make_engine
 
 HELD, FREE = 1 << 29, 1 << 33
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -95,6 +98,27 @@ def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]
     assert sum(getattr(promise, part) for part in budget.PARTS) == promise.estimate and promise.held == HELD
     for number in (promise.estimate, promise.limit, promise.drafters, promise.pages):
         assert str(number) in str(raised.value)
+
+
+def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts fill the pool while all drafts are wrong; when one of them makes room, the other drafts again."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    use_draft(Doubting(tiny_target("llama"), 1.0))
+    engine = make_engine(tiny_target("llama"), num_blocks=40, block_size=1, prefix_cache=False, speculation=DRAFT)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine.add_request(PROMPT[:12], params, {"method": "draft_model", "num_speculative_tokens": 4}, "drafts")
+    engine.add_request(PROMPT[:12], params, {"method": "off"}, "plain")
+    refused, drafted = [0], [0]
+    while engine.has_work:
+        for seq in engine.scheduler.running:
+            if seq.request_id == "drafts":
+                refused.append(seq.stats.reasons[Reason.NO_PAGES])
+                drafted.append(seq.stats.drafted_at.total())
+        engine.step()
+        engine.check_integrity()
+    full = next(i for i, count in enumerate(refused) if count)
+    assert drafted[full] > 0 and drafted[-1] > drafted[full], "it never drafted again"
+    assert engine.pool.available == engine.pool.num_blocks
 
 
 def test_allow_loads_all_the_same(folder: Path) -> None:

@@ -78,6 +78,7 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
         (((1, 30), (4, 17), (1, 40)), 0, [2]),
         (((3, 30), (2, 2)), attention.REREAD, [5]),
         (((4, 30),), attention.REREAD, []),  # nobody is served with it
+        (((4, 17), (1, 30)), 0, [1]),  # one alone is read in place
         (((2, 30), (2, 9), (1, 40), (1, 17)), 0, []),  # a call for all, since half of them draft
         (((2, 30), (1, 40), (1, 17)), 0, [2]),
         (((33, 40), (1, 17)), attention.REREAD, [1]),  # a prompt
@@ -126,3 +127,28 @@ def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
     view.memo.clear()
     monkeypatch.setattr(attention, "gather_bytes", lambda device: 20 * HEADS * 8)
     assert sparse_calls(view, 3, query[..., :WIDTH]) == [1]  # the shorter one: the other has too many entries
+
+
+@pytest.mark.parametrize(("window", "least"), [(None, 17 + 3 * 30), (9, 10 + 3 * 12)])
+@torch.inference_mode()
+def test_what_may_be_read_again_is_counted_in_bytes(window: int | None, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(3, window)
+    view = store.view_of(spans_of(store, (2, 17), (4, 30), (1, 40)))
+    query = torch.randn(7, HEADS, WIDTH)
+    token = store.layers[0].bytes_per_token
+    for more, calls in ((0, [7]), (-1, [])):
+        monkeypatch.setattr(attention, "REREAD", least * token + more)
+        view.memo.clear()
+        assert sparse_calls(view, 3, query) == calls
+
+
+@torch.inference_mode()
+def test_single_rows_go_along_with_drafts_only_where_all_are_copied_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "REREAD", 0)
+    store = store_of(3)
+    view = store.view_of(spans_of(store, (2, 30), (2, 30), (1, 40), (1, 17)))
+    query, token = torch.randn(6, HEADS, WIDTH), store.layers[0].bytes_per_token
+    for more, calls in ((0, []), (-1, [2])):
+        monkeypatch.setattr(attention, "gather_bytes", lambda device, more=more: 4 * 40 * token + more)
+        view.memo.clear()
+        assert sparse_calls(view, 3, query) == calls

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate
-from math import log
+from math import log, prod
 from operator import mul
 from typing import Any
 
-from speculon.control.estimate import Own, StepCost, grades_of
+from speculon.control.estimate import OUTLIER, Own, Share, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
 from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised
 from speculon.control.round import Group, Round
@@ -28,14 +28,14 @@ from speculon.control.timing import Timing
 from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence, Span, SpanKind, Verdict
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
-SELDOM = 6, 16  # rounds at most between two look-ups of a text: the more, the more being awake costs; all may rest meanwhile
-IN_VAIN = 0.01  # guess: of all time, for looking where nothing is found
+SELDOM = 8, 16  # rounds at most between two look-ups of a text: the longer where being awake costs more; all may rest meanwhile
+IN_VAIN = 0.01  # guess: of all time, for being awake in vain in one round of so many
 COLD_K = 4  # drafts of the first proposals of a method
 AWAKE = 3.5  # times what deciding takes: with looking, learning, and what both put out of the caches, it was 3 to 4
 PROBE_K = 2  # drafts of a probe
-PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay
-PROBE_DEBT = 4.0  # times its price, at most, that is saved up afterwards for what it read first: the next one would never be due
-SURPRISE = 0.05  # guess: the chance that so many drafts of a probe were believed to have to stand
+PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay; more where it must read long texts first
+PROBE_DEBT = 4.0  # times its price, at most, that is saved afterwards for what it read: else the next one would never be due
+SURPRISE = 0.2  # guess: the chance that so many drafts of a probe were believed to have to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 AGAIN = 4  # rounds for which what costly methods promise is believed, of the same texts
@@ -63,6 +63,7 @@ class Auto:
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
         self._decide_ms = 0.0  # in rounds that are no rest, of late
+        self._probes = 0
         self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
 
     # deciding
@@ -74,12 +75,12 @@ class Auto:
         if self._rested < self._rest and ids == self._last[0]:
             self._rested += 1
             return self._last[1]
-        able = self._begin(seqs, max(len(seqs), load.running))  # prompts that are read now will be texts soon
+        able = self._begin(seqs)
         now = self._round
         now.promise, now.refused = self._promises(ids)
         self._probe()
         awake_ms = AWAKE * self._decide_ms
-        now.seldom = int(min(SELDOM[1], max(SELDOM[0], awake_ms / (IN_VAIN * now.ms))))
+        now.seldom = SELDOM[awake_ms > SELDOM[0] * IN_VAIN * now.ms]
         now.awake = 0.0 if now.promise or now.probes else awake_ms * now.tokens / now.ms / len(seqs)
         decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
@@ -97,16 +98,16 @@ class Auto:
             last = self._promised = Promised(to, now.number, best, now.refused)
         return last.best, last.refused
 
-    def _begin(self, seqs: list[Sequence], crowd: int) -> Group:
-        """What the round of a crowd would be if it went on as of late; the texts that may draft."""
+    def _begin(self, seqs: list[Sequence]) -> Group:
+        """What the round would be if it went on as of late; the texts that may draft."""
         number = self._round.number + self._rested + 1
         for text in self._texts.values() if self._rested else ():
             text.bare += self._rested * bool(text.bare)
         self._rested = 0
         if number // NEWS != self._round.number // NEWS:
             self._plans.clear()
-        now = self._round = Round(number, crowd, float(crowd), self.costs.at(crowd, 0, 0))
-        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, crowd)), self.costs.row
+        now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
+        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, len(seqs))), self.costs.row
         least = CHEAP * self.costs.at(1, 0, 0)
         able = []
         for seq in seqs:
@@ -146,7 +147,8 @@ class Auto:
             if (price := now.cheap.get(method)) is None or (not price and now.new.setdefault(method, seq.id) != seq.id):
                 continue
             worth = text.of(method).worth - now.awake
-            pause = 1 if not price or price < worth else int(min(now.seldom, (price / max(worth, 1e-9)) ** 2))
+            distance = 1.0 if not price or price < worth else (price / max(worth, 1e-9)) ** 2
+            pause = int(distance) if distance < SELDOM[0] else now.seldom  # all at once: one that looks keeps all awake
             now.busy |= pause < now.seldom
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
@@ -183,14 +185,14 @@ class Auto:
         """What each draft is expected to save, in tokens, as far as one may be worth its row: where look-ups will soon have
         something again, they would write it in less time than others take for a token."""
         now, known, rate = self._round, self._know(method), tokens / ms
-        texts, worths, price = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms
+        texts, worths, price, keeps = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms, known.keeps
         for kind in texts:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
             found, left = worths.setdefault(kind, []), 1.0 - part
             for survival in known.of(kind[0]).survival(kind[1], kind[2]):
                 left *= stay
-                worth = survival * (part + left)
+                worth = keeps * survival * (part + left)
                 if worth <= price:
                     break
                 found.append(worth)
@@ -236,11 +238,12 @@ class Auto:
         now = self._round
         used = {promise.ask.method for promise in now.promise.values()}
         for method, group in now.costly.items():
-            known, (seq, _) = self._know(method), group[now.number % len(group)]
+            known, (seq, _) = self._know(method), group[self._probes % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
             price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
             if method not in used and known.saved_ms >= price:
                 known.saved_ms = 0.0
+                self._probes += 1
                 now.probes[seq.id] = ask(method, k)
 
     # after the look-ups, and after the drafts
@@ -252,8 +255,11 @@ class Auto:
             return ks
         kinds = self._kinds(method, [(seq, self._texts[seq.id]) for seq in seqs], ks)
         tokens, ms = now.texts + now.kept_tokens, now.plain_ms + now.kept_ms
-        _, plan = self._planned(method, kinds, 1.0, tokens, ms)
-        return [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
+        offer, plan = self._planned(method, kinds, 1.0, tokens, ms)
+        found = [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
+        for seq, kind, k in zip(seqs, kinds, found, strict=True):
+            now.hoped[seq.id] = method, sum(offer.worths[kind][:k]) if k else 0.0
+        return found
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where another method promises more."""
@@ -292,10 +298,11 @@ class Auto:
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         if any(span.seq.id in self._texts for span in spans):  # others' rounds would pay for probes of this policy's texts
             for known in self.methods.values():
-                known.saved_ms += self._share / known.distance * (timing.target_ms or 0.0)
+                known.save(self._share * (timing.target_ms or 0.0))
         if self._rested:  # nothing to learn from
             return
-        self._decide_ms += OF_LATE * (timing.decide_ms - self._decide_ms)
+        before = self._decide_ms or timing.decide_ms
+        self._decide_ms = before + OF_LATE * (min(timing.decide_ms, OUTLIER * before) - before)
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
@@ -303,7 +310,7 @@ class Auto:
         probed = {ask.method for ask in now.probes.values()}
         for method, call in timing.proposals.items():
             known = self._know(method)
-            if method in probed:
+            if method in probed and call.texts == 1:  # else others read, too
                 price = known.cost.at(call.texts, call.k)
                 known.saved_ms -= min(max(0.0, call.ms - price), PROBE_DEBT * price)
             known.cost.observe(*call)
@@ -347,6 +354,11 @@ class Auto:
     def _book(self, seq: Sequence, text: Text, draft: Draft, gained: int, timing: Timing) -> None:
         """What the text has added to the round, by which kind of method, and what look-ups brought."""
         now, method = self._round, draft.sources[0] if draft.tokens else ""
+        own = draft.own(seq.methods)
+        if seq.id in now.hoped:
+            name, hoped = now.hoped[seq.id]
+            known = self._know(name)
+            known.kept.add(min(gained, own), hoped / known.keeps, 1.0)
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
@@ -361,7 +373,7 @@ class Auto:
         text.rounds += 1
         text.cheap.add(*found)
         text.ever.add(*found, 1 / text.rounds)
-        others, own = self._others[seq.kind], draft.own(seq.methods)
+        others = self._others[seq.kind]
         others.added.add(*found, OF_ALL)
         if text.bare:
             others.back.add(found[0], text.bare, 1 - OF_ALL)
@@ -378,10 +390,10 @@ class Auto:
         """What a probe has shown, beside what was believed."""
         known, own = self._know(method), text.of(method)
         chances = own.adjusted(known.of(seq.kind).chances(grades))
-        surprised = accepted > 0 and [*accumulate(chances, mul)][accepted - 1] < SURPRISE
+        surprised = accepted > 0 and prod(chances[:accepted]) < SURPRISE
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news
-            known.saved_ms = float("inf")
+            known.saved_ms, known.kept = float("inf"), Share()
             for evidence in (known.acceptance, known.of(seq.kind), own):
                 evidence.doubt()
 

@@ -234,9 +234,10 @@ class Fit:
         believed = max(LEAST_MS, self.at(features))
         slow = ms > OUTLIER * believed  # another process took the core
         # Relative to what is believed: if to what was measured, slow ones would count for less, and costs for too little.
-        x, y, z, w = (value / believed for value in features)
+        scale = ms if slow else believed
+        x, y, z, w = (value / scale for value in features)
         a, b, c, d = self.parts
-        error = min(ms / believed, OUTLIER) - (a * x + b * y + c * z + d * w)
+        error = ms / scale - (a * x + b * y + c * z + d * w)
         px, py, pz, pw = gain = [p * x + q * y + r * z + s * w for p, q, r, s in self._p]
         total = NOISE * (16.0 if slow else 1.0) + x * px + y * py + z * pz + w * pw
         step = error / total

@@ -14,6 +14,8 @@ OF_ALL = 0.02  # in what texts of its kind do
 HOPE_BACK = 0.1  # guess
 BACK_TRIES = 10.0
 LEAST_SHARE = 1e-3
+KEPT_TOKENS = 40.0  # guess: of a promise, after which what came of it weighs as much
+FORGIVEN = 0.01  # guess: of broken promises, per round; then it is tried again
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
@@ -25,6 +27,7 @@ class Method:
     kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
     cost: ProposalCost = field(default_factory=ProposalCost)
     brings: float = 1.0  # tokens that its drafts add of late to a text that asked
+    kept: Share = field(default_factory=Share)  # of the tokens it promised, those that it added
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
 
@@ -33,6 +36,16 @@ class Method:
         if found is None:
             found = self.kinds[kind] = Acceptance(self.acceptance)
         return found
+
+    @property
+    def keeps(self) -> float:
+        """The part of a promise to be believed: of noisy estimates the greatest is taken, which is too great on average."""
+        return min(1.0, self.kept.mean(1.0, KEPT_TOKENS))
+
+    def save(self, ms: float) -> None:
+        """Time goes by that may be spent on probes, and broken promises are forgiven."""
+        self.saved_ms += ms / self.distance
+        self.kept.add(0.0, 0.0, 1 - FORGIVEN)
 
     def state(self) -> dict[str, Any]:
         kinds = {kind: acceptance.state() for kind, acceptance in self.kinds.items()}

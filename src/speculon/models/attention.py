@@ -169,7 +169,8 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
     most = 1 if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD else PIECE.get(device.type)
-    entry = 0 if most != 1 and joined_by_most(view.spans) else entry
+    if most != 1 and joined_by_most(view.spans) and fits(view.spans, window, spec.bytes_per_token, device):
+        entry = 0
     spans = [piece for span in view.spans for piece in pieces(span, most or span.rows)]
     for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
         if len(bucket) == 1:
