@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from speculon.control import auto as policy
+from speculon.control import known
 from speculon.control.auto import PROBE_SHARE, SELDOM, Auto
-from speculon.control.estimate import ProposalCost, Share, StepCost
+from speculon.control.estimate import Acceptance, ProposalCost, Share, StepCost
 from speculon.control.simulate import Way, World, play
 from speculon.control.timing import Timing
 from speculon.core import Load, Span, Verdict
@@ -158,8 +159,20 @@ def test_look_ups_in_vain_are_rarer_where_being_awake_is_dear_but_never_rarer_th
 def test_a_method_that_broke_its_promises_is_believed_less_until_that_is_forgiven() -> None:
     auto, scene = Auto(), world(lambda *_: 0.9)
     play(auto, scene, 500)
-    known = auto.methods["model"]
-    assert known.keeps > 0.9, "it kept them"
-    known.kept = Share(0.0, 1000.0)
+    model = auto.methods["model"]
+    assert model.kept.tries > 100 and model.keeps > 0.9, "it kept them"
+    model.kept = Share(0.0, 1000.0)
     played = play(auto, scene, 1000)
-    assert not any(played.drafted[20:100:7]) and all(played.drafted[900:])
+    assert sum(map(bool, played.drafted[:100])) < 10 and all(played.drafted[900:])
+
+
+@pytest.mark.parametrize(("prior", "minds"), [(known.KEPT_TOKENS, True), (1e9, False)])
+def test_promises_that_are_always_too_great_are_taken_up_more_seldom(
+    prior: float, minds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = Acceptance.survival
+    monkeypatch.setattr(Acceptance, "survival", lambda *asked: [min(0.99, 2 * chance) for chance in truth(*asked)])
+    monkeypatch.setattr(known, "KEPT_TOKENS", prior)
+    auto = Auto()
+    played = play(auto, world(lambda *_: 0.35, lambda _: 8), 3000)
+    assert (sum(map(bool, played.drafted[500:])) < 700) is minds and (auto.methods["model"].keeps < 0.9) is minds

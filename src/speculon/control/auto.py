@@ -35,7 +35,7 @@ AWAKE = 3.5  # times what deciding takes: with looking, learning, and what both 
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay; more where it must read long texts first
 PROBE_DEBT = 4.0  # times its price, at most, that is saved afterwards for what it read: else the next one would never be due
-SURPRISE = 0.2  # guess: the chance that so many drafts of a probe were believed to have to stand
+SURPRISE = 0.1  # guess: the chance that so many drafts of a probe were believed to have to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
 USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 AGAIN = 4  # rounds for which what costly methods promise is believed, of the same texts
@@ -63,7 +63,6 @@ class Auto:
         self._rest = 0  # rounds for which nothing is to be asked
         self._rested = 0  # of them, those that are over
         self._decide_ms = 0.0  # in rounds that are no rest, of late
-        self._probes = 0
         self._last: tuple[list[int], list[Decision]] = [], []  # texts and decisions of the last round
 
     # deciding
@@ -196,7 +195,7 @@ class Auto:
                 if worth <= price:
                     break
                 found.append(worth)
-        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms)
+        return Offer(known.cost, texts, worths, now.first_ms, now.row_ms, keeps)
 
     def _kinds(self, method: str, group: Group, ks: Iterable[int]) -> list[Kind]:
         known, read_ms = self._know(method), self._know(method).cost.read
@@ -238,12 +237,12 @@ class Auto:
         now = self._round
         used = {promise.ask.method for promise in now.promise.values()}
         for method, group in now.costly.items():
-            known, (seq, _) = self._know(method), group[self._probes % len(group)]
+            known, (seq, _) = self._know(method), group[self._know(method).probes % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
             price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
             if method not in used and known.saved_ms >= price:
                 known.saved_ms = 0.0
-                self._probes += 1
+                known.probes += 1
                 now.probes[seq.id] = ask(method, k)
 
     # after the look-ups, and after the drafts
@@ -258,7 +257,7 @@ class Auto:
         offer, plan = self._planned(method, kinds, 1.0, tokens, ms)
         found = [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
         for seq, kind, k in zip(seqs, kinds, found, strict=True):
-            now.hoped[seq.id] = method, sum(offer.worths[kind][:k]) if k else 0.0
+            now.hoped[seq.id] = method, sum(offer.worths[kind][:k]) / offer.keeps if k else 0.0
         return found
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
@@ -296,13 +295,15 @@ class Auto:
     # learning
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        if any(span.seq.id in self._texts for span in spans):  # others' rounds would pay for probes of this policy's texts
+        mine = any(span.seq.id in self._texts for span in spans)
+        if mine:  # others' rounds would pay for probes of this policy's texts
             for known in self.methods.values():
                 known.save(self._share * (timing.target_ms or 0.0))
         if self._rested:  # nothing to learn from
             return
-        before = self._decide_ms or timing.decide_ms
-        self._decide_ms = before + OF_LATE * (min(timing.decide_ms, OUTLIER * before) - before)
+        if mine:
+            before = self._decide_ms or timing.decide_ms
+            self._decide_ms = before + OF_LATE * (min(timing.decide_ms, OUTLIER * before) - before)
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
@@ -357,8 +358,7 @@ class Auto:
         own = draft.own(seq.methods)
         if seq.id in now.hoped:
             name, hoped = now.hoped[seq.id]
-            known = self._know(name)
-            known.kept.add(min(gained, own), hoped / known.keeps, 1.0)
+            self._know(name).keep(min(gained, own), hoped)
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))

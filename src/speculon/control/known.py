@@ -30,6 +30,7 @@ class Method:
     kept: Share = field(default_factory=Share)  # of the tokens it promised, those that it added
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
+    probes: int = 0
 
     def of(self, kind: str) -> Acceptance:
         found = self.kinds.get(kind)
@@ -41,6 +42,11 @@ class Method:
     def keeps(self) -> float:
         """The part of a promise to be believed: of noisy estimates the greatest is taken, which is too great on average."""
         return min(1.0, self.kept.mean(1.0, KEPT_TOKENS))
+
+    def keep(self, added: float, hoped: float) -> None:
+        """What became of a promise. Look-ups that take over make it smaller than what it adds: that is no credit without end."""
+        self.kept.add(added, hoped, 1.0)
+        self.kept.hits = min(self.kept.hits, self.kept.tries + KEPT_TOKENS)
 
     def save(self, ms: float) -> None:
         """Time goes by that may be spent on probes, and broken promises are forgiven."""

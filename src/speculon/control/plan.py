@@ -41,6 +41,7 @@ class Offer:
     worths: Mapping[Kind, list[float]]  # tokens that each draft of such a text is expected to add; they only fall
     first_ms: float  # of a text's first draft beyond a draft's row
     row_ms: float  # of each draft
+    keeps: float = 1.0  # the part of what was hoped for that `worths` are
 
     def best(self, share: float, tokens: float, ms: float, crowd: int) -> Plan | None:
         """The proposal for a share of these texts, out of a crowd, that raises a round's rate most; `tokens` and `ms` are those

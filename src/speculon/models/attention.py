@@ -169,7 +169,8 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
     most = 1 if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD else PIECE.get(device.type)
-    if most != 1 and joined_by_most(view.spans) and fits(view.spans, window, spec.bytes_per_token, device):
+    few = [span for span in view.spans if span.rows <= FOLD_ROWS]
+    if most != 1 and joined_by_most(few) and fits(few, window, spec.bytes_per_token, device):
         entry = 0
     spans = [piece for span in view.spans for piece in pieces(span, most or span.rows)]
     for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
@@ -197,8 +198,8 @@ def rereads(spans: list[SpanView], window: int | None) -> float:
 
 def joined_by_most(spans: list[SpanView]) -> bool:
     """Whether single rows go along with the few rows of others: those are as many, and not one, which is read in place."""
-    singles, few = (sum(least <= span.rows <= most for span in spans) for least, most in ((1, 1), (2, FOLD_ROWS)))
-    return 1 < few >= singles
+    singles = sum(span.rows == 1 for span in spans)
+    return 1 < len(spans) - singles >= singles
 
 
 def pieces(span: SpanView, most: int) -> list[SpanView]:
