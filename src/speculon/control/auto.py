@@ -31,7 +31,7 @@ CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 8, 16  # rounds at most between two look-ups of a text: the longer where being awake costs more; all may rest meanwhile
 IN_VAIN = 0.01  # guess: of all time, for being awake in vain in one round of so many
 COLD_K = 4  # drafts of the first proposals of a method
-AWAKE = 3.5  # times what deciding takes: with looking, learning, and what both put out of the caches, it was 3 to 4
+AWAKE = 3.5  # guess: times what deciding takes, with looking, learning, and what both put out of the caches
 PROBE_K = 2  # drafts of a probe
 PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay; more where it must read long texts first
 PROBE_DEBT = 4.0  # times its price, at most, that is saved afterwards for what it read: else the next one would never be due
@@ -237,7 +237,8 @@ class Auto:
         now = self._round
         used = {promise.ask.method for promise in now.promise.values()}
         for method, group in now.costly.items():
-            known, (seq, _) = self._know(method), group[self._know(method).probes % len(group)]
+            known = self._know(method)
+            seq, _ = group[known.probes % len(group)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
             price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
             if method not in used and known.saved_ms >= price:

@@ -15,7 +15,7 @@ HOPE_BACK = 0.1  # guess
 BACK_TRIES = 10.0
 LEAST_SHARE = 1e-3
 KEPT_TOKENS = 40.0  # guess: of a promise, after which what came of it weighs as much
-FORGIVEN = 0.01  # guess: of broken promises, per round; then it is tried again
+FORGIVEN = 0.01  # guess: of what became of promises, forgotten with each round; so what broke them is tried again
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
@@ -30,7 +30,7 @@ class Method:
     kept: Share = field(default_factory=Share)  # of the tokens it promised, those that it added
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
-    probes: int = 0
+    probes: int = 0  # so far: texts take turns
 
     def of(self, kind: str) -> Acceptance:
         found = self.kinds.get(kind)
