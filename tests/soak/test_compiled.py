@@ -11,7 +11,9 @@ import pytest
 from torch import Tensor
 
 from speculon import LLM, SamplingParams
+from speculon.models import linear
 from speculon.models.compiled import Compiled, Program
+from speculon.models.linear import Layout, Linear, packed
 
 pytestmark = [
     pytest.mark.soak,
@@ -21,7 +23,9 @@ pytestmark = [
 PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
 
 
-def test_texts_are_those_of_the_loop() -> None:
+@pytest.mark.parametrize("layout", [Linear, packed])
+def test_texts_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     plain, fast = (LLM("demo", compile=compile, max_num_seqs=4) for compile in (False, True))
     fusion = fast.engine.target.fusion
     assert fusion is not None and fusion.one_loop

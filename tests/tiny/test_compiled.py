@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from speculon import SamplingParams
+from speculon.config import SpeculationConfig
 from speculon.decoder import SpeculativeDecoder
 from speculon.models import compiled as compiling
 from speculon.models import linear
@@ -20,15 +23,16 @@ from speculon.models.load import wrap_model
 from speculon.models.loop import Loop
 from speculon.models.prove import paged_logits
 from speculon.models.target import Target
+from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
-from tests.tiny.conftest import build, tiny_model
+from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 from tests.tiny.scripted import Request, run
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(compiling, "program", lambda layers, form, given, key: layers)
+    monkeypatch.setattr(compiling, "program", lambda layers, form, settings, given, key: layers)
 
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]}
@@ -52,13 +56,17 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     target, plain = made(tiny_model(name)), wrap_model(tiny_model(name), share=False)
     assert isinstance(target.run, compiling.Compiled) and str(target.fusion).endswith("one loop, compiled")
-    assert target.num_bytes == plain.num_bytes * (1 + compiling.COPIES)
+    assert target.num_bytes == plain.num_bytes * (1 + compiling.COPIES * (layout is packed))
     found, expected = paged_logits(target), paged_logits(plain)  # calls of 13 rows, and of 4
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral"])
-def test_texts_are_those_of_the_loop(name: str, uncompiled: None, rows: list[tuple[int, bool]]) -> None:
+def test_texts_are_those_of_the_loop(
+    name: str, layout: Layout, uncompiled: None, rows: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     crowd = [Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id) for id, prompt in PROMPTS.items()]
     texts = {}
@@ -77,7 +85,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     seen, forward = [], compiling.Layers.forward
 
     def watched(self: compiling.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append((len(ids), len(rest) > 2))
+        seen.append((len(ids), rest[2] is None))
         return forward(self, ids, *rest)
 
     monkeypatch.setattr(compiling.Layers, "forward", watched)
@@ -106,6 +114,18 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
     assert not rows
 
 
+@pytest.mark.parametrize(("layout", "dtype", "copies"), [(Linear, "float32", 0), (packed, "float32", 5), (packed, "bfloat16", 0)])
+def test_the_forecast_counts_the_copies_of_the_compiler(
+    layout: Layout, dtype: str, copies: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
+    tiny_model("llama").save_pretrained(tmp_path)
+    facts = TargetFacts(VOCAB, CONTEXT, dtype=dtype)
+    build = partial(DraftModel.build, SpeculationConfig(draft=str(tmp_path)))
+    plain, compiled = (build(replace(facts, compile=compile)).needs.bytes_fixed for compile in (False, True))
+    assert compiled == plain * (1 + copies)
+
+
 def planted(*args: Any) -> torch.Tensor:
     return args[0]
 
@@ -116,18 +136,44 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
 
 
 def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(layers: compiling.Layers, form: str, given: list[Any], key: str) -> compiling.Program:
-        return lambda *args: layers(*args[:3], *copy.deepcopy(args[3:]))
+    def forgetful(layers: compiling.Layers, *how: Any) -> compiling.Program:
+        return lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
+
+
+def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+    loop = wrap_model(tiny_model("qwen3"), share=False).run
+    assert isinstance(loop, Loop)
+    layers, given = compiling.Layers(loop, [0] * len(loop.blocks)), {}
+
+    class Package:
+        loader = SimpleNamespace(boxed_run=None)
+
+        def get_constant_fqns(self) -> list[str]:
+            return ["head.weight", "layers.1.qkv.weight", "rotary.inv_freq"]
+
+        def load_constants(self, weights: dict[str, torch.Tensor], **how: bool) -> None:
+            given.update(weights)
+            assert how == {"check_full_update": True, "user_managed": True}
+
+    monkeypatch.setattr(compiling, "aoti_load_package", lambda path, **how: Package())
+    compiling.loaded(Path("package"), layers, compiling.FOLDED)
+    assert not given
+    compiling.loaded(Path("package"), layers, compiling.SHARED)
+    qkv, head = loop.blocks[1].attention.qkv, loop.head
+    assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3
+    assert given["layers.1.qkv.weight"].data_ptr() == qkv.weight.data_ptr()
+    assert given["head.weight"].data_ptr() == head.weight.data_ptr()
 
 
 def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str, **how: Any) -> Any:
         if Path(path).read_text() != "whole":
             raise RuntimeError("not a package")
-        return lambda *given: None
+        return SimpleNamespace(loader=SimpleNamespace(boxed_run=lambda given: [None]))
 
     def compile(made: Any, package_path: str, **how: Any) -> str:
         Path(package_path).write_text("whole")
@@ -136,14 +182,14 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
         monkeypatch.setattr(compiling, name, stand_in)
     layers: Any = SimpleNamespace(kinds=[0])
-    given = [torch.arange(3)] * 3
+    given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
     monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
-    assert compiling.program(layers, "scattered", given, "key")
+    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
-    assert compiling.program(layers, "scattered", given, "key") and file.read_text() == "whole"
+    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
     monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
-    assert compiling.program(layers, "scattered", given, "key")
+    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,17 @@ import pytest
 import torch
 
 from speculon.batch import Batch
-from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, SpeculationConfig
+from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.core import Event, Proposal, Reason, SpanKind
 from speculon.errors import ConfigError, InvalidRequest, ModelError
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
-from speculon.models.compiled import COPIES
 from speculon.models.forecast import expected_layers, forecast
 from speculon.models.target import Output
 from speculon.proposers import registry
-from speculon.proposers.base import TargetFacts
-from speculon.proposers.draft_model import DraftModel, check_same_ids
+from speculon.proposers.draft_model import check_same_ids
 from speculon.text import Tokenizer
-from tests.tiny.conftest import CONTEXT, TINY, VOCAB, tiny_model, tiny_target
+from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, Doubting, doubting, use_draft
 from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run
 from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, crowd, plain
@@ -429,15 +425,6 @@ def test_the_forecast_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path
     assert needs.bytes_fixed == pytest.approx(target.num_bytes, rel=1e-3), "files hold buffers, too"
     assert needs.bytes_scratch == target.needs(7, 5).bytes_scratch > 0
     assert len(expected_layers(target.model.config, torch.float32)) == len(target.layers)
-
-
-@pytest.mark.parametrize(("dtype", "copies"), [("float32", 1 + COPIES), ("bfloat16", 1)])
-def test_the_forecast_counts_the_copies_of_the_compiler(dtype: str, copies: int, tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    facts = TargetFacts(VOCAB, CONTEXT, dtype=dtype)
-    build = partial(DraftModel.build, SpeculationConfig(draft=str(tmp_path)))
-    plain, compiled = (build(replace(facts, compile=compile)).needs.bytes_fixed for compile in (False, True))
-    assert compiled == plain * copies
 
 
 def test_a_draft_folder_that_is_not_there_stops_the_start(tmp_path: Path) -> None:

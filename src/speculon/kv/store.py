@@ -145,6 +145,11 @@ class View:
         layer = self.first_layer + layer
         return self.store.k[layer][where], self.store.v[layer][where]
 
+    def pools(self, layers: int) -> list[Tensor]:  # [slots, Hkv, Dk] and [slots, Hkv, Dv]
+        """The keys of all slots for each layer of the model, then the values."""
+        own = slice(self.first_layer, self.first_layer + layers)
+        return [*self.store.k[own], *self.store.v[own]]
+
     def pool(self, layer: int) -> tuple[Tensor, Tensor]:  # k [Dk, slots * Hkv], v [slots * Hkv, Dv]
         """The keys and values of all slots, whosoever they are."""
         return self.store.flat[self.first_layer + layer]

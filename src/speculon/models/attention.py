@@ -86,8 +86,15 @@ def attend_rows(
 ) -> Tensor:  # [T, H, Dv]
     """Writes K and V of all T rows into the pages, then lets each span attend to its own sequence."""
     view.write(layer, key, value)
+    return attend_written(view, layer, query, scaling, softcap, sinks)
+
+
+def attend_written(
+    view: View, layer: int, query: Tensor, scaling: float | None, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:  # [T, H, Dv]
+    """The same once the rows' own keys and values are in the pages."""
     plain = softcap is None and sinks is None
-    group = query.shape[1] // key.shape[1]
+    group = query.shape[1] // view.spec(layer).heads
     todo = calls_of(view, layer, group, plain, query)
     outs = []
     for call in todo.calls:

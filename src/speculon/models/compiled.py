@@ -1,8 +1,9 @@
 """The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of an operation costs as
 much as its work.
 
-There are four. One row, and few rows, of a text that lies in consecutive slots: attention is the library's kernel, called from
-within the program on views of the pages. Few rows of texts that lie anywhere, and many rows: these call back for attention.
+One row, and few rows, of a text that lies in consecutive slots have programs in which attention is the library's kernel, called
+from within on views of the pages. Rows of texts that lie anywhere, and many rows, are written to the pages and call back for
+attention. How programs are made depends on how weights lie: in rows, they are the loop's own and the products the library's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from inspect import getfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +30,53 @@ from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, export
-from torch.utils._pytree import tree_map
 
 from speculon.batch import Batch
-from speculon.kv.store import View
-from speculon.models.attention import MASKS, attend_rows, fold, reach, unfold
+from speculon.kv.store import View, as_index
+from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
-from speculon.models.linear import Linear, Packed, Product
+from speculon.models.linear import Linear, Packed, Product, layout_of
 from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 
-FEW_ROWS = 12  # beyond it the products of the library catch up
-FOLDED: dict[str, Any] = {"freezing": True}  # weights: each program holds a copy of them
+Settings = dict[str, Any]
+SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}  # weights as the loop has them
+FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
 TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
-SETTINGS = {"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}
 COPIES = 5
 MOST = 1 << 40  # rows or slots: no limit
 
-Program = Callable[..., Tensor]  # of the arguments of `Layers`
+Given = list[Tensor | None]  # the arguments of `Layers`
+Program = Callable[..., Tensor]  # of them
 Seen = tuple[Tensor, Tensor, Tensor | None]  # keys [S, Hkv, Dk], values [S, Hkv, Dv], additive mask [T, S] or None: all
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How the programs are made."""
+
+    settings: dict[str, Settings]
+    few: int  # rows
+
+
+IN_ROWS = Making({"one": SHARED, "few": SHARED, "many": SHARED}, few=FOLD_ROWS)
+# Beyond 12 rows the library's products catch up with the compiler's own.
+IN_BLOCKS = Making({"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}, few=12)
 
 _view: ContextVar[View] = ContextVar("speculon_compiled_view")
 
 
 @torch.library.custom_op("speculon::attend", mutates_args=())
-def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
-    """`attend_rows` on the pages of the step that runs; the compiler, if it saw them, would copy the pool to write a row."""
-    return attend_rows(_view.get(), layer, query, key, value, scaling).contiguous()
+def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    """`attend_written` on the pages of the step that runs. They are arguments so that rows are written first."""
+    return attend_written(_view.get(), layer, query, scaling).contiguous()
 
 
 @attend.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
-    return query.new_empty(*query.shape[:2], value.shape[-1])
+def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
 
 
 def attend_alone(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float) -> Tensor:  # [T, H, Dv]
@@ -101,16 +118,17 @@ class Layer(nn.Module):
         before, after, before_mlp, after_mlp = (nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms)
         self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
 
-    def forward(self, x: Tensor, tables: Tables, seen: Seen | None) -> Tensor:  # [T, D] -> [T, D]
+    def forward(self, x: Tensor, tables: Tables, slots: Tensor | None, seen: Seen) -> Tensor:  # [T, D] -> [T, D]
         states = self.qkv(self.before(x)).view(x.shape[0], -1, self.head_dim)
         both = self.heads + self.kv_heads
         turned = self.head_norm(states[:, :both])
         turned = rotate(turned, tables) if self.rotates else turned
         query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
-        if seen is None:
-            found = torch.ops.speculon.attend(query, key, value, self.layer, self.scaling)
-        else:
+        if slots is None:
             found = attend_alone(query, key, value, seen, self.scaling)
+        else:
+            keys, values = seen[0].index_copy_(0, slots, key), seen[1].index_copy_(0, slots, value)
+            found = torch.ops.speculon.attend(query, keys, values, self.layer, self.scaling)
         x = x + self.after(self.out(found.reshape(x.shape[0], -1)))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.after_mlp(self.down(self.act(gate) * up))
@@ -125,14 +143,18 @@ class Layers(nn.Module):
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, pages: Any = None, masks: Any = None) -> Tensor:
-        """`scored`: which rows, [R]; `pages`: keys and values of each layer, where rows are of one text; `masks`: of each kind of
-        layer, if several rows."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor) -> Tensor:
+        """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all slots for each layer,
+        and their values. Without `slots` the pages are those of one text, and masks of each kind of layer follow, if it has
+        several rows.
+        """
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
+        count = len(self.kinds)
+        masks = pages[2 * count :]
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            x = layer(x, tables, None if pages is None else (*pages[number], None if masks is None else masks[kind]))
+            x = layer(x, tables, slots, (pages[number], pages[count + number], masks[kind] if masks else None))
         return self.head(self.norm(x[scored]))
 
 
@@ -156,8 +178,8 @@ class Compiled:
     model that is tapped: the programs keep no states.
     """
 
-    def __init__(self, loop: Loop, kinds: list[int]):
-        self.loop, self.kinds, self.threads = loop, kinds, torch.get_num_threads()
+    def __init__(self, loop: Loop, kinds: list[int], making: Making):
+        self.loop, self.kinds, self.making, self.threads = loop, kinds, making, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
@@ -170,57 +192,81 @@ class Compiled:
         finally:
             _view.reset(token)
 
-    def arguments(self, batch: Batch, view: View) -> tuple[str, list[Any]]:
+    def arguments(self, batch: Batch, view: View) -> tuple[str, Given]:
         """Which program a step takes, and what it is called with."""
         rows, span = batch.input_ids.shape[1], view.spans[0]
-        given: list[Any] = [batch.input_ids[0], batch.position_ids[0], batch.score_rows]
-        if rows > FEW_ROWS:
-            return "many", given
-        if len(view.spans) > 1 or not isinstance(span.where, slice):
-            return "scattered", given
-        pages, masks = [], {}
+        given = batch.input_ids[0], batch.position_ids[0], batch.score_rows
+        if rows > self.making.few or len(view.spans) > 1 or not isinstance(span.where, slice):
+            form = "scattered" if rows <= self.making.few and "scattered" in self.making.settings else "many"
+            return form, [*given, as_index(view.slots, view.store.device), *view.pools(len(self.kinds))]
+        keys, values, masks = [], [], {}
         for layer, kind in enumerate(self.kinds):
             window = view.spec(layer).window
             length = reach(span, window)
-            keys, values = view.slots_of(layer, span.tail(length))
-            pages.append((keys, values))
+            key, value = view.slots_of(layer, span.tail(length))
+            keys.append(key)
+            values.append(value)
             if rows > 1 and kind not in masks:
-                masks[kind] = MASKS.slice(rows, length, window, 1, keys.dtype, keys.device).contiguous()
-        if rows == 1:
-            return "one", [*given, pages]
-        return "few", [*given, pages, [masks[kind] for kind in sorted(masks)]]
+                masks[kind] = MASKS.slice(rows, length, window, 1, key.dtype, key.device).contiguous()
+        return "few" if masks else "one", [*given, None, *keys, *values, *(masks[kind] for kind in sorted(masks))]
 
 
-def program(layers: Layers, form: str, given: list[Any], key: str) -> Program:
+def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
     """The layers compiled for arguments like these, of any length where more than one row or slot is given."""
-    shapes = tree_map(lambda x: x.shape, given)
-    name = hashlib.sha256(f"{key} {form} {shapes}".encode()).hexdigest()
+    shapes = [None if x is None else x.shape[x.dim() > 2 :] for x in given]  # of pages each store has another number
+    name = hashlib.sha256(f"{key} {form} {settings} {shapes}".encode()).hexdigest()
     path = Path(cache_dir()) / "speculon" / f"{name}.pt2"
     if path.exists():
         with suppress(RuntimeError):  # a damaged file: it is made anew
-            return aoti_load_package(str(path), run_single_threaded=True)
+            return loaded(path, layers, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    born = tree_map(torch.clone, given)  # here, unlike pages, which inference mode made
-    made = export(layers, tuple(born), dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
+    born = tuple(None if x is None else x.clone() for x in given)  # here, unlike pages, which inference mode made
+    made = export(layers, born, dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
-        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=SETTINGS[form]), path)
-    return aoti_load_package(str(path), run_single_threaded=True)
+        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=settings), path)
+    return loaded(path, layers, settings)
 
 
-def sizes_of(given: list[Any], kinds: list[int]) -> tuple[Any, ...]:
-    """Which sizes of the arguments differ from call to call: rows, and the slots that each kind of layer sees."""
-    rows, scored = ({0: Dim(name, min=2, max=MOST)} if len(given[0]) > 1 else {} for name in ("rows", "scored"))
-    slots = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in kinds}
-    pages = [({0: slots[kind]}, {0: slots[kind]}) for kind in kinds]
-    masks = [{**rows, 1: slots[kind]} for kind in sorted(slots)]
-    return (rows, rows, scored, pages, masks)[: len(given)]
+def loaded(path: Path, layers: Layers, settings: Settings) -> Program:
+    """A program of the file, over the weights of `layers` where it has none of its own."""
+    package = aoti_load_package(str(path), run_single_threaded=True)
+    if settings is SHARED:
+        weights = dict(chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False)))
+        wanted = {name: weights[name].detach() for name in package.get_constant_fqns()}
+        package.load_constants(wanted, check_full_update=True, user_managed=True)
+    return partial(call, package.loader.boxed_run, layers)
+
+
+def call(run: Callable[[list[Tensor]], list[Tensor]], layers: Layers, *given: Tensor | None) -> Tensor:
+    """What the package's own call does, less the trees of its arguments: a twelfth of a step of one row. Keeps `layers` alive."""
+    return run([x for x in given if x is not None])[0]
+
+
+def sizes_of(given: Given, kinds: list[int]) -> tuple[Any, ...]:
+    """Which sizes of the arguments differ from call to call: rows, and the slots that each layer is given."""
+    ids, _, _, slots, *pages = given
+    rows, scored = ({0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {} for name in ("rows", "scored"))
+    of_kind = {kind: Dim("slots" if slots is not None else f"slots_{kind}", min=2, max=MOST) for kind in kinds}
+    keys = [{0: of_kind[kind]} for kind in kinds]
+    masks = [{**rows, 1: of_kind[kind]} for kind in sorted(of_kind)]
+    return rows, rows, scored, None if slots is None else rows, (*keys, *keys, *masks)[: len(pages)]
+
+
+def making_of(dtype: torch.dtype, device: torch.device) -> Making:
+    """How programs are made for weights of this kind: where they lie in rows, all share them."""
+    return IN_ROWS if layout_of(dtype, device) is Linear else IN_BLOCKS
+
+
+def copies(dtype: torch.dtype, device: torch.device) -> int:
+    """Of the weights, that compiling makes."""
+    return COPIES if measured(dtype, device) and making_of(dtype, device) is IN_BLOCKS else 0
 
 
 def key_of(layers: Layers) -> str:
     """What tells programs apart that the compiler's cache keeps: weights, machine, and how they are made."""
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
-    how: tuple[object, ...] = (layers, SETTINGS, versions, machine, torch.get_num_threads())
+    how: tuple[object, ...] = (layers, versions, machine, torch.get_num_threads())
     key = hashlib.sha256(f"{how}".encode() + b"".join(Path(getfile(part)).read_bytes() for part in (Layers, rotate, fold)))
     for name, module in layers.named_modules():  # numbers become constants of a program: eps, scaling, kinds of layers
         key.update(f"{name} {[(x, y) for x, y in vars(module).items() if isinstance(y, int | float | list)]}".encode())
@@ -253,12 +299,13 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             warnings.simplefilter("ignore")
             batches = list(batches)
             kinds = [batches[0][1].kind(layer) for layer in range(len(loop.blocks))]
-            layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds)
+            making = making_of(target.dtype, target.device)
+            layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds, making)
             key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
                 form, given = made.arguments(batch, view)
                 if form not in made.programs:
-                    made.programs[form] = program(layers, form, given, key)
+                    made.programs[form] = program(layers, form, making.settings[form], given, key)
         for batch, view in batches:
             expected = [loop(batch, view), *written(view, len(kinds))]
             for layer in range(len(kinds)):

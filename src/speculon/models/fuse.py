@@ -281,17 +281,18 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
-    from speculon.models.compiled import COPIES, compiled  # brings the compiler's own modules
+    from speculon.models.compiled import compiled, copies  # brings the compiler's own modules
 
-    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant.
+    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant, and many rows
+    # come before several, since loops are made for as much work as it has.
     trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (17, 7))
     for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
     one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
-    made = compiled(loop, target, [one, few, several, some, *ends, trial.last(1, scattered=True)])
-    target.num_bytes *= 1 + COPIES
+    made = compiled(loop, target, [one, few, many, several, some, *ends, trial.last(1, scattered=True)])
+    target.num_bytes *= 1 + copies(target.dtype, target.device)
     return made
 
 
