@@ -181,7 +181,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
         monkeypatch.setattr(compiling, name, stand_in)
-    layers: Any = SimpleNamespace(kinds=[0])
+    layers: Any = SimpleNamespace(kinds=[0], group=2)
     given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
     monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
     assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")

@@ -12,7 +12,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from torch.export import Dim, export
 
 from speculon.batch import Batch
 from speculon.kv.store import View, as_index
-from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, reach, unfold
+from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, calls_for, calls_of, fold, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
 from speculon.models.linear import Linear, Packed, Product, layout_of
@@ -50,7 +50,6 @@ MOST = 1 << 40  # rows or slots: no limit
 
 Given = list[Tensor | None]  # the arguments of `Layers`
 Program = Callable[..., Tensor]  # of them
-Seen = tuple[Tensor, Tensor, Tensor | None]  # keys [S, Hkv, Dk], values [S, Hkv, Dv], additive mask [T, S] or None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Making:
     few: int  # rows
 
 
-IN_ROWS = Making({"one": SHARED, "few": SHARED, "many": SHARED}, few=FOLD_ROWS)
+IN_ROWS = Making({"one": SHARED, "few": SHARED, "joint": SHARED, "many": SHARED}, few=FOLD_ROWS)
 # Beyond 12 rows the library's products catch up with the compiler's own.
 IN_BLOCKS = Making({"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}, few=12)
 
@@ -79,9 +78,26 @@ def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -
     return query.new_empty(*query.shape[:2], values.shape[-1])
 
 
-def attend_alone(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scaling: float) -> Tensor:  # [T, H, Dv]
-    """The same for one text: its rows go to the last of the slots it sees, which are views of the pages."""
-    keys, values, mask = seen
+def attend_back(keys: Tensor, values: Tensor, slots: Tensor, layer: int, *given: Any) -> Tensor:  # [T, H, Dv]
+    """Rows of texts that lie anywhere: what they see is found outside of the program."""
+    query, key, value, scaling = given
+    return torch.ops.speculon.attend(query, keys.index_copy_(0, slots, key), values.index_copy_(0, slots, value), layer, scaling)
+
+
+def attend_joint(keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any) -> Tensor:  # [T, H, Dv]
+    """Rows of texts that share one call of the kernel: a `Joint` that the compiler sees."""
+    (query, key, value, scaling), (rows, order, where, mask) = given, joint
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, Hkv, n * g, Dk]
+    k = keys.index_copy_(0, slots, key)[where].transpose(1, 2)
+    v = values.index_copy_(0, slots, value)[where].transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).unflatten(2, (-1, group))
+    return out.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[order]
+
+
+def attend_alone(keys: Tensor, values: Tensor, mask: Tensor | None, *given: Any) -> Tensor:  # [T, H, Dv]
+    """The rows of one text: they go to the last of the slots that it sees, which are views of the pages."""
+    query, key, value, scaling = given
     group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
     keys[before:] = key
     values[before:] = value
@@ -118,17 +134,13 @@ class Layer(nn.Module):
         before, after, before_mlp, after_mlp = (nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms)
         self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
 
-    def forward(self, x: Tensor, tables: Tables, slots: Tensor | None, seen: Seen) -> Tensor:  # [T, D] -> [T, D]
+    def forward(self, x: Tensor, tables: Tables, attend: Callable[..., Tensor]) -> Tensor:  # [T, D] -> [T, D]
         states = self.qkv(self.before(x)).view(x.shape[0], -1, self.head_dim)
         both = self.heads + self.kv_heads
         turned = self.head_norm(states[:, :both])
         turned = rotate(turned, tables) if self.rotates else turned
         query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
-        if slots is None:
-            found = attend_alone(query, key, value, seen, self.scaling)
-        else:
-            keys, values = seen[0].index_copy_(0, slots, key), seen[1].index_copy_(0, slots, value)
-            found = torch.ops.speculon.attend(query, keys, values, self.layer, self.scaling)
+        found = attend(query, key, value, self.scaling)
         x = x + self.after(self.out(found.reshape(x.shape[0], -1)))
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return x + self.after_mlp(self.down(self.act(gate) * up))
@@ -142,19 +154,28 @@ class Layers(nn.Module):
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
+        self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor) -> Tensor:
         """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all slots for each layer,
-        and their values. Without `slots` the pages are those of one text, and masks of each kind of layer follow, if it has
-        several rows.
+        their values, and for texts that share one call of the kernel, what `Compiled.joint` gives.
+
+        Without `slots` the pages are those of one text, and if it has several rows, masks of each kind of layer follow.
         """
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
-        count = len(self.kinds)
-        masks = pages[2 * count :]
+        count, kinds = len(self.kinds), len(set(self.kinds))
+        more = pages[2 * count :]
         for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
-            x = layer(x, tables, slots, (pages[number], pages[count + number], masks[kind] if masks else None))
+            lies = pages[number], pages[count + number]
+            if slots is None:
+                attend = partial(attend_alone, *lies, more[kind] if more else None)
+            elif more:
+                attend = partial(attend_joint, *lies, slots, (more[0], more[1], more[2 + kind], more[2 + kinds + kind]))
+            else:
+                attend = partial(attend_back, *lies, slots, number)
+            x = layer(x, tables, attend)
         return self.head(self.norm(x[scored]))
 
 
@@ -181,6 +202,8 @@ class Compiled:
     def __init__(self, loop: Loop, kinds: list[int], making: Making):
         self.loop, self.kinds, self.making, self.threads = loop, kinds, making, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
+        of = loop.blocks[0].attention
+        self.group, self.query = of.heads // of.kv_heads, torch.empty(0, of.heads, of.head_dim)
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
@@ -197,8 +220,10 @@ class Compiled:
         rows, span = batch.input_ids.shape[1], view.spans[0]
         given = batch.input_ids[0], batch.position_ids[0], batch.score_rows
         if rows > self.making.few or len(view.spans) > 1 or not isinstance(span.where, slice):
-            form = "scattered" if rows <= self.making.few and "scattered" in self.making.settings else "many"
-            return form, [*given, as_index(view.slots, view.store.device), *view.pools(len(self.kinds))]
+            written: Given = [*given, as_index(view.slots, view.store.device), *view.pools(len(self.kinds))]
+            if "joint" in self.making.settings and (joint := self.joint(view)):
+                return "joint", [*written, *joint]
+            return "scattered" if rows <= self.making.few and "scattered" in self.making.settings else "many", written
         keys, values, masks = [], [], {}
         for layer, kind in enumerate(self.kinds):
             window = view.spec(layer).window
@@ -209,6 +234,26 @@ class Compiled:
             if rows > 1 and kind not in masks:
                 masks[kind] = MASKS.slice(rows, length, window, 1, key.dtype, key.device).contiguous()
         return "few" if masks else "one", [*given, None, *keys, *values, *(masks[kind] for kind in sorted(masks))]
+
+    def join(self, view: View) -> None:
+        """Has the texts of a step share one call, whatever it costs: a step to try such a program on."""
+        for layer, kind in enumerate(self.kinds):
+            view.memo[(kind, self.group, True)] = calls_for([view.spans], view, layer, self.group, self.query)
+
+    def joint(self, view: View) -> list[Tensor]:
+        """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of each kind of layer the
+        slots seen, [B, S], then the masks, [B, 1, n * g, S]. Nothing where there is no such call.
+        """
+        layers = {kind: layer for layer, kind in enumerate(self.kinds)}
+        todo = [calls_of(view, layers[kind], self.group, True, self.query) for kind in sorted(layers)]
+        call, order = todo[0].calls[0], todo[0].order
+        masks = [x.calls[0].mask for x in todo if len(x.calls) == 1 < x.calls[0].spans and x.calls[0].n > 1]
+        if len(masks) < len(todo):
+            return []
+        rows = as_index(call.rows, view.store.device).view(call.spans, call.n)
+        order = torch.arange(rows.numel()) if order is None else order
+        wheres = [as_index(x.calls[0].where, view.store.device).view(call.spans, -1) for x in todo]
+        return [rows, order, *wheres, *(mask for mask in masks if mask is not None)]
 
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
@@ -221,7 +266,7 @@ def program(layers: Layers, form: str, settings: Settings, given: Given, key: st
             return loaded(path, layers, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     born = tuple(None if x is None else x.clone() for x in given)  # here, unlike pages, which inference mode made
-    made = export(layers, born, dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
+    made = export(layers, born, dynamic_shapes=sizes_of(given, layers), strict=False)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
         os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=settings), path)
     return loaded(path, layers, settings)
@@ -242,14 +287,21 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], layers: Layers, *given: Te
     return run([x for x in given if x is not None])[0]
 
 
-def sizes_of(given: Given, kinds: list[int]) -> tuple[Any, ...]:
-    """Which sizes of the arguments differ from call to call: rows, and the slots that each layer is given."""
+def sizes_of(given: Given, layers: Layers) -> tuple[Any, ...]:
+    """Which sizes of the arguments differ from call to call: rows, texts, and the slots that each layer is given."""
     ids, _, _, slots, *pages = given
+    kinds, group = layers.kinds, layers.group
     rows, scored = ({0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {} for name in ("rows", "scored"))
-    of_kind = {kind: Dim("slots" if slots is not None else f"slots_{kind}", min=2, max=MOST) for kind in kinds}
-    keys = [{0: of_kind[kind]} for kind in kinds]
-    masks = [{**rows, 1: of_kind[kind]} for kind in sorted(of_kind)]
-    return rows, rows, scored, None if slots is None else rows, (*keys, *keys, *masks)[: len(pages)]
+    of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(kinds))}
+    if slots is None:
+        keys = [{0: of_kind[kind]} for kind in kinds]
+        masks = [{**rows, 1: of_kind[kind]} for kind in of_kind]
+        return rows, rows, scored, None, (*keys, *keys, *masks)[: len(pages)]
+    pool = [{0: Dim("slots", min=2, max=MOST)}] * len(kinds)
+    texts, most = Dim("texts", min=2, max=MOST), Dim("most", min=2, max=MOST)
+    wheres = [{0: texts, 1: seen} for seen in of_kind.values()]
+    masks = [{0: texts, 2: most if group == 1 else group * most, 3: seen} for seen in of_kind.values()]
+    return rows, rows, scored, rows, (*pool, *pool, {0: texts, 1: most}, rows, *wheres, *masks)[: len(pages)]
 
 
 def making_of(dtype: torch.dtype, device: torch.device) -> Making:
@@ -287,8 +339,9 @@ def measured(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype is torch.float32
 
 
-def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
-    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included.
+def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], crowd: tuple[Batch, View]) -> Compiled:
+    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included; so
+    it is on a crowd's step when all its texts share a call.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
@@ -301,6 +354,9 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             kinds = [batches[0][1].kind(layer) for layer in range(len(loop.blocks))]
             making = making_of(target.dtype, target.device)
             layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds, making)
+            if "joint" in making.settings:
+                made.join(crowd[1])
+                batches.append(crowd)
             key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
                 form, given = made.arguments(batch, view)

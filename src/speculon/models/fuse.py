@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View, as_index
+from speculon.models.attention import FOLD_ROWS
 from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
@@ -285,13 +286,14 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
 
     # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant, and many rows
     # come before several, since loops are made for as much work as it has.
-    trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (17, 7))
+    trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
     for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
     one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
-    made = compiled(loop, target, [one, few, many, several, some, *ends, trial.last(1, scattered=True)])
+    batches = [one, few, many, several, some, *ends, trial.last(1, scattered=True)]
+    made = compiled(loop, target, batches, (trial.batch, replace(trial.view, memo={})))
     target.num_bytes *= 1 + copies(target.dtype, target.device)
     return made
 
