@@ -171,27 +171,20 @@ def calls_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> 
 
 
 def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -> Calls:
-    spec, device, heads = view.spec(layer), query.device, query.shape[1]
-    window = spec.window
+    spec, dtype, device, heads = view.spec(layer), query.dtype, query.device, query.shape[1]
+    window, folded = spec.window, group if plain else 1
     entry = heads * ENTRY if plain and pays(query, group) else 0
+    calls, placed, at = [], [], 0
     most = 1 if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD else PIECE.get(device.type)
     few = [span for span in view.spans if span.rows <= FOLD_ROWS]
     if most != 1 and joined_by_most(few) and fits(few, window, spec.bytes_per_token, device):
         entry = 0
     spans = [piece for span in view.spans for piece in pieces(span, most or span.rows)]
-    found = buckets(spans, window, spec.bytes_per_token, device, entry)
-    return calls_for(found, view, layer, group if plain else 1, query, entry)
-
-
-def calls_for(found: list[list[SpanView]], view: View, layer: int, group: int, query: Tensor, entry: int = 0) -> Calls:
-    """A call for each bucket; with `entry`, single rows by sparse products where these fit into the cache."""
-    window, dtype, device, heads = view.spec(layer).window, query.dtype, query.device, query.shape[1]
-    calls, placed, at = [], [], 0
-    for bucket in found:
+    for bucket in buckets(spans, window, spec.bytes_per_token, device, entry):
         if len(bucket) == 1:
-            call = span_call(bucket[0], window, group, dtype, device)
+            call = span_call(bucket[0], window, folded, dtype, device)
         else:
-            call = joint_call(bucket, window, group, dtype, device)
+            call = joint_call(bucket, window, folded, dtype, device)
         if entry and call.n == 1 and fits(bucket, window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
             call.seen = sight(call.where, len(bucket), heads, group, hidden, view.store.slots, device)

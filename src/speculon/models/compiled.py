@@ -32,8 +32,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, export
 
 from speculon.batch import Batch
-from speculon.kv.store import View, as_index
-from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, calls_for, calls_of, fold, reach, unfold
+from speculon.kv.store import View, as_index, gather_bytes
+from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, joint_call, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
 from speculon.models.linear import Linear, Packed, Product, layout_of
@@ -46,6 +46,7 @@ SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants
 FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
 TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
 COPIES = 5
+WASTE = 2  # of the keys in a call that texts share, those that are one's own: half of them at least
 MOST = 1 << 40  # rows or slots: no limit
 
 Given = list[Tensor | None]  # the arguments of `Layers`
@@ -154,7 +155,7 @@ class Layers(nn.Module):
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
-        self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
+        self.group = loop.blocks[0].attention.group
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor) -> Tensor:
         """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all slots for each layer,
@@ -202,8 +203,8 @@ class Compiled:
     def __init__(self, loop: Loop, kinds: list[int], making: Making):
         self.loop, self.kinds, self.making, self.threads = loop, kinds, making, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
-        of = loop.blocks[0].attention
-        self.group, self.query = of.heads // of.kv_heads, torch.empty(0, of.heads, of.head_dim)
+        self.layers = {kind: kinds.index(kind) for kind in sorted(set(kinds))}  # the first of each kind
+        self.group = loop.blocks[0].attention.group
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
@@ -235,25 +236,30 @@ class Compiled:
                 masks[kind] = MASKS.slice(rows, length, window, 1, key.dtype, key.device).contiguous()
         return "few" if masks else "one", [*given, None, *keys, *values, *(masks[kind] for kind in sorted(masks))]
 
-    def join(self, view: View) -> None:
-        """Has the texts of a step share one call, whatever it costs: a step to try such a program on."""
-        for layer, kind in enumerate(self.kinds):
-            view.memo[(kind, self.group, True)] = calls_for([view.spans], view, layer, self.group, self.query)
-
-    def joint(self, view: View) -> list[Tensor]:
+    def joint(self, view: View) -> Given:
         """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of each kind of layer the
-        slots seen, [B, S], then the masks, [B, 1, n * g, S]. Nothing where there is no such call.
+        slots seen, [B, S], then the masks, [B, 1, n * g, S]. Nothing where they had better not share one.
         """
-        layers = {kind: layer for layer, kind in enumerate(self.kinds)}
-        todo = [calls_of(view, layers[kind], self.group, True, self.query) for kind in sorted(layers)]
-        call, order = todo[0].calls[0], todo[0].order
-        masks = [x.calls[0].mask for x in todo if len(x.calls) == 1 < x.calls[0].spans and x.calls[0].n > 1]
-        if len(masks) < len(todo):
+        spans, device, dtype = view.spans, view.store.device, view.store.k[0].dtype
+        windows = [view.spec(layer).window for layer in self.layers.values()]
+        if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans) or not all(shared(view, window) for window in windows):
             return []
-        rows = as_index(call.rows, view.store.device).view(call.spans, call.n)
-        order = torch.arange(rows.numel()) if order is None else order
-        wheres = [as_index(x.calls[0].where, view.store.device).view(call.spans, -1) for x in todo]
-        return [rows, order, *wheres, *(mask for mask in masks if mask is not None)]
+        calls = [joint_call(spans, window, self.group, dtype, device) for window in windows]
+        texts, most = calls[0].spans, calls[0].n
+        order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
+        wheres, masks = [as_index(call.where, device).view(texts, -1) for call in calls], [call.mask for call in calls]
+        for i, (mask, where) in enumerate(zip(masks, wheres, strict=True)):
+            if mask is None:  # all see all
+                masks[i] = torch.zeros(texts, 1, self.group, where.shape[1], dtype=dtype)
+        return [as_index(calls[0].rows, device).view(texts, most), torch.tensor(order), *wheres, *masks]
+
+
+def shared(view: View, window: int | None) -> bool:
+    """Whether one call for all texts, which pads their keys to the longest and copies them, is worth it: inside a program it took
+    0.6 to 1.0 of the time of calls back wherever this was so (2 to 8 texts, one row each or drafts)."""
+    keys = [reach(span, window) for span in view.spans]
+    padded = len(keys) * max(keys)
+    return padded <= WASTE * sum(keys) and padded * view.spec(0).bytes_per_token <= 2 * gather_bytes(view.store.device)
 
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
@@ -339,9 +345,8 @@ def measured(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype is torch.float32
 
 
-def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], crowd: tuple[Batch, View]) -> Compiled:
-    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included; so
-    it is on a crowd's step when all its texts share a call.
+def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
+    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
@@ -354,9 +359,6 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], 
             kinds = [batches[0][1].kind(layer) for layer in range(len(loop.blocks))]
             making = making_of(target.dtype, target.device)
             layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds, making)
-            if "joint" in making.settings:
-                made.join(crowd[1])
-                batches.append(crowd)
             key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
                 form, given = made.arguments(batch, view)

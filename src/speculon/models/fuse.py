@@ -292,8 +292,9 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
-    batches = [one, few, many, several, some, *ends, trial.last(1, scattered=True)]
-    made = compiled(loop, target, batches, (trial.batch, replace(trial.view, memo={})))
+    single = Trial.of(target, (1, 1))
+    batches = [one, few, many, several, some, *ends, (single.batch, single.view), trial.last(1, scattered=True)]
+    made = compiled(loop, target, batches)
     target.num_bytes *= 1 + copies(target.dtype, target.device)
     return made
 
