@@ -32,7 +32,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, export
 
 from speculon.batch import Batch
-from speculon.kv.store import View, as_index, gather_bytes
+from speculon.kv.store import View, as_index
 from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, joint_call, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
@@ -46,7 +46,8 @@ SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants
 FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
 TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
 COPIES = 5
-WASTE = 2  # of the keys in a call that texts share, those that are one's own: half of them at least
+JOINT_BYTES = 32 << 20  # guess: keys and values that one layer may copy for a call that texts share
+WASTE = 2  # guess: of those at least half are not padding
 MOST = 1 << 40  # rows or slots: no limit
 
 Given = list[Tensor | None]  # the arguments of `Layers`
@@ -259,7 +260,7 @@ def shared(view: View, window: int | None) -> bool:
     0.6 to 1.0 of the time of calls back wherever this was so (2 to 8 texts, one row each or drafts)."""
     keys = [reach(span, window) for span in view.spans]
     padded = len(keys) * max(keys)
-    return padded <= WASTE * sum(keys) and padded * view.spec(0).bytes_per_token <= 2 * gather_bytes(view.store.device)
+    return padded <= WASTE * sum(keys) and padded * view.spec(0).bytes_per_token <= JOINT_BYTES
 
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
