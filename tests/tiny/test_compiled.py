@@ -15,9 +15,12 @@ import torch
 
 from speculon import SamplingParams
 from speculon.config import SpeculationConfig
+from speculon.core import LayerSpec
 from speculon.decoder import SpeculativeDecoder
+from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
 from speculon.models import linear
+from speculon.models.fuse import Trial
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.loop import Loop
@@ -35,7 +38,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "program", lambda layers, form, settings, given, key: layers)
 
 
-PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]}
+PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "c": [1, 2, 3, 4] * 9}
 
 
 def made(model: Any = None, *, share: bool = False) -> Target:
@@ -56,27 +59,34 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     target, plain = made(tiny_model(name)), wrap_model(tiny_model(name), share=False)
     assert isinstance(target.run, compiling.Compiled) and str(target.fusion).endswith("one loop, compiled")
-    assert target.num_bytes == plain.num_bytes * (1 + compiling.COPIES * (layout is packed))
+    assert target.num_bytes == plain.num_bytes + (
+        compiling.JOINT_BYTES if layout is Linear else compiling.COPIES * plain.num_bytes
+    )
     found, expected = paged_logits(target), paged_logits(plain)  # calls of 13 rows, and of 4
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral"])
-def test_texts_are_those_of_the_loop(
-    name: str, layout: Layout, uncompiled: None, rows: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_those_of_the_loop(name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     crowd = [Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id) for id, prompt in PROMPTS.items()]
-    texts = {}
+    texts, forms, arguments = {}, set[str](), compiling.Compiled.arguments
+
+    def watched(self: compiling.Compiled, *step: Any) -> tuple[str, compiling.Given]:
+        form, given = arguments(self, *step)
+        forms.add(form)
+        return form, given
+
+    monkeypatch.setattr(compiling.Compiled, "arguments", watched)
     for compile in (False, True):
         target = wrap_model(tiny_model(name), share=False, compile=compile)
-        rows.clear()
+        forms.clear()
         results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
         texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
     assert texts[True] == texts[False]
-    assert {(1, True), (2, False), (18, False)} <= set(rows) and any(count > 1 and alone for count, alone in rows), "each program"
+    assert forms == set(compiling.making_of(torch.float32, torch.device("cpu")).settings), "each program"
 
 
 @pytest.fixture
@@ -114,16 +124,17 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
     assert not rows
 
 
-@pytest.mark.parametrize(("layout", "dtype", "copies"), [(Linear, "float32", 0), (packed, "float32", 5), (packed, "bfloat16", 0)])
-def test_the_forecast_counts_the_copies_of_the_compiler(
-    layout: Layout, dtype: str, copies: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("layout", "dtype"), [(Linear, "float32"), (packed, "float32"), (packed, "bfloat16")])
+def test_the_forecast_counts_what_compiling_takes(
+    layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
+    monkeypatch.setattr(compiling, "layout_of", lambda dtype, device: layout)
     tiny_model("llama").save_pretrained(tmp_path)
     facts = TargetFacts(VOCAB, CONTEXT, dtype=dtype)
     build = partial(DraftModel.build, SpeculationConfig(draft=str(tmp_path)))
     plain, compiled = (build(replace(facts, compile=compile)).needs.bytes_fixed for compile in (False, True))
-    assert compiled == plain * (1 + copies)
+    more = compiling.JOINT_BYTES if layout is Linear else compiling.COPIES * plain
+    assert compiled == plain + more * (dtype == "float32")
 
 
 def planted(*args: Any) -> torch.Tensor:
@@ -135,12 +146,56 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(layers: compiling.Layers, *how: Any) -> compiling.Program:
-        return lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))
+def test_texts_that_get_each_others_rows_are_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+    right = compiling.attend_joint
+
+    def wrong(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, joint: Any, *given: Any) -> torch.Tensor:
+        rows, order, *rest = joint
+        return right(keys, values, slots, (rows, order.flip(0), *rest), *given)
+
+    monkeypatch.setattr(compiling, "attend_joint", wrong)
+    assert "not compiled: it computes something else" in reasons(made())
+
+
+def test_texts_share_a_call_where_that_copies_little_padding(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+    run = made().run
+    assert isinstance(run, compiling.Compiled)
+    forms = {}
+    for lengths in ((5, 3), (1, 1), (1, 1, 40), (33, 5)):
+        trial = Trial.of(made(), lengths)
+        forms[lengths], given = run.arguments(trial.batch, trial.view)
+        assert all(x is None or x.is_contiguous() for x in given), "programs take it for granted"
+    assert forms == {(5, 3): "joint", (1, 1): "joint", (1, 1, 40): "many", (33, 5): "many"}
+    spec = LayerSpec("attention", 2, 16, 16, torch.float32)
+    rows, keys = [SpanView(0, 20, slice(0, 20), 20)], [SpanView(0, 2, slice(0, 30), 30)]
+    rows += [SpanView(20 + i, 21 + i, slice(0, 15), 15) for i in range(5)]
+    keys += [SpanView(2 + i, 3 + i, slice(0, 3), 3) for i in range(5)]
+    assert not compiling.shared(rows, spec), "25 rows, padded to 120"
+    assert not compiling.shared(keys, spec), "45 keys, padded to 180"
+    assert compiling.shared(keys, replace(spec, window=3)), "19 keys, padded to 24"
+    assert not compiling.shared(keys, replace(spec, window=3, k_dim=1 << 20)), "too much to copy"
+
+
+@pytest.mark.parametrize("which", ["one", "few", "joint", "many"])
+def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+
+    def forgetful(layers: compiling.Layers, form: str, *how: Any) -> compiling.Program:
+        return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if form == which else layers
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
+
+
+def test_a_draft_models_masks_are_of_its_own_dtype(uncompiled: None) -> None:
+    target = made()
+    assert isinstance(target.run, compiling.Compiled)
+    store = PageStore((LayerSpec("attention", 2, 16, 16, torch.bfloat16), *target.layers), 2, 16, "cpu")
+    spans = [SpanView(i, i + 1, slice(16 * i, 16 * i + 2), 2) for i in range(2)]
+    *_, mask = target.run.joint(store.view_of(spans, first_layer=1))
+    assert mask is not None and mask.shape == (2, 1, 1, 2) and mask.dtype is torch.float32
 
 
 def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,6 @@ class Attention:
     softcap: float | None
     sinks: Tensor | None  # [H]
 
-    @property
-    def group(self) -> int:
-        """Query heads to a key-value head."""
-        return self.heads // self.kv_heads
-
     def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:  # [T, D] -> [T, D]
         return self.out(self.attend(*self.begin(x, tables), view).reshape(len(x), -1))
 

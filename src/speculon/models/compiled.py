@@ -1,9 +1,9 @@
 """The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of an operation costs as
 much as its work.
 
-One row, and few rows, of a text that lies in consecutive slots have programs in which attention is the library's kernel, called
-from within on views of the pages. Rows of texts that lie anywhere, and many rows, are written to the pages and call back for
-attention. How programs are made depends on how weights lie: in rows, they are the loop's own and the products the library's.
+One row, and few rows, of a text that lies in consecutive slots, and few rows of each of several texts have programs that call the
+library's attention kernel from within. Any others are written to the pages from within, and call back for attention. How programs
+are made depends on how weights lie: in rows, they are the loop's own and the products the library's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.export import Dim, export
 
-from speculon.batch import Batch
-from speculon.kv.store import View, as_index
+from speculon.batch import Batch, as_tensor
+from speculon.core import LayerSpec
+from speculon.kv.store import SpanView, View, as_index
 from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, joint_call, reach, unfold
 from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
@@ -46,8 +47,8 @@ SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants
 FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
 TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
 COPIES = 5
-JOINT_BYTES = 32 << 20  # guess: keys and values that one layer may copy for a call that texts share
-WASTE = 2  # guess: of those at least half are not padding
+# Of a call that texts share, how much more than their own it may compute or copy, and what it may copy for a layer (all guesses).
+WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20
 MOST = 1 << 40  # rows or slots: no limit
 
 Given = list[Tensor | None]  # the arguments of `Layers`
@@ -87,12 +88,13 @@ def attend_back(keys: Tensor, values: Tensor, slots: Tensor, layer: int, *given:
 
 
 def attend_joint(keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any) -> Tensor:  # [T, H, Dv]
-    """Rows of texts that share one call of the kernel: a `Joint` that the compiler sees."""
+    """Rows of texts that share one call of the kernel; `joint` is what `Compiled.joint` gives, of one kind of layer."""
     (query, key, value, scaling), (rows, order, where, mask) = given, joint
     kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
     q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, Hkv, n * g, Dk]
     k = keys.index_copy_(0, slots, key)[where].transpose(1, 2)
     v = values.index_copy_(0, slots, value)[where].transpose(1, 2)
+    mask = mask.repeat_interleave(group, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).unflatten(2, (-1, group))
     return out.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[order]
 
@@ -128,7 +130,7 @@ class Layer(nn.Module):
         of, mlp = block.attention, block.mlp
         if isinstance(mlp, Stock) or of.softcap is not None or of.sinks is not None:
             raise NotThisKind("not compiled: its layers are more than products and plain attention")
-        self.layer, self.heads, self.kv_heads, self.head_dim = of.layer, of.heads, of.kv_heads, of.head_dim
+        self.heads, self.kv_heads, self.head_dim = of.heads, of.kv_heads, of.head_dim
         self.scaling, self.rotates, self.act = of.scaling, of.rotates, mlp.act
         self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
         self.gate_up, self.down = linear_of(mlp.gate_up), linear_of(mlp.down)
@@ -156,7 +158,6 @@ class Layers(nn.Module):
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
-        self.group = loop.blocks[0].attention.group
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor) -> Tensor:
         """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all slots for each layer,
@@ -205,7 +206,6 @@ class Compiled:
         self.loop, self.kinds, self.making, self.threads = loop, kinds, making, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
         self.layers = {kind: kinds.index(kind) for kind in sorted(set(kinds))}  # the first of each kind
-        self.group = loop.blocks[0].attention.group
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
@@ -239,28 +239,28 @@ class Compiled:
 
     def joint(self, view: View) -> Given:
         """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of each kind of layer the
-        slots seen, [B, S], then the masks, [B, 1, n * g, S]. Nothing where they had better not share one.
+        slots seen, [B, S], then the masks, [B, 1, n, S]. Nothing where they had better not share one.
         """
-        spans, device, dtype = view.spans, view.store.device, view.store.k[0].dtype
-        windows = [view.spec(layer).window for layer in self.layers.values()]
-        if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans) or not all(shared(view, window) for window in windows):
+        spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.layers.values()]
+        if len(spans) == 1 or not all(shared(spans, spec) for spec in specs):
             return []
-        calls = [joint_call(spans, window, self.group, dtype, device) for window in windows]
+        calls = [joint_call(spans, spec.window, 1, spec.dtype, device) for spec in specs]
         texts, most = calls[0].spans, calls[0].n
         order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
-        wheres, masks = [as_index(call.where, device).view(texts, -1) for call in calls], [call.mask for call in calls]
-        for i, (mask, where) in enumerate(zip(masks, wheres, strict=True)):
-            if mask is None:  # all see all
-                masks[i] = torch.zeros(texts, 1, self.group, where.shape[1], dtype=dtype)
-        return [as_index(calls[0].rows, device).view(texts, most), torch.tensor(order), *wheres, *masks]
+        wheres = [as_index(call.where, device).view(texts, -1) for call in calls]
+        blank = [torch.zeros(texts, 1, most, where.shape[1], dtype=specs[0].dtype) for where in wheres]
+        masks = [nothing if call.mask is None else call.mask for call, nothing in zip(calls, blank, strict=True)]
+        return [as_index(calls[0].rows, device).view(texts, most), as_tensor(order, device), *wheres, *masks]
 
 
-def shared(view: View, window: int | None) -> bool:
-    """Whether one call for all texts, which pads their keys to the longest and copies them, is worth it: inside a program it took
-    0.6 to 1.0 of the time of calls back wherever this was so (2 to 8 texts, one row each or drafts)."""
-    keys = [reach(span, window) for span in view.spans]
-    padded = len(keys) * max(keys)
-    return padded <= WASTE * sum(keys) and padded * view.spec(0).bytes_per_token <= JOINT_BYTES
+def shared(spans: list[SpanView], spec: LayerSpec) -> bool:
+    """Whether one call for all texts, which pads rows and keys to the most there are and copies the keys, is worth it: within a
+    program it took 0.6 to 1.0 of the time of calls back wherever this was so."""
+    rows, keys = [span.rows for span in spans], [reach(span, spec.window) for span in spans]
+    padded, most = len(spans) * max(keys), max(rows)
+    if most > FOLD_ROWS or len(spans) * most > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
+        return False
+    return padded * max(spec.bytes_per_token, most * spec.dtype.itemsize) <= JOINT_BYTES
 
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
@@ -282,22 +282,27 @@ def program(layers: Layers, form: str, settings: Settings, given: Given, key: st
 def loaded(path: Path, layers: Layers, settings: Settings) -> Program:
     """A program of the file, over the weights of `layers` where it has none of its own."""
     package = aoti_load_package(str(path), run_single_threaded=True)
-    if settings is SHARED:
-        weights = dict(chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False)))
-        wanted = {name: weights[name].detach() for name in package.get_constant_fqns()}
-        package.load_constants(wanted, check_full_update=True, user_managed=True)
-    return partial(call, package.loader.boxed_run, layers)
+    run = package.loader.boxed_run
+    if settings is not SHARED:
+        return partial(call, run)
+    weights = dict(chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False)))
+    wanted = package.get_constant_fqns()
+    if missing := set(wanted) - weights.keys():
+        raise NotThisKind(f"not compiled: {min(missing)} is a constant, but no weight")
+    given = {name: weights[name].detach() for name in wanted}  # which the package keeps for good
+    package.load_constants(given, check_full_update=True, user_managed=True)
+    return partial(call, run)
 
 
-def call(run: Callable[[list[Tensor]], list[Tensor]], layers: Layers, *given: Tensor | None) -> Tensor:
-    """What the package's own call does, less the trees of its arguments: a twelfth of a step of one row. Keeps `layers` alive."""
+def call(run: Callable[[list[Tensor]], list[Tensor]], *given: Tensor | None) -> Tensor:
+    """What the package's own call does, less the trees of its arguments: a twelfth of a step of one row."""
     return run([x for x in given if x is not None])[0]
 
 
 def sizes_of(given: Given, layers: Layers) -> tuple[Any, ...]:
     """Which sizes of the arguments differ from call to call: rows, texts, and the slots that each layer is given."""
     ids, _, _, slots, *pages = given
-    kinds, group = layers.kinds, layers.group
+    kinds = layers.kinds
     rows, scored = ({0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {} for name in ("rows", "scored"))
     of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(kinds))}
     if slots is None:
@@ -307,7 +312,7 @@ def sizes_of(given: Given, layers: Layers) -> tuple[Any, ...]:
     pool = [{0: Dim("slots", min=2, max=MOST)}] * len(kinds)
     texts, most = Dim("texts", min=2, max=MOST), Dim("most", min=2, max=MOST)
     wheres = [{0: texts, 1: seen} for seen in of_kind.values()]
-    masks = [{0: texts, 2: most if group == 1 else group * most, 3: seen} for seen in of_kind.values()]
+    masks = [{0: texts, 2: most, 3: seen} for seen in of_kind.values()]
     return rows, rows, scored, rows, (*pool, *pool, {0: texts, 1: most}, rows, *wheres, *masks)[: len(pages)]
 
 
@@ -316,9 +321,11 @@ def making_of(dtype: torch.dtype, device: torch.device) -> Making:
     return IN_ROWS if layout_of(dtype, device) is Linear else IN_BLOCKS
 
 
-def copies(dtype: torch.dtype, device: torch.device) -> int:
-    """Of the weights, that compiling makes."""
-    return COPIES if measured(dtype, device) and making_of(dtype, device) is IN_BLOCKS else 0
+def bytes_more(weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What compiling takes beside weights of so many bytes."""
+    if not measured(dtype, device):
+        return 0
+    return JOINT_BYTES if making_of(dtype, device) is IN_ROWS else COPIES * weights
 
 
 def key_of(layers: Layers) -> str:
@@ -365,6 +372,8 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
                 form, given = made.arguments(batch, view)
                 if form not in made.programs:
                     made.programs[form] = program(layers, form, making.settings[form], given, key)
+        if made.programs.keys() != making.settings.keys():
+            raise NotThisKind(f"not compiled: no step was tried for {sorted(making.settings.keys() - made.programs.keys())}")
         for batch, view in batches:
             expected = [loop(batch, view), *written(view, len(kinds))]
             for layer in range(len(kinds)):

@@ -41,9 +41,9 @@ def forecast(
     if fused and compile and device.type in RECORDERS:
         weights += capture_bytes(config, layers, dtype)
     elif fused and compile:
-        from speculon.models.compiled import copies  # brings the compiler's own modules
+        from speculon.models.compiled import bytes_more  # brings the compiler's own modules
 
-        weights *= 1 + copies(dtype, device)
+        weights += bytes_more(weights, dtype, device)
     return Needs(
         layers=layers,
         max_context=getattr(config, "max_position_embeddings", None),

@@ -103,13 +103,16 @@ class Trial:
         positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)])[None]
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
-    def last(self, rows: int, scattered: bool = False) -> tuple[Batch, View]:
-        """The last rows of the first text alone; `scattered`: as one that does not lie in consecutive slots."""
-        (first, *_), batch = self.view.spans, self.batch
-        ids, positions = (t[:, first.last - rows : first.last] for t in (batch.input_ids, batch.position_ids))
-        where = as_index(first.where, self.store.device) if scattered else first.where
-        alone = SpanView(0, rows, where, first.context)
-        return Batch([], ids, positions, batch.score_rows[:rows]), self.store.view_of([alone])
+    def last(self, *rows: int, scattered: bool = False) -> tuple[Batch, View]:
+        """The last rows of as many texts, so many of each; `scattered`: as texts that do not lie in consecutive slots."""
+        spans: list[SpanView] = []
+        taken: list[int] = []
+        for span, count in zip(self.view.spans, rows, strict=False):
+            where = as_index(span.where, self.store.device) if scattered else span.where
+            spans.append(SpanView(len(taken), len(taken) + count, where, span.context))
+            taken += range(span.last - count, span.last)
+        ids, positions = (t[:, taken] for t in (self.batch.input_ids, self.batch.position_ids))
+        return Batch([], ids, positions, self.batch.score_rows[: len(taken)]), self.store.view_of(spans)
 
     def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
         """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it in another dtype."""
@@ -282,20 +285,18 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
-    from speculon.models.compiled import compiled, copies  # brings the compiler's own modules
+    from speculon.models.compiled import bytes_more, compiled  # brings the compiler's own modules
 
-    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant, and many rows
-    # come before several, since loops are made for as much work as it has.
-    trial, crowd = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7))
+    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant.
+    trial, crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7)), Trial.of(target, (1, 1))
     for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
     one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
-    single = Trial.of(target, (1, 1))
-    batches = [one, few, many, several, some, *ends, (single.batch, single.view), trial.last(1, scattered=True)]
-    made = compiled(loop, target, batches)
-    target.num_bytes *= 1 + copies(target.dtype, target.device)
+    late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
+    made = compiled(loop, target, [one, few, several, many, some, *ends, (single.batch, single.view), *late])
+    target.num_bytes += bytes_more(target.num_bytes, target.dtype, target.device)
     return made
 
 
