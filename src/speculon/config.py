@@ -323,7 +323,7 @@ class EngineConfig(BaseSettings):
     fuse: bool = Field(True, description="rewrite layers into fewer, faster operations where that computes the same")
     compile: bool = Field(
         False,
-        description="compile the fused steps (CPU, fp32: minutes at the first load, where weights are packed 5 copies of them), "
+        description="compile the fused steps (CPU, fp32: minutes at the first load; 5 copies of weights that are packed), "
         "or capture them as graphs (CUDA)",
     )
     max_context: int | None = Field(None, ge=2, description="longest prompt + answer in tokens; None: the model's")

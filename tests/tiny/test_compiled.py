@@ -20,6 +20,7 @@ from speculon.decoder import SpeculativeDecoder
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
 from speculon.models import linear
+from speculon.models.block import NotThisKind
 from speculon.models.fuse import Trial
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
@@ -28,7 +29,7 @@ from speculon.models.prove import paged_logits
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
-from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
+from tests.tiny.conftest import CONTEXT, MIXED, VOCAB, build, tiny_model
 from tests.tiny.scripted import Request, run
 
 
@@ -43,6 +44,11 @@ PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "
 
 def made(model: Any = None, *, share: bool = False) -> Target:
     return wrap_model(model or tiny_model("qwen3"), share=share, compile=True)
+
+
+def mixed() -> Any:
+    """Layers with a window among others without."""
+    return build("qwen2", **MIXED, use_sliding_window=True, max_window_layers=0)
 
 
 def reasons(target: Target) -> str:
@@ -67,7 +73,7 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral", "mixed"])
 def test_texts_are_those_of_the_loop(name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -81,7 +87,8 @@ def test_texts_are_those_of_the_loop(name: str, layout: Layout, uncompiled: None
 
     monkeypatch.setattr(compiling.Compiled, "arguments", watched)
     for compile in (False, True):
-        target = wrap_model(tiny_model(name), share=False, compile=compile)
+        target = wrap_model(mixed() if name == "mixed" else tiny_model(name), share=False, compile=compile)
+        assert isinstance(target.run, compiling.Compiled) == compile, target.fusion
         forms.clear()
         results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
         texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
@@ -146,6 +153,12 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
     assert "not compiled: it computes something else" in reasons(made())
 
 
+def test_a_program_that_no_step_was_tried_on_is_not_taken(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+    monkeypatch.setattr(compiling, "shared", lambda *given: False)
+    assert "not compiled: no step was tried for ['joint']" in reasons(made())
+
+
 def test_texts_that_get_each_others_rows_are_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     right = compiling.attend_joint
@@ -160,27 +173,32 @@ def test_texts_that_get_each_others_rows_are_given_back(uncompiled: None, monkey
 
 def test_texts_share_a_call_where_that_copies_little_padding(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    run = made().run
-    assert isinstance(run, compiling.Compiled)
-    forms = {}
-    for lengths in ((5, 3), (1, 1), (1, 1, 40), (33, 5)):
-        trial = Trial.of(made(), lengths)
-        forms[lengths], given = run.arguments(trial.batch, trial.view)
+    target = made()
+    assert isinstance(target.run, compiling.Compiled)
+    crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
+    steps = {"one": crowd.last(1), "few": crowd.last(5), "joint": crowd.last(2, 3), "many": (single.batch, single.view)}
+    for form, step in steps.items():
+        found, given = target.run.arguments(*step)
+        assert found == form
         assert all(x is None or x.is_contiguous() for x in given), "programs take it for granted"
-    assert forms == {(5, 3): "joint", (1, 1): "joint", (1, 1, 40): "many", (33, 5): "many"}
     spec = LayerSpec("attention", 2, 16, 16, torch.float32)
     rows, keys = [SpanView(0, 20, slice(0, 20), 20)], [SpanView(0, 2, slice(0, 30), 30)]
     rows += [SpanView(20 + i, 21 + i, slice(0, 15), 15) for i in range(5)]
     keys += [SpanView(2 + i, 3 + i, slice(0, 3), 3) for i in range(5)]
-    assert not compiling.shared(rows, spec), "25 rows, padded to 120"
-    assert not compiling.shared(keys, spec), "45 keys, padded to 180"
-    assert compiling.shared(keys, replace(spec, window=3)), "19 keys, padded to 24"
-    assert not compiling.shared(keys, replace(spec, window=3, k_dim=1 << 20)), "too much to copy"
+    assert not compiling.shared(rows, spec, 2), "25 rows, padded to 120"
+    assert not compiling.shared(keys, spec, 2), "45 keys, padded to 180"
+    assert compiling.shared(keys, replace(spec, window=3), 2), "19 keys, padded to 24"
+    assert not compiling.shared(keys, replace(spec, window=3, k_dim=1 << 20), 2), "too much to copy"
+    assert not compiling.shared(keys, replace(spec, window=3), 1 << 20), "masks too large"
 
 
-@pytest.mark.parametrize("which", ["one", "few", "joint", "many"])
-def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
+@pytest.mark.parametrize(
+    ("layout", "which"), [(Linear, "one"), (Linear, "few"), (Linear, "joint"), (Linear, "many"), (packed, "scattered")]
+)
+def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(
+    layout: Layout, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
 
     def forgetful(layers: compiling.Layers, form: str, *how: Any) -> compiling.Program:
         return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if form == which else layers
@@ -193,9 +211,10 @@ def test_a_draft_models_masks_are_of_its_own_dtype(uncompiled: None) -> None:
     target = made()
     assert isinstance(target.run, compiling.Compiled)
     store = PageStore((LayerSpec("attention", 2, 16, 16, torch.bfloat16), *target.layers), 2, 16, "cpu")
-    spans = [SpanView(i, i + 1, slice(16 * i, 16 * i + 2), 2) for i in range(2)]
-    *_, mask = target.run.joint(store.view_of(spans, first_layer=1))
-    assert mask is not None and mask.shape == (2, 1, 1, 2) and mask.dtype is torch.float32
+    for rows in (1, 2):
+        spans = [SpanView(i * rows, (i + 1) * rows, slice(16 * i, 16 * i + 2), 2) for i in range(2)]
+        *_, mask = target.run.joint(store.view_of(spans, first_layer=1))
+        assert mask is not None and mask.shape == (2, 1, rows, 2) and mask.dtype is torch.float32
 
 
 def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +237,9 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
     compiling.loaded(Path("package"), layers, compiling.FOLDED)
     assert not given
     compiling.loaded(Path("package"), layers, compiling.SHARED)
+    monkeypatch.setattr(Package, "get_constant_fqns", lambda self: ["lifted_0"])
+    with pytest.raises(NotThisKind, match="lifted_0 is a constant, but no weight"):
+        compiling.loaded(Path("package"), layers, compiling.SHARED)
     qkv, head = loop.blocks[1].attention.qkv, loop.head
     assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3
     assert given["layers.1.qkv.weight"].data_ptr() == qkv.weight.data_ptr()
@@ -236,7 +258,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
         monkeypatch.setattr(compiling, name, stand_in)
-    layers: Any = SimpleNamespace(kinds=[0], group=2)
+    layers: Any = SimpleNamespace(kinds=[0])
     given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
     monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
     assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")

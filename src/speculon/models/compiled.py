@@ -1,9 +1,9 @@
 """The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of an operation costs as
 much as its work.
 
-One row, and few rows, of a text that lies in consecutive slots, and few rows of each of several texts have programs that call the
-library's attention kernel from within. Any others are written to the pages from within, and call back for attention. How programs
-are made depends on how weights lie: in rows, they are the loop's own and the products the library's.
+One row, and few rows, of a text that lies in consecutive slots have programs that call the library's attention kernel. The others
+write the pages, too, and call back for attention. How programs are made depends on how weights lie. In rows, they are the loop's
+own and the products the library's; and few rows of each of several texts have a program in which they share a call of the kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants
 FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
 TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
 COPIES = 5
-# Of a call that texts share, how much more than their own it may compute or copy, and what it may copy for a layer (all guesses).
+# Of a call that texts share: how many times their own rows and keys it may take, and what it may fill for a layer (all guesses).
 WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20
 MOST = 1 << 40  # rows or slots: no limit
 
@@ -205,7 +205,8 @@ class Compiled:
     def __init__(self, loop: Loop, kinds: list[int], making: Making):
         self.loop, self.kinds, self.making, self.threads = loop, kinds, making, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
-        self.layers = {kind: kinds.index(kind) for kind in sorted(set(kinds))}  # the first of each kind
+        self.firsts = [kinds.index(kind) for kind in sorted(set(kinds))]  # a layer of each kind
+        self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
@@ -241,26 +242,29 @@ class Compiled:
         """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of each kind of layer the
         slots seen, [B, S], then the masks, [B, 1, n, S]. Nothing where they had better not share one.
         """
-        spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.layers.values()]
-        if len(spans) == 1 or not all(shared(spans, spec) for spec in specs):
+        spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
+        if len(spans) == 1 or not all(shared(spans, spec, self.group) for spec in specs):
             return []
         calls = [joint_call(spans, spec.window, 1, spec.dtype, device) for spec in specs]
         texts, most = calls[0].spans, calls[0].n
         order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
         wheres = [as_index(call.where, device).view(texts, -1) for call in calls]
-        blank = [torch.zeros(texts, 1, most, where.shape[1], dtype=specs[0].dtype) for where in wheres]
-        masks = [nothing if call.mask is None else call.mask for call, nothing in zip(calls, blank, strict=True)]
+        masks = [
+            torch.zeros(texts, 1, most, where.shape[1], dtype=spec.dtype) if call.mask is None else call.mask
+            for spec, call, where in zip(specs, calls, wheres, strict=True)
+        ]
         return [as_index(calls[0].rows, device).view(texts, most), as_tensor(order, device), *wheres, *masks]
 
 
-def shared(spans: list[SpanView], spec: LayerSpec) -> bool:
+def shared(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
     """Whether one call for all texts, which pads rows and keys to the most there are and copies the keys, is worth it: within a
-    program it took 0.6 to 1.0 of the time of calls back wherever this was so."""
+    program it took 0.64 to 1.01 of the time of calls back (2 to 8 texts, contexts of 300 to 1300)."""
     rows, keys = [span.rows for span in spans], [reach(span, spec.window) for span in spans]
     padded, most = len(spans) * max(keys), max(rows)
     if most > FOLD_ROWS or len(spans) * most > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
         return False
-    return padded * max(spec.bytes_per_token, most * spec.dtype.itemsize) <= JOINT_BYTES
+    masks = most * (1 + group) * spec.dtype.itemsize  # to a key: as it is given, and for each query head
+    return padded * (spec.bytes_per_token + masks) <= JOINT_BYTES
 
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
@@ -273,7 +277,7 @@ def program(layers: Layers, form: str, settings: Settings, given: Given, key: st
             return loaded(path, layers, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     born = tuple(None if x is None else x.clone() for x in given)  # here, unlike pages, which inference mode made
-    made = export(layers, born, dynamic_shapes=sizes_of(given, layers), strict=False)
+    made = export(layers, born, dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
         os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=settings), path)
     return loaded(path, layers, settings)
@@ -299,10 +303,9 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], *given: Tensor | None) -> 
     return run([x for x in given if x is not None])[0]
 
 
-def sizes_of(given: Given, layers: Layers) -> tuple[Any, ...]:
-    """Which sizes of the arguments differ from call to call: rows, texts, and the slots that each layer is given."""
+def sizes_of(given: Given, kinds: list[int]) -> tuple[Any, ...]:
+    """Which sizes of the arguments differ from call to call: rows, texts, the most rows of one, and the slots of each layer."""
     ids, _, _, slots, *pages = given
-    kinds = layers.kinds
     rows, scored = ({0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {} for name in ("rows", "scored"))
     of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(kinds))}
     if slots is None:
@@ -376,10 +379,8 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             raise NotThisKind(f"not compiled: no step was tried for {sorted(making.settings.keys() - made.programs.keys())}")
         for batch, view in batches:
             expected = [loop(batch, view), *written(view, len(kinds))]
-            for layer in range(len(kinds)):
-                view.write(
-                    layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots))
-                )  # a row forgotten must show
+            for layer in range(len(kinds)):  # a row forgotten must show
+                view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
             found = [made(batch, view), *written(view, len(kinds))]
             if any(a is None or b is None or not close(a, b) for a, b in zip(found, expected, strict=True)):
                 raise NotThisKind("not compiled: it computes something else")

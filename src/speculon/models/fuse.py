@@ -104,7 +104,7 @@ class Trial:
         return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
 
     def last(self, *rows: int, scattered: bool = False) -> tuple[Batch, View]:
-        """The last rows of as many texts, so many of each; `scattered`: as texts that do not lie in consecutive slots."""
+        """The last `rows[i]` rows of text i; `scattered`: as texts that do not lie in consecutive slots."""
         spans: list[SpanView] = []
         taken: list[int] = []
         for span, count in zip(self.view.spans, rows, strict=False):
@@ -287,15 +287,16 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
     from speculon.models.compiled import bytes_more, compiled  # brings the compiler's own modules
 
-    # The first of each kind is compiled: none of its sizes is 0 or 1, which the compiler would take for constant.
-    trial, crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7)), Trial.of(target, (1, 1))
+    # The first of each kind is compiled: but for one row's, no size is 0 or 1, which the compiler would take for constant.
+    trial, crowd, first = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7)), Trial.of(target, (1, 1))
     for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
     one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
     late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
-    made = compiled(loop, target, [one, few, several, many, some, *ends, (single.batch, single.view), *late])
+    early = [trial.last(8), first.last(1), (first.batch, first.view)]
+    made = compiled(loop, target, [one, few, several, many, some, *ends, *late, *early])
     target.num_bytes += bytes_more(target.num_bytes, target.dtype, target.device)
     return made
 
