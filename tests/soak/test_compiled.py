@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
 PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
+LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))  # too long to share a call with those
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
@@ -38,7 +39,7 @@ def test_texts_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyP
         run.programs[name] = partial(counted, calls, name, program)
     greedy = SamplingParams(temperature=0, max_tokens=64)
     for speculation in ({"method": "off"}, {"method": "ngram", "num_speculative_tokens": 8}, {"method": "draft_model"}):
-        for prompts in (PROMPTS, PROMPTS[:1]):
+        for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, LONG]):
             mine, theirs = (llm.generate(prompts, greedy, speculation=speculation) for llm in (fast, plain))
             assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], speculation
     assert calls.keys() == run.programs.keys() and min(calls.values()) > 20, calls
