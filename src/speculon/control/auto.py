@@ -18,7 +18,7 @@ from math import log, prod
 from operator import mul
 from typing import Any
 
-from speculon.control.estimate import OUTLIER, Own, Share, StepCost, grades_of
+from speculon.control.estimate import OUTLIER, Own, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
 from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised
 from speculon.control.round import Group, Round
@@ -29,7 +29,7 @@ from speculon.core import Ask, Decision, Draft, Load, Proposal, Reason, Sequence
 
 CHEAP = 0.05  # of a plain step of one text: what a look-up may cost
 SELDOM = 8, 16  # rounds at most between two look-ups of a text: the longer where being awake costs more; all may rest meanwhile
-IN_VAIN = 0.01  # guess: of all time, for being awake in vain in one round of so many
+IN_VAIN = 0.005  # guess: of all time, for being awake in vain in one round of so many
 COLD_K = 4  # drafts of the first proposals of a method
 AWAKE = 3.5  # guess: times what deciding takes, with looking, learning, and what both put out of the caches
 PROBE_K = 2  # drafts of a probe
@@ -184,7 +184,7 @@ class Auto:
         """What each draft is expected to save, in tokens, as far as one may be worth its row: where look-ups will soon have
         something again, they would write it in less time than others take for a token."""
         now, known, rate = self._round, self._know(method), tokens / ms
-        texts, worths, price, keeps = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms, known.keeps
+        texts, worths, price, keeps = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms, known.keeps(now.texts)
         for kind in texts:
             others = self._others[kind[0]]
             stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
@@ -258,7 +258,7 @@ class Auto:
         offer, plan = self._planned(method, kinds, 1.0, tokens, ms)
         found = [plan.of(kind) for kind in kinds] if plan else [0] * len(seqs)
         for seq, kind, k in zip(seqs, kinds, found, strict=True):
-            now.hoped[seq.id] = method, sum(offer.worths[kind][:k]) / offer.keeps if k else 0.0
+            now.hoped[seq.id] = method, sum(offer.worths[kind][:k]) / offer.keeps if k else 0.0, tokens / ms, ms / now.texts
         return found
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
@@ -298,8 +298,9 @@ class Auto:
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         mine = any(span.seq.id in self._texts for span in spans)
         if mine:  # others' rounds would pay for probes of this policy's texts
+            ms = self._share * (timing.target_ms or 0.0) / max(1, len(self._round.costly))
             for known in self.methods.values():
-                known.save(self._share * (timing.target_ms or 0.0))
+                known.save(len(spans), ms)
         if self._rested:  # nothing to learn from
             return
         if mine:
@@ -308,14 +309,14 @@ class Auto:
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
-            self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms)
+            self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms, mine)
         probed = {ask.method for ask in now.probes.values()}
         for method, call in timing.proposals.items():
             known = self._know(method)
             if method in probed and call.texts == 1:  # else others read, too
                 price = known.cost.at(call.texts, call.k)
                 known.saved_ms -= min(max(0.0, call.ms - price), PROBE_DEBT * price)
-            known.cost.observe(*call)
+            known.cost.observe(*call, own=mine)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
@@ -350,7 +351,7 @@ class Auto:
         """Drafts of these classes were held against the text, and the first `accepted` are in it."""
         acceptance = self._know(method).of(seq.kind)
         if text is not None:
-            text.of(method).observe(acceptance.chances(grades), accepted)
+            text.of(method).observe(acceptance, grades, accepted)
         acceptance.observe(grades, accepted)
 
     def _book(self, seq: Sequence, text: Text, draft: Draft, gained: int, timing: Timing) -> None:
@@ -358,8 +359,8 @@ class Auto:
         now, method = self._round, draft.sources[0] if draft.tokens else ""
         own = draft.own(seq.methods)
         if seq.id in now.hoped:
-            name, hoped = now.hoped[seq.id]
-            self._know(name).keep(min(gained, own), hoped)
+            name, hoped, rate, slot_ms = now.hoped[seq.id]
+            self._know(name).keep(now.texts, self._others[seq.kind].saves(min(gained, own), rate, slot_ms), hoped)
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
@@ -394,7 +395,8 @@ class Auto:
         surprised = accepted > 0 and prod(chances[:accepted]) < SURPRISE
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news
-            known.saved_ms, known.kept = float("inf"), Share()
+            known.saved_ms = float("inf")
+            known.kept.clear()
             for evidence in (known.acceptance, known.of(seq.kind), own):
                 evidence.doubt()
 

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from math import exp, log1p, log2, sqrt
+from math import exp, log, log1p, log2, prod, sqrt
 from operator import mul
 from typing import Any
 
@@ -18,7 +18,8 @@ EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds th
 BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
-OWN_TRIES = 12.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
+OWN_TRIES = 6.0  # drafts of one text after which its own evidence weighs as much as everybody's
+APART, APART_FADE = 8.0, 0.995  # nats at most by which texts are believed to differ, and what is left of them after a draft
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
 SURE = 0.999
@@ -36,7 +37,7 @@ COLD_CALLS = 3  # guess: of a method, before its cost is believed
 OUTLIER = 2.0  # times the estimate
 SETTLED, EVERY = 64, 3  # measurements after which only one in so many is taken in: no common rhythm has this period
 OF_LATE = 0.1  # weight of the last step in what steps like it take
-STALE = 0.01  # of what is known of other steps, that is given up with each
+STALE = 0.002  # guess: of what is known of other steps, that is given up with each
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
@@ -73,6 +74,16 @@ class Acceptance:
         self._survivals: dict[tuple[int, int], list[float]] = {}
         self._stale = 0
         self._seen = 0  # drafts that were ever judged
+        self._apart = 0.0  # nats by which texts' own evidence has told of late better what becomes of their drafts
+
+    @property
+    def trust(self) -> float:
+        """P(texts differ), else what a text shows of itself is luck."""
+        return 1 / (1 + exp(-self._apart))
+
+    def compare(self, gain: float) -> None:
+        """A draft was told better by its text's own evidence by so many nats."""
+        self._apart = max(-APART, min(APART, self._apart * APART_FADE + gain))
 
     def chance(self, position: int, grade: int = 0) -> float:
         """Of the draft at `position` (from 0), for a text that nothing is known of."""
@@ -156,17 +167,24 @@ class Own:
     hits: float = 0.0
     expected: float = 0.0
     tries: float = 0.0
-    kind: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
+    shift: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
+    trust: float = 0.0  # in it, as far as texts of its sort differ
+    kind: int = 0  # the shift that is believed
     unlikely: float = 0.0  # nats: the drafts in a row of which nothing stood
     worth: float = HOPE  # tokens that it has brought to a round of late
 
-    def observe(self, chances: Sequence[float], accepted: int) -> None:
-        """Of drafts that were judged the first `accepted` stood, and they had these chances, were the text like all others."""
+    def observe(self, acceptance: Acceptance, grades: Sequence[int], accepted: int) -> None:
+        """Drafts of these classes were judged, and the first `accepted` stood; `acceptance` is that of all such texts."""
+        chances = acceptance.chances(grades)
+        if self.shift:
+            odds = SHIFTS[self.shift]
+            acceptance.compare(accepted * log(odds) - log(prod(1 - chance + chance * odds for chance in chances)))
         fade = OWN_FADE ** len(chances)
         self.hits = self.hits * fade + accepted
         self.expected = self.expected * fade + sum(chances)
         self.tries = self.tries * fade + len(chances)
         self.unlikely = 0.0 if accepted else self.unlikely - log1p(-min(SURE, chances[0]))
+        self.trust = acceptance.trust
         self._sort()
 
     def doubt(self) -> None:
@@ -175,7 +193,8 @@ class Own:
 
     def _sort(self) -> None:
         run = int(max(0.0, self.unlikely - BAD_LUCK))
-        self.kind = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected))) - run))
+        self.shift = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
+        self.kind = max(-KINDS, round(self.trust * self.shift) - run)
 
     def adjusted(self, chances: list[float]) -> list[float]:
         return shifted(chances, self.kind)
@@ -306,7 +325,8 @@ class StepCost(Cost):
         factor = self._beside.get(texts, 1.0) if drafting == texts else 1.0
         return max(LEAST_MS, factor * self._fit.at((1.0, texts, drafting, drafts)))
 
-    def observe(self, texts: int, drafting: int, drafts: int, ms: float) -> None:
+    def observe(self, texts: int, drafting: int, drafts: int, ms: float, own: bool = True) -> None:
+        """`own`: this policy's. Others may draft alike for all texts, which is less work than where they differ."""
         if not self.known:
             alone = ms / (1 + 0.1 * texts)
             self._fit.guess(
@@ -320,8 +340,9 @@ class StepCost(Cost):
         now = before + (OF_LATE / 16 if slow else OF_LATE) * (min(ms, OUTLIER * before) - before)
         if not drafting:
             self._plain[texts] = now
-            self._beside[texts] = 1.0 + (1 - STALE) * (self._beside.get(texts, 1.0) - 1.0)
-        elif drafting == texts:
+            if own:
+                self._beside[texts] = 1.0 + (1 - STALE) * (self._beside.get(texts, 1.0) - 1.0)
+        elif own and drafting == texts:
             self._beside[texts] = now / max(LEAST_MS, self._fit.at((1.0, texts, drafting, drafts)))
         if drafting and texts in self._plain:
             self._plain[texts] += STALE * (self._fit.at((1.0, texts, 0, 0)) - self._plain[texts])
@@ -331,12 +352,14 @@ class ProposalCost(Cost):
     """Of one proposal for `texts` texts of up to `k` drafts each, `unread` tokens of which it reads first: base + per draft
     + per draft of each text + per unread token. In ms.
 
-    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache.
+    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache. What calls of one size
+    take beside the sum is followed as a factor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = 0
+        self._beside: dict[tuple[int, int], float] = {}  # texts, drafts of each -> factor
 
     @property
     def known(self) -> bool:
@@ -345,6 +368,7 @@ class ProposalCost(Cost):
     def restore(self, state: list[float]) -> None:
         super().restore(state)
         self._calls = COLD_CALLS if state else 0
+        self._beside.clear()
 
     @property
     def row(self) -> float:
@@ -358,9 +382,12 @@ class ProposalCost(Cost):
 
     def at(self, texts: float, k: int, unread: int = 0) -> float:
         """Nothing while it is not known: so it is seen."""
-        return self._fit.at((1.0, k, k * texts, unread)) if self.known and texts and k else 0.0
+        if not (self.known and texts and k):
+            return 0.0
+        return self._beside.get((round(texts), k), 1.0) * self._fit.at((1.0, k, k * texts, unread))
 
-    def observe(self, texts: int, k: int, ms: float, unread: int = 0) -> None:
+    def observe(self, texts: int, k: int, ms: float, unread: int = 0, own: bool = True) -> None:
+        """`own`: this policy has asked for it. Others may do so in every round, and find more in caches."""
         self._calls += 1
         if not self._fit.parts:
             drafts = k * texts
@@ -368,3 +395,7 @@ class ProposalCost(Cost):
             parts = (0.1 * call, 0.8 * call / k, 0.1 * call / drafts, READ_SHARE * call / drafts)  # guess
             self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
         self._fit.observe((1.0, k, k * texts, unread), ms)
+        if own and self.known and ms > 0:
+            believed = max(LEAST_MS, self._fit.at((1.0, k, k * texts, unread)))
+            before = self._beside.get((texts, k), 1.0)
+            self._beside[texts, k] = before + OF_LATE * (min(ms / believed, OUTLIER * before) - before)

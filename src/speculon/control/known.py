@@ -15,7 +15,7 @@ HOPE_BACK = 0.1  # guess
 BACK_TRIES = 10.0
 LEAST_SHARE = 1e-3
 KEPT_TOKENS = 40.0  # guess: of a promise, after which what came of it weighs as much
-FORGIVEN = 0.01  # guess: of what became of promises, forgotten with each round; so what broke them is tried again
+FORGIVEN = 0.002  # guess: of what became of promises, forgotten with each round; so what broke them is tried again
 BELIEVED = 8  # guess: rounds of a text that weigh as much as what is known of its kind
 
 
@@ -27,7 +27,7 @@ class Method:
     kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
     cost: ProposalCost = field(default_factory=ProposalCost)
     brings: float = 1.0  # tokens that its drafts add of late to a text that asked
-    kept: Share = field(default_factory=Share)  # of the tokens it promised, those that it added
+    kept: dict[int, Share] = field(default_factory=dict)  # by size of crowd: of the tokens it promised, those that it added
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
     probes: int = 0  # so far: texts take turns
@@ -38,20 +38,23 @@ class Method:
             found = self.kinds[kind] = Acceptance(self.acceptance)
         return found
 
-    @property
-    def keeps(self) -> float:
+    def keeps(self, texts: int) -> float:
         """The part of a promise to be believed: of noisy estimates the greatest is taken, which is too great on average."""
-        return min(1.0, self.kept.mean(1.0, KEPT_TOKENS))
+        return min(1.0, self._kept(texts).mean(1.0, KEPT_TOKENS))
 
-    def keep(self, added: float, hoped: float) -> None:
-        """What became of a promise. Look-ups that take over make it smaller than what it adds: that is no credit without end."""
-        self.kept.add(added, hoped, 1.0)
-        self.kept.hits = min(self.kept.hits, self.kept.tries + KEPT_TOKENS)
+    def keep(self, texts: int, added: float, hoped: float) -> None:
+        """What became of a promise; more than was hoped for is no credit without end."""
+        kept = self._kept(texts)
+        kept.add(added, hoped, 1.0)
+        kept.hits = min(kept.hits, kept.tries + KEPT_TOKENS)
 
-    def save(self, ms: float) -> None:
+    def save(self, texts: int, ms: float) -> None:
         """Time goes by that may be spent on probes, and broken promises are forgiven."""
         self.saved_ms += ms / self.distance
-        self.kept.add(0.0, 0.0, 1 - FORGIVEN)
+        self._kept(texts).add(0.0, 0.0, 1 - FORGIVEN)
+
+    def _kept(self, texts: int) -> Share:
+        return self.kept.setdefault(texts.bit_length(), Share())
 
     def state(self) -> dict[str, Any]:
         kinds = {kind: acceptance.state() for kind, acceptance in self.kinds.items()}
@@ -94,6 +97,12 @@ class Others:
     def stay(self) -> float:
         """P(they have nothing one token later, either), where they have nothing."""
         return 1 - self.back.mean(HOPE_BACK, BACK_TRIES)
+
+    def saves(self, tokens: int, rate: float, slot_ms: float) -> float:
+        """What so many tokens save that a text writes where look-ups have nothing, in tokens of a crowd that writes `rate` of
+        them in a ms: where look-ups would soon have had something again, they would have written them in less time."""
+        part, stay = min(1.0, rate / self.rate(slot_ms)), self.stay
+        return part * tokens + (1 - part) * stay * (1 - stay**tokens) / (1 - stay)
 
     def rate(self, slot_ms: float) -> float:
         """Tokens per ms that they write where they have something, in a crowd in which a text takes `slot_ms` of each round."""

@@ -29,7 +29,8 @@ class Round:
     promise: dict[int, Promise] = field(default_factory=dict)  # text -> what the method that gains most would add
     refused: Reason = Reason.COOLDOWN  # why nothing costly is asked: where nothing is, look-ups rest
     awake: float = 0.0  # tokens for each text that could be written while look-ups alone keep the policy awake
-    hoped: dict[int, tuple[str, float]] = field(default_factory=dict)  # text -> which method it asked, and tokens promised
+    # text -> the method it asked, the tokens it was promised, and what it is held against: tokens per ms, ms of its slot
+    hoped: dict[int, tuple[str, float, float, float]] = field(default_factory=dict)
     seldom: int = 1  # rounds at most between two look-ups of a text
     passed: set[int] = field(default_factory=set)  # texts for which a look-up's draft was held against a promise
     tails: dict[int, Draft] = field(default_factory=dict)  # text -> what was joined to its draft, and not worth its rows
