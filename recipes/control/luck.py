@@ -72,7 +72,7 @@ def foretold(rounds: Rounds, acceptance: Acceptance) -> float:
     texts, nats, drafts = [Own() for _ in rounds], 0.0, 0
     for text, (judged, accepted) in in_turn(rounds):
         grades = [0] * judged
-        chances = [min(SURE, chance) for chance in texts[text].adjusted(acceptance.chances(grades))]
+        chances = [min(SURE, chance) for chance in texts[text].chances(acceptance, grades)]
         nats += sum(log(chance if i < accepted else 1 - chance) for i, chance in enumerate(chances))
         drafts += judged
         texts[text].observe(acceptance, grades, accepted)

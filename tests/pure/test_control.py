@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 from random import Random
-from statistics import mean
+from statistics import mean, median
 from typing import Any, cast
 
 import pytest
@@ -74,7 +74,7 @@ def test_a_text_of_its_own_kind_is_found_out() -> None:
     own, known = Own(), acceptance(0.8)
     for number in range(60):
         own.observe(known, [0], int(number % 5 == 4))  # no run of bad luck
-    assert own.adjusted([0.8])[0] < 0.5 and Own().adjusted([0.8])[0] == pytest.approx(0.8)
+    assert own.chances(known, [0])[0] < 0.5 and Own().chances(known, [0])[0] == pytest.approx(0.8, abs=1e-3)
 
 
 def acceptance(chance: float) -> Acceptance:
@@ -90,10 +90,10 @@ def test_a_run_of_bad_luck_counts_once_it_is_unlikely(
     found = []
     for nats in (BAD_LUCK, float("inf")):
         monkeypatch.setattr(estimate, "BAD_LUCK", nats)
-        own = Own()
+        own, known = Own(), acceptance(chance)
         for _ in range(fails):
-            own.observe(acceptance(chance), [0], 0)
-        found.append(own.kind)
+            own.observe(known, [0], 0)
+        found.append(own.kind(known))
     assert (found[0] < found[1]) is counts
 
 
@@ -157,7 +157,7 @@ def test_what_a_proposal_reads_first_has_a_price_of_its_own() -> None:
     assert cost.read == pytest.approx(READ, rel=0.2)
     assert [cost.at(t, k) for t, k in ((1, 2), (8, 4))] == pytest.approx([DEAR(1, 2), DEAR(8, 4)], rel=0.2)
     ms = DEAR(8, 2) + READ * 2048
-    assert cost.at(8, 2, 2048) == pytest.approx(ms, rel=0.1) and blind.at(8, 2, 2048) != pytest.approx(ms, rel=0.2)
+    assert cost.at(8, 2, 2048) == pytest.approx(ms, rel=0.1) and blind.at(8, 2, 2048) < 0.8 * ms
 
 
 def test_what_a_call_for_one_text_costs_is_known_from_calls_for_many() -> None:
@@ -184,10 +184,13 @@ def test_a_drafter_that_never_helps_costs_next_to_nothing(texts: int) -> None:
 
 
 def test_a_drafter_that_comes_to_its_senses_is_used_again() -> None:
-    auto = play(Auto(), world(lambda number, _: 0.0 if number < 1000 else 0.8), 2600)
-    first = next(i for i in range(1000, 1600) if all(auto.drafted[i + j] for j in range(5)))
-    assert first - 1000 < 400
-    assert auto.rate(1450) > 0.9 * fixed(0.8, 1, 6)
+    """A probe of two drafts fails as often as not: of 40 seeds 39 are in time, half within 90 rounds."""
+    waited = []
+    for seed in range(8):
+        auto = play(Auto(), world(lambda number, _: 0.0 if number < 1000 else 0.8), 2600, seed)
+        waited.append(next(i for i in range(1600) if all(auto.drafted[1000 + i : 1005 + i])))
+        assert auto.rate(1000 + waited[-1]) > 0.9 * fixed(0.8, 1, 6)
+    assert sum(rounds < 400 for rounds in waited) >= 7 and median(waited) < 150, waited
 
 
 def test_a_drafter_that_collapses_is_out_soon() -> None:

@@ -15,7 +15,7 @@ from speculon.control.auto import PROBE_SHARE, SELDOM, Auto
 from speculon.control.estimate import Acceptance, Own, ProposalCost, Share, StepCost
 from speculon.control.simulate import Way, World, play
 from speculon.control.timing import Timing
-from speculon.core import Load, Span, Verdict
+from speculon.core import Draft, Load, Proposal, Span, Verdict
 from tests.builders import make_sequence
 from tests.pure.test_control import MODEL, STEP, plain, world
 
@@ -76,16 +76,47 @@ def test_steps_that_no_sum_fits_are_known_by_themselves(drafting: int) -> None:
     assert costs.first(4) + 2 * costs.row == pytest.approx((crooked(4, 4) - crooked(4, 0)) / 4, rel=0.3)
 
 
-def test_time_for_probes_is_saved_in_rounds_of_its_own_texts_alone() -> None:
+@pytest.mark.parametrize("methods", [("model",), ("model", "head")])
+def test_time_for_probes_is_saved_in_rounds_of_its_own_texts_alone_for_all_methods_together(methods: tuple[str, ...]) -> None:
     auto, mine, other = Auto(), make_sequence([1], method="model"), make_sequence([1], method="model")
+    mine.methods = methods
     auto.costs.observe(1, 0, 0, 5.0)
-    auto._know("model")
+    for name in ("model", "head", "of another request"):
+        auto._know(name).cost.restore([1.0, 1.0, 0.0, 0.0])
     timing = Timing(10.0, {}, 0.0)
     auto.observe([Span(other, 0, 1)], [Verdict((1,))], timing)
-    assert auto.methods["model"].saved_ms == 0.0
+    assert not any(known.saved_ms for known in auto.methods.values())
     auto.decide([mine], Load(1, 0, 9))
     auto.observe([Span(mine, 0, 1)], [Verdict((1,))], timing)
-    assert auto.methods["model"].saved_ms == pytest.approx(10.0 * PROBE_SHARE)
+    saved = [auto.methods[name].saved_ms for name in methods]
+    assert saved == pytest.approx([10.0 * PROBE_SHARE / len(methods)] * len(methods))
+    assert auto.methods["of another request"].saved_ms == 0.0
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_what_drafts_cost_is_followed_in_rounds_of_its_own_texts_alone(beside: int) -> None:
+    """A fixed mode may draft alike for all texts and in every round, which is less work."""
+    auto, mine, other = Auto(), make_sequence([1], method="model"), make_sequence([1], method="model")
+    auto.costs.restore([4.0, 0.5, 0.1, 0.2])
+    auto._know("model").cost.restore([1.0, 1.0, 0.0, 0.0])
+    auto.decide([mine], Load(1 + beside, 0, 9))
+    draft, timing = Draft((1,), ("model",)), Timing(9.0, {"model": Proposal(1 + beside, 1, 4.0)}, 0.0)
+    spans = [Span(mine, 0, 1, draft), Span(other, 0, 1, draft)][: 1 + beside]
+    auto.observe(spans, [Verdict((1,), 0)] * len(spans), timing)
+    assert (auto.costs._beside.get(1 + beside, 1.0) > 1.01) is not beside
+    assert (auto.methods["model"].cost._beside.get(1 + beside, 1.0) > 1.01) is not beside
+
+
+def test_a_stall_of_some_calls_is_forgotten() -> None:
+    cost = ProposalCost()
+    for _ in range(100):
+        cost.observe(4, 3, 5.0)
+    for _ in range(3):
+        cost.observe(4, 3, 25.0)
+    assert cost.at(4, 3) < 6.0, "another process took the core"
+    for _ in range(200):
+        cost.observe(1, 3, 4.0)
+    assert cost._beside[4] == pytest.approx(1.0, abs=0.01)
 
 
 def steady(costs: StepCost, texts: int, drafting: int, ms: float, count: int = 300) -> None:
@@ -143,7 +174,7 @@ def test_luck_of_texts_that_do_not_differ_is_told_from_a_kind_of_their_own(kind:
             grades = [0] * min(accepted + 1, 3)
             own.observe(of_all, grades, accepted)
             of_all.observe(grades, accepted)
-            shifts += [abs(own.kind)] * (number > 100)
+            shifts += [abs(own.kind(of_all))] * (number > 100)
     assert (mean(shifts) < 0.1) is (kind is Acceptance), mean(shifts)
 
 

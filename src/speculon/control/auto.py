@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import log, prod
 from operator import mul
 from typing import Any
@@ -186,12 +186,9 @@ class Auto:
         now, known, rate = self._round, self._know(method), tokens / ms
         texts, worths, price, keeps = Counter(kinds), dict[Kind, list[float]](), rate * now.row_ms, known.keeps(now.texts)
         for kind in texts:
-            others = self._others[kind[0]]
-            stay, part = others.stay, min(1.0, rate / others.rate(ms / now.texts))
-            found, left = worths.setdefault(kind, []), 1.0 - part
-            for survival in known.of(kind[0]).survival(kind[1], kind[2]):
-                left *= stay
-                worth = keeps * survival * (part + left)
+            found, survivals = worths.setdefault(kind, []), known.of(kind[0]).survival(kind[1], kind[2])
+            for survival, saved in zip(survivals, self._others[kind[0]].worths(rate, ms / now.texts), strict=False):
+                worth = keeps * survival * saved
                 if worth <= price:
                     break
                 found.append(worth)
@@ -203,7 +200,7 @@ class Auto:
         for (seq, text), k in zip(group, ks, strict=True):
             unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
             part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
-            found.append((seq.kind, text.of(method).kind, min(k, seq.room - 1), part))
+            found.append((seq.kind, text.of(method).kind(known.of(seq.kind)), min(k, seq.room - 1), part))
         return found
 
     def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
@@ -290,17 +287,16 @@ class Auto:
     def _chances(self, seq: Sequence, text: Text, draft: Draft, method: str) -> list[float]:
         found: list[float] = []
         for name, _, grades in parts(seq, draft, method):
-            found += text.of(name).adjusted(self._know(name).of(seq.kind).chances(grades))
+            found += text.of(name).chances(self._know(name).of(seq.kind), grades)
         return found
 
     # learning
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        mine = any(span.seq.id in self._texts for span in spans)
+        whose = [span.seq.id in self._texts for span in spans]
+        mine, own = any(whose), all(whose)
         if mine:  # others' rounds would pay for probes of this policy's texts
-            ms = self._share * (timing.target_ms or 0.0) / max(1, len(self._round.costly))
-            for known in self.methods.values():
-                known.save(len(spans), ms)
+            self._pass_by(self._share * (timing.target_ms or 0.0))
         if self._rested:  # nothing to learn from
             return
         if mine:
@@ -309,18 +305,25 @@ class Auto:
         now, drafting = self._round, [span for span in spans if span.draft.tokens]
         if spans and timing.target_ms is not None:
             drafts = sum(len(span.draft.tokens) for span in drafting)
-            self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms, mine)
+            self.costs.observe(len(spans), len(drafting), drafts, timing.target_ms, own)
         probed = {ask.method for ask in now.probes.values()}
         for method, call in timing.proposals.items():
             known = self._know(method)
             if method in probed and call.texts == 1:  # else others read, too
                 price = known.cost.at(call.texts, call.k)
                 known.saved_ms -= min(max(0.0, call.ms - price), PROBE_DEBT * price)
-            known.cost.observe(*call, own=mine)
+            known.cost.observe(*call, own=own)
         for span, verdict in zip(spans, verdicts, strict=True):
             self._learn(span, verdict, timing)
         now.probes.clear()  # a round of which `decide` heard nothing may come next
         now.tails.clear()
+
+    def _pass_by(self, ms: float) -> None:
+        """A round goes by: `ms` of it are saved for probes of all costly methods together, and what is not seen fades."""
+        now = self._round
+        self.costs.fade(now.texts)
+        for name, known in self.methods.items():
+            known.save(now.texts, ms / len(now.costly) if name in now.costly else 0.0)
 
     def forget(self, seq: Sequence) -> None:
         if self._texts.pop(seq.id, None) is not None:
@@ -360,7 +363,8 @@ class Auto:
         own = draft.own(seq.methods)
         if seq.id in now.hoped:
             name, hoped, rate, slot_ms = now.hoped[seq.id]
-            self._know(name).keep(now.texts, self._others[seq.kind].saves(min(gained, own), rate, slot_ms), hoped)
+            saved = sum(islice(self._others[seq.kind].worths(rate, slot_ms), min(gained, own)))
+            self._know(name).keep(now.texts, saved, hoped)
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
@@ -391,7 +395,7 @@ class Auto:
     def _conclude(self, seq: Sequence, text: Text, method: str, grades: list[int], accepted: int) -> None:
         """What a probe has shown, beside what was believed."""
         known, own = self._know(method), text.of(method)
-        chances = own.adjusted(known.of(seq.kind).chances(grades))
+        chances = own.chances(known.of(seq.kind), grades)
         surprised = accepted > 0 and prod(chances[:accepted]) < SURPRISE
         known.distance = 1.0 if surprised else LONGEST
         if surprised:  # at once again: it is either luck or news

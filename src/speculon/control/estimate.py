@@ -18,8 +18,8 @@ EDGES = (-2.0, -1.0, -0.2, 0.35, 0.9, 1.25, 1.5, 2.5, 4.0)  # guess: log-odds th
 BOUNDS = [1 / (1 + exp(-edge)) for edge in EDGES]
 PRIOR = 0.6  # guess: acceptance of a method that nothing is known of; hopeful, so that it is tried
 PRIOR_TRIES = 4.0
-OWN_TRIES = 6.0  # drafts of one text after which its own evidence weighs as much as everybody's
-APART, APART_FADE = 8.0, 0.995  # nats at most by which texts are believed to differ, and what is left of them after a draft
+OWN_TRIES = 6.0  # guess: drafts of one text after which its own evidence weighs as much as everybody's
+APART, APART_FADE = 8.0, 0.995  # guess: log-odds at most that texts differ, or do not, and what is left of them after a proposal
 FADE = 0.98  # per observation and position of a method
 OWN_FADE = 0.97  # per draft of a text
 SURE = 0.999
@@ -38,6 +38,7 @@ OUTLIER = 2.0  # times the estimate
 SETTLED, EVERY = 64, 3  # measurements after which only one in so many is taken in: no common rhythm has this period
 OF_LATE = 0.1  # weight of the last step in what steps like it take
 STALE = 0.002  # guess: of what is known of other steps, that is given up with each
+CALL_STALE = 0.02  # guess: of what is known of other calls of a method
 LEAST_MS = 1e-3  # of a step: no model is as fast
 
 
@@ -82,7 +83,7 @@ class Acceptance:
         return 1 / (1 + exp(-self._apart))
 
     def compare(self, gain: float) -> None:
-        """A draft was told better by its text's own evidence by so many nats."""
+        """The fate of a proposal was told better by its text's own evidence by so many nats."""
         self._apart = max(-APART, min(APART, self._apart * APART_FADE + gain))
 
     def chance(self, position: int, grade: int = 0) -> float:
@@ -168,8 +169,6 @@ class Own:
     expected: float = 0.0
     tries: float = 0.0
     shift: int = 0  # log2 of the factor, in half steps: so that texts of one kind share their numbers
-    trust: float = 0.0  # in it, as far as texts of its sort differ
-    kind: int = 0  # the shift that is believed
     unlikely: float = 0.0  # nats: the drafts in a row of which nothing stood
     worth: float = HOPE  # tokens that it has brought to a round of late
 
@@ -184,20 +183,22 @@ class Own:
         self.expected = self.expected * fade + sum(chances)
         self.tries = self.tries * fade + len(chances)
         self.unlikely = 0.0 if accepted else self.unlikely - log1p(-min(SURE, chances[0]))
-        self.trust = acceptance.trust
         self._sort()
 
     def doubt(self) -> None:
         self.hits, self.expected, self.tries, self.unlikely = self.hits / 4, self.expected / 4, self.tries / 4, 0.0
         self._sort()
 
-    def _sort(self) -> None:
-        run = int(max(0.0, self.unlikely - BAD_LUCK))
-        self.shift = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
-        self.kind = max(-KINDS, round(self.trust * self.shift) - run)
+    def kind(self, acceptance: Acceptance) -> int:
+        """The shift that is believed, as far as texts of its sort differ, less for a run of bad luck."""
+        return max(-KINDS, round(acceptance.trust * self.shift) - int(max(0.0, self.unlikely - BAD_LUCK)))
 
-    def adjusted(self, chances: list[float]) -> list[float]:
-        return shifted(chances, self.kind)
+    def chances(self, acceptance: Acceptance, grades: Sequence[int]) -> list[float]:
+        """Of this text's next drafts, which are of these classes."""
+        return shifted(acceptance.chances(grades), self.kind(acceptance))
+
+    def _sort(self) -> None:
+        self.shift = max(-KINDS, min(KINDS, round(2 * log2(self._odds(self.hits) / self._odds(self.expected)))))
 
     def asked(self, gained: float) -> None:
         self.worth += HOPE_FADE * (gained - self.worth)
@@ -297,7 +298,8 @@ class StepCost(Cost):
 
     A sum that fits all steps a little fits none: what a plain step of so many texts takes of late is known by itself, and what
     one takes in which all of them draft is followed as a factor. Where a plain step is believed to cost 5 % more than it does,
-    drafts seem to pay that do not. What is not measured for long goes back to the sum.
+    drafts seem to pay that do not. What is not measured for long goes back to the sum. The factor is learned from a policy's
+    own drafts: others may draft alike for all texts, which is less work than where they differ.
     """
 
     def __init__(self) -> None:
@@ -325,8 +327,11 @@ class StepCost(Cost):
         factor = self._beside.get(texts, 1.0) if drafting == texts else 1.0
         return max(LEAST_MS, factor * self._fit.at((1.0, texts, drafting, drafts)))
 
+    def fade(self, texts: int) -> None:
+        """A round of so many texts goes by."""
+        self._beside[texts] = toward_sum(self._beside.get(texts, 1.0), STALE)
+
     def observe(self, texts: int, drafting: int, drafts: int, ms: float, own: bool = True) -> None:
-        """`own`: this policy's. Others may draft alike for all texts, which is less work than where they differ."""
         if not self.known:
             alone = ms / (1 + 0.1 * texts)
             self._fit.guess(
@@ -340,8 +345,6 @@ class StepCost(Cost):
         now = before + (OF_LATE / 16 if slow else OF_LATE) * (min(ms, OUTLIER * before) - before)
         if not drafting:
             self._plain[texts] = now
-            if own:
-                self._beside[texts] = 1.0 + (1 - STALE) * (self._beside.get(texts, 1.0) - 1.0)
         elif own and drafting == texts:
             self._beside[texts] = now / max(LEAST_MS, self._fit.at((1.0, texts, drafting, drafts)))
         if drafting and texts in self._plain:
@@ -352,14 +355,14 @@ class ProposalCost(Cost):
     """Of one proposal for `texts` texts of up to `k` drafts each, `unread` tokens of which it reads first: base + per draft
     + per draft of each text + per unread token. In ms.
 
-    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache. What calls of one size
-    take beside the sum is followed as a factor.
+    It is known from a few calls on: the first one reads whole prompts, and finds its weights in no cache. What a policy's own
+    calls for so many texts take beside the sum is followed as a factor: others may ask in every round, and find more in caches.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = 0
-        self._beside: dict[tuple[int, int], float] = {}  # texts, drafts of each -> factor
+        self._beside: dict[int, float] = {}  # texts -> factor
 
     @property
     def known(self) -> bool:
@@ -384,10 +387,10 @@ class ProposalCost(Cost):
         """Nothing while it is not known: so it is seen."""
         if not (self.known and texts and k):
             return 0.0
-        return self._beside.get((round(texts), k), 1.0) * self._fit.at((1.0, k, k * texts, unread))
+        factor = self._beside.get(max(1, round(texts)), 1.0)
+        return factor * self._fit.at((1.0, k, k * texts, 0)) + self.read * unread
 
     def observe(self, texts: int, k: int, ms: float, unread: int = 0, own: bool = True) -> None:
-        """`own`: this policy has asked for it. Others may do so in every round, and find more in caches."""
         self._calls += 1
         if not self._fit.parts:
             drafts = k * texts
@@ -395,7 +398,18 @@ class ProposalCost(Cost):
             parts = (0.1 * call, 0.8 * call / k, 0.1 * call / drafts, READ_SHARE * call / drafts)  # guess
             self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
         self._fit.observe((1.0, k, k * texts, unread), ms)
-        if own and self.known and ms > 0:
-            believed = max(LEAST_MS, self._fit.at((1.0, k, k * texts, unread)))
-            before = self._beside.get((texts, k), 1.0)
-            self._beside[texts, k] = before + OF_LATE * (min(ms / believed, OUTLIER * before) - before)
+        if own and self.known:
+            self._follow(texts, ms - self.read * unread, max(LEAST_MS, self._fit.at((1.0, k, k * texts, 0))))
+
+    def _follow(self, texts: int, ms: float, believed: float) -> None:
+        for other in self._beside:
+            self._beside[other] = toward_sum(self._beside[other], CALL_STALE)
+        before = self._beside.get(texts, 1.0)
+        slow = ms > OUTLIER * before * believed
+        now = min(max(ms / believed, 1 / OUTLIER), OUTLIER * before)
+        self._beside[texts] = before + (OF_LATE / 16 if slow else OF_LATE) * (now - before)
+
+
+def toward_sum(factor: float, part: float) -> float:
+    """What is not measured for long goes back to 1."""
+    return 1.0 + (1 - part) * (factor - 1.0)

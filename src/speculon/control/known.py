@@ -27,7 +27,7 @@ class Method:
     kinds: dict[str, Acceptance] = field(default_factory=dict)  # of texts of one kind
     cost: ProposalCost = field(default_factory=ProposalCost)
     brings: float = 1.0  # tokens that its drafts add of late to a text that asked
-    kept: dict[int, Share] = field(default_factory=dict)  # by size of crowd: of the tokens it promised, those that it added
+    kept: dict[int, Share] = field(default_factory=dict)  # by size of crowd: of the tokens it promised, those that it saved
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
     probes: int = 0  # so far: texts take turns
@@ -42,10 +42,10 @@ class Method:
         """The part of a promise to be believed: of noisy estimates the greatest is taken, which is too great on average."""
         return min(1.0, self._kept(texts).mean(1.0, KEPT_TOKENS))
 
-    def keep(self, texts: int, added: float, hoped: float) -> None:
+    def keep(self, texts: int, saved: float, hoped: float) -> None:
         """What became of a promise; more than was hoped for is no credit without end."""
         kept = self._kept(texts)
-        kept.add(added, hoped, 1.0)
+        kept.add(saved, hoped, 1.0)
         kept.hits = min(kept.hits, kept.tries + KEPT_TOKENS)
 
     def save(self, texts: int, ms: float) -> None:
@@ -98,11 +98,14 @@ class Others:
         """P(they have nothing one token later, either), where they have nothing."""
         return 1 - self.back.mean(HOPE_BACK, BACK_TRIES)
 
-    def saves(self, tokens: int, rate: float, slot_ms: float) -> float:
-        """What so many tokens save that a text writes where look-ups have nothing, in tokens of a crowd that writes `rate` of
-        them in a ms: where look-ups would soon have had something again, they would have written them in less time."""
+    def worths(self, rate: float, slot_ms: float) -> Iterator[float]:
+        """What each next token saves of a text for which look-ups have nothing, in tokens of a crowd that writes `rate` of them
+        in a ms: where look-ups would soon have had something again, they would have written it in less time."""
         part, stay = min(1.0, rate / self.rate(slot_ms)), self.stay
-        return part * tokens + (1 - part) * stay * (1 - stay**tokens) / (1 - stay)
+        left = 1.0 - part
+        while True:
+            left *= stay
+            yield part + left
 
     def rate(self, slot_ms: float) -> float:
         """Tokens per ms that they write where they have something, in a crowd in which a text takes `slot_ms` of each round."""
