@@ -398,7 +398,7 @@ class ProposalCost(Cost):
             parts = (0.1 * call, 0.8 * call / k, 0.1 * call / drafts, READ_SHARE * call / drafts)  # guess
             self._fit.guess(parts, (ms, ms / k, ms / drafts, READ_SHARE * ms / drafts))
         self._fit.observe((1.0, k, k * texts, unread), ms)
-        if own and self.known:
+        if own and self.known and ms > 0:  # 0: a clock too coarse for it
             self._follow(texts, ms - self.read * unread, max(LEAST_MS, self._fit.at((1.0, k, k * texts, 0))))
 
     def _follow(self, texts: int, ms: float, believed: float) -> None:
