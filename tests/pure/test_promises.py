@@ -107,6 +107,16 @@ def test_what_drafts_cost_is_followed_in_rounds_of_its_own_texts_alone(beside: i
     assert (auto.methods["model"].cost._beside.get(1 + beside, 1.0) > 1.01) is not beside
 
 
+def test_a_text_that_ends_before_its_first_draft_has_kept_nothing() -> None:
+    auto, seq = taught(), make_sequence([1], max_tokens=9, method="model", k=8)
+    (decision,) = auto.decide([seq], Load(1, 0, 9))
+    assert auto.confirm("model", [seq], [decision.k]) != [0]
+    kept = auto.methods["model"].kept[1]
+    hits, tries = kept.hits, kept.tries
+    auto.observe([Span(seq, 0, 1, Draft((1,), ("model",)))], [Verdict((), 0)], Timing(9.0, {"model": Proposal(1, 1, 1.0)}, 0.0))
+    assert kept.hits <= hits and kept.tries > tries
+
+
 def test_a_stall_of_some_calls_is_forgotten() -> None:
     cost = ProposalCost()
     for _ in range(100):

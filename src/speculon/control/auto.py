@@ -363,7 +363,7 @@ class Auto:
         own = draft.own(seq.methods)
         if seq.id in now.hoped:
             name, hoped, rate, slot_ms = now.hoped[seq.id]
-            saved = sum(islice(self._others[seq.kind].worths(rate, slot_ms), min(gained, own)))
+            saved = sum(islice(self._others[seq.kind].worths(rate, slot_ms), max(0, min(gained, own))))  # -1: it has ended
             self._know(name).keep(now.texts, saved, hoped)
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
