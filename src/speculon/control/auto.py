@@ -20,7 +20,7 @@ from typing import Any
 
 from speculon.control.estimate import OUTLIER, Own, StepCost, grades_of
 from speculon.control.known import OF_ALL, OF_LATE, Method, Others, Text, parts
-from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised
+from speculon.control.plan import TAKE_UP, Kind, Offer, Plan, Promise, Promised, ask, promised, refusal
 from speculon.control.round import Group, Round
 from speculon.control.saved import check
 from speculon.control.shadow import Shadow
@@ -37,7 +37,6 @@ PROBE_SHARE = 0.005  # of all time, for trying what is not believed to pay; more
 PROBE_DEBT = 4.0  # times its price, at most, that is saved afterwards for what it read: else the next one would never be due
 SURPRISE = 0.1  # guess: the chance that so many drafts of a probe were believed to have to stand
 LONGEST = 2.0  # times the usual distance between two probes, after some that changed nothing
-USUAL = 64.0  # guess: tokens of a text, before one of its kind has ended
 AGAIN = 4  # rounds for which what costly methods promise is believed, of the same texts
 NEWS = 8  # rounds for which a plan is kept, for the same texts
 ALIKE = 20  # steps of a factor e in which what plans are made of is told apart
@@ -52,7 +51,6 @@ class Auto:
         self.methods: dict[str, Method] = {}
         self._texts: dict[int, Text] = {}
         self._others: dict[str, Others] = {}  # by kind of text: what look-ups add
-        self._lengths: dict[str, float] = {}  # by kind of text: tokens of those that have ended
         self._shadow = Shadow()  # of the drafts that were not worth their rows: they are evidence, too
         self._share = probe_share
         self._round = Round()
@@ -74,14 +72,16 @@ class Auto:
         if self._rested < self._rest and ids == self._last[0]:
             self._rested += 1
             return self._last[1]
-        able = self._begin(seqs)
-        now = self._round
+        if self._goes_on(ids):
+            self._round.again(map(self._texts.__getitem__, ids))
+            return self._last[1]
+        now = self._begin(seqs)
         now.promise, now.refused = self._promises(ids)
         self._probe()
         awake_ms = AWAKE * self._decide_ms
         now.seldom = SELDOM[awake_ms > SELDOM[0] * IN_VAIN * now.ms]
         now.awake = 0.0 if now.promise or now.probes else awake_ms * now.tokens / now.ms / len(seqs)
-        decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in able}
+        decided = {seq.id: self._decision(seq, self._asks(seq, text)) for seq, text in now.able}
         self._last = ids, [decided.get(seq.id) or self._plain(seq, now.refused) for seq in seqs]
         self._rest = 0 if now.busy or len(self._shadow) else now.seldom - 1 - now.number % now.seldom
         return self._last[1]
@@ -97,49 +97,56 @@ class Auto:
             last = self._promised = Promised(to, now.number, best, now.refused)
         return last.best, last.refused
 
-    def _begin(self, seqs: list[Sequence]) -> Group:
-        """What the round would be if it went on as of late; the texts that may draft."""
-        number = self._round.number + self._rested + 1
+    def _goes_on(self, ids: list[int]) -> bool:
+        """Whether the round asks like the last one, of the same texts: to decide would take more than it may bring."""
+        now, number = self._round, self._round.number + self._round.age + 1
+        if ids != self._last[0] or not (
+            now.busy and now.steady and number % now.seldom and number < self._promised.number + AGAIN
+        ):
+            return False
+        return all(seq.room > now.longest and not seq.plain for seq, _ in now.able)
+
+    def _begin(self, seqs: list[Sequence]) -> Round:
+        """What the round would be if it went on as of late, and which texts may draft."""
+        number = self._round.number + self._round.age + self._rested + 1
         for text in self._texts.values() if self._rested else ():
             text.bare += self._rested * bool(text.bare)
         self._rested = 0
         if number // NEWS != self._round.number // NEWS:
             self._plans.clear()
-        now = self._round = Round(number, len(seqs), float(len(seqs)), self.costs.at(len(seqs), 0, 0))
-        now.plain_ms, now.first_ms, now.row_ms = now.ms, self.costs.first(max(1, len(seqs))), self.costs.row
+        now = self._round = Round(number, texts=len(seqs), plain_ms=self.costs.at(len(seqs), 0, 0))
+        now.first_ms, now.row_ms = self.costs.first(max(1, len(seqs))), self.costs.row
+        now.add(texts := [self._texts.get(seq.id) or self._meet(seq) for seq in seqs])
         least = CHEAP * self.costs.at(1, 0, 0)
-        able = []
-        for seq in seqs:
-            text = self._texts.get(seq.id) or self._meet(seq)
-            now.tokens += text.cheap.tokens + text.costly.tokens
-            now.ms += text.cheap.ms + text.costly.ms
+        for seq, text in zip(seqs, texts, strict=True):
             if seq.plain or seq.room <= 1:
                 continue
-            able.append((seq, text))
+            now.able.append((seq, text))
             for method in seq.methods:
                 if method in now.costly:
                     now.costly[method].append((seq, text))
                 elif method not in now.cheap:
-                    ms = self._know(method).cost.at(1, seq.most(method))
+                    known = self._know(method)
+                    ms = known.cost.at(1, seq.most(method))
+                    known.costly = ms > least
                     if ms <= least:
                         now.cheap[method] = ms
                     else:
                         now.costly[method] = [(seq, text)]
         now.cheap = {method: ms * now.tokens / now.ms for method, ms in now.cheap.items()}
-        return able
+        return now
 
     def _meet(self, seq: Sequence) -> Text:
         """A new text: look-ups are believed to bring what they bring to others of its kind."""
         others = self._others.setdefault(seq.kind, Others())
         own = {} if seq.plain else {name: Own(worth=others.worth[name]) for name in seq.methods if name in others.worth}
-        text = self._texts[seq.id] = Text(replace(others.added), replace(others.added), own=own)
-        return text
+        return self._texts.setdefault(seq.id, Text(replace(others.added), replace(others.added), own=own))
 
     def _asks(self, seq: Sequence, text: Text) -> tuple[Ask, ...]:
         """Look-ups in every round where they bring what they cost, else now and then; then what promises most."""
         now = self._round
         if seq.id in now.probes:
-            now.busy = True
+            now.busy, now.steady = True, False
             return (now.probes[seq.id],)
         asks = []
         for method in seq.methods:
@@ -149,6 +156,7 @@ class Auto:
             distance = 1.0 if not price or price < worth else (price / max(worth, 1e-9)) ** 2
             pause = int(distance) if distance < SELDOM[0] else now.seldom  # all at once: one that looks keeps all awake
             now.busy |= pause < now.seldom
+            now.steady &= bool(price) and (pause == 1 or (pause == now.seldom and bool(now.number % pause)))
             if not now.number % pause:
                 most = seq.most(method) if price else COLD_K  # nothing is known to cost nothing: what is new does
                 asks.append(ask(method, min(most, seq.most(method), seq.room - 1)))
@@ -198,34 +206,22 @@ class Auto:
         known, read_ms = self._know(method), self._know(method).cost.read
         found = []
         for (seq, text), k in zip(group, ks, strict=True):
-            unread = len(seq.tokens) - seq.drafted.get(method, 0) - 1
-            part = round(unread * read_ms / self._uses(seq, text, known) / TAKE_UP) if unread * read_ms > TAKE_UP else 0
+            ms = read_ms * (len(seq.tokens) - seq.drafted.get(method, 0) - 1)
+            part = 0
+            if ms > TAKE_UP:  # its drafts share the price of reading it
+                comes = 1.0 if method in text.wanted else known.comes(seq.kind)
+                part = round(ms / max(1.0, comes * text.wants(known, self._others[seq.kind].left(seq))) / TAKE_UP)
             found.append((seq.kind, text.of(method).kind(known.of(seq.kind)), min(k, seq.room - 1), part))
         return found
-
-    def _uses(self, seq: Sequence, text: Text, known: Method) -> float:
-        """How many more drafts a text may want of a method: they share the price of reading what it has not read of it."""
-        usual = self._lengths.get(seq.kind, USUAL)
-        tokens = min(seq.room, max(usual / 2, usual - seq.num_output))
-        bare = 1 - text.ever.share  # of its rounds, those in which look-ups find nothing
-        return max(1.0, bare * tokens / (1 + text.ever.tokens + bare * known.brings))
 
     def _refusal(self, method: str, kinds: list[Kind]) -> Reason:
         """Why a costly method does not pay: in this crowd, at this acceptance, or at any."""
         now, known = self._round, self._know(method)
-        key, rate, one = (method, now.texts), 1 / self.costs.at(1, 0, 0), ("", 0, 0, 0)
+        key, rate = (method, now.texts), 1 / self.costs.at(1, 0, 0)
         since, reason = self._why.get(key, (-WHY_ROUNDS, Reason.COST))
         if now.number - since >= WHY_ROUNDS:
             best = max((known.of(kind[0]).survival(kind[1], kind[2]) for kind in {*kinds}), key=lambda survival: survival[0])
-            alone, sure = (
-                Offer(known.cost, {one: 1}, {one: survival}, self.costs.first(1), now.row_ms).plan(1, rate)
-                for survival in (best, [1.0] * len(best))
-            )
-            reason = Reason.COST
-            if alone and now.texts > 1:
-                reason = Reason.LOAD
-            elif sure and not alone:
-                reason = Reason.LOW_ACCEPTANCE
+            reason = refusal(known.cost, best, now.texts, rate, self.costs.first(1), now.row_ms)
             self._why[key] = now.number, reason
         return reason
 
@@ -234,11 +230,15 @@ class Auto:
         now = self._round
         used = {promise.ask.method for promise in now.promise.values()}
         for method, group in now.costly.items():
-            known = self._know(method)
-            seq, _ = group[known.probes % len(group)]
+            known, bare = (
+                self._know(method),
+                [seq for seq, text in group if text.bare],
+            )  # where look-ups have something they draft
+            if method in used or not bare:
+                continue
+            seq = bare[known.probes % len(bare)]
             k = min(PROBE_K, seq.most(method), seq.room - 1)
-            price = known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms)
-            if method not in used and known.saved_ms >= price:
+            if known.saved_ms >= known.cost.at(1, k) + max(0.0, self.costs.at(now.texts, 1, k) - now.plain_ms):
                 known.saved_ms = 0.0
                 known.probes += 1
                 now.probes[seq.id] = ask(method, k)
@@ -326,9 +326,10 @@ class Auto:
             known.save(now.texts, ms / len(now.costly) if name in now.costly else 0.0)
 
     def forget(self, seq: Sequence) -> None:
-        if self._texts.pop(seq.id, None) is not None:
-            usual = self._lengths.setdefault(seq.kind, seq.num_output)
-            self._lengths[seq.kind] = usual + OF_LATE * (seq.num_output - usual)
+        if (text := self._texts.pop(seq.id, None)) is not None:
+            for name, wanted in text.wanted.items():
+                self._know(name).ended(seq.kind, wanted)
+            self._others[seq.kind].ended(seq.num_output)
         self._shadow.forget(seq)
 
     def _learn(self, span: Span, verdict: Verdict, timing: Timing) -> None:
@@ -352,7 +353,8 @@ class Auto:
 
     def _judge(self, seq: Sequence, text: Text | None, method: str, grades: list[int], accepted: int) -> None:
         """Drafts of these classes were held against the text, and the first `accepted` are in it."""
-        acceptance = self._know(method).of(seq.kind)
+        known = self._know(method)
+        acceptance = known.of_others(seq.kind) if text is None and known.costly else known.of(seq.kind)
         if text is not None:
             text.of(method).observe(acceptance, grades, accepted)
         acceptance.observe(grades, accepted)
@@ -365,6 +367,8 @@ class Auto:
             name, hoped, rate, slot_ms = now.hoped[seq.id]
             saved = sum(islice(self._others[seq.kind].worths(rate, slot_ms), max(0, min(gained, own))))  # -1: it has ended
             self._know(name).keep(now.texts, saved, hoped)
+            if hoped:
+                text.ask(name, self._know(name), self._others[seq.kind].left(seq))
         rows = now.first_ms + len(draft.tokens) * now.row_ms if method else 0.0
         if method in now.costly:
             known, call = self._know(method), timing.proposals.get(method, Proposal(1, 0, 0.0))
@@ -401,7 +405,7 @@ class Auto:
         if surprised:  # at once again: it is either luck or news
             known.saved_ms = float("inf")
             known.kept.clear()
-            for evidence in (known.acceptance, known.of(seq.kind), own):
+            for evidence in (known.acceptance, known.of_others(seq.kind), known.of(seq.kind), own):
                 evidence.doubt()
 
     # what is known
@@ -412,18 +416,15 @@ class Auto:
             found = self.methods[method] = Method()
         return found
 
-    def _joins(self, seq: Sequence) -> bool:
-        """Whether a look-up may go on where another method's draft ends."""
-        return seq.join is not False and len(seq.methods) > 1 and any(method in self._round.cheap for method in seq.methods)
-
     def _decision(self, seq: Sequence, asks: tuple[Ask, ...]) -> Decision | None:
         if not asks:
             return None
-        joins = seq.id not in self._round.probes and self._joins(seq)
-        key = asks, min(seq.room - 1, max(map(seq.most, seq.methods))) if joins else 0
-        found = self._made.get(key)
-        if found is None:
+        now, methods = self._round, seq.methods
+        joins = seq.join is not False and seq.id not in now.probes and methods[1:] and not now.cheap.keys().isdisjoint(methods)
+        key = asks, min(seq.room - 1, max(map(seq.most, methods))) if joins else 0  # a look-up may go on at the end of a draft
+        if (found := self._made.get(key)) is None:
             found = self._made[key] = Decision.of(asks, reach=key[1])
+        now.longest = max(now.longest, found.k)
         return found
 
     def _plain(self, seq: Sequence, reason: Reason) -> Decision:

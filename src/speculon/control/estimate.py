@@ -67,10 +67,15 @@ class Acceptance:
     What lies beyond the first wrong draft, or beyond the end of a text, was never judged and counts for nothing.
     """
 
-    def __init__(self, wider: Acceptance | None = None) -> None:
+    def __init__(self, wider: Acceptance | None = None, others: Acceptance | None = None) -> None:
         self._wider = wider  # what is known of texts of every kind: believed until there is more
+        self._others = others  # of the same texts, by others' choice: believed first
+        self._followers: list[Acceptance] = []  # that believe this first
+        if others:
+            others._followers.append(self)
         self._overall = Share()
-        self._at: dict[tuple[int, int], Share] = {}  # (position, class); position POSITIONS: of the whole class
+        # (position, class); position POSITIONS: of the whole class, class 0: of all drafts there
+        self._at: dict[tuple[int, int], Share] = {}
         self._chances: dict[tuple[int, int], float] = {}  # as read since the last refresh
         self._survivals: dict[tuple[int, int], list[float]] = {}
         self._stale = 0
@@ -91,7 +96,7 @@ class Acceptance:
         key = position if position < POSITIONS else POSITIONS - 1, grade
         found = self._chances.get(key)
         if found is None:
-            found = self._chances[key] = self._share(*key).mean(self._of(grade), PRIOR_TRIES)
+            found = self._chances[key] = self._now(*key)
         return found
 
     def chances(self, grades: Sequence[int]) -> list[float]:
@@ -99,11 +104,19 @@ class Acceptance:
         found = self._chances
         return [found[key] if key in found else self.chance(*key) for key in zip(places(), grades, strict=False)]
 
-    def _of(self, grade: int) -> float:
-        """Of a draft of this class at any position."""
-        if grade:
-            return self._share(POSITIONS, grade).mean(self._wider._of(grade) if self._wider else self._of(0), PRIOR_TRIES)
-        return self._overall.mean(self._wider._of(0) if self._wider else PRIOR, PRIOR_TRIES)
+    def _now(self, position: int, grade: int) -> float:
+        return self._share(position, grade).mean(self._of(position, grade), PRIOR_TRIES)
+
+    def _of(self, position: int, grade: int) -> float:
+        """Of a draft of this class at any position; as others fare at this one, until there is more."""
+        known = self._share(POSITIONS, grade) if grade else self._overall
+        if self._others:
+            prior = self._others._now(position, grade)
+        elif self._wider:
+            prior = self._wider._of(position, grade)
+        else:
+            prior = self._of(position, 0) if grade else PRIOR
+        return known.mean(prior, PRIOR_TRIES)
 
     def survival(self, kind: int, k: int) -> list[float]:
         """P(d_1..d_j all stand), j = 1..k, in a text of a kind, where the drafter has said nothing of its confidence yet.
@@ -113,7 +126,7 @@ class Acceptance:
         """
         found = self._survivals.get((kind, k))
         if found is None:
-            tries = PRIOR_TRIES + self._seen
+            tries = PRIOR_TRIES + self._seen + (self._others._seen if self._others else 0)
             hoped = [hopeful(chance, tries) for chance in self.chances([0] * k)]
             found = self._survivals[kind, k] = list(accumulate(shifted(hoped, kind), mul))
         return found
@@ -130,7 +143,7 @@ class Acceptance:
         self._overall.add(accepted, judged, FADE**judged)
         hits = chain(repeat(1.0, accepted), repeat(0.0))
         for place, grade, hit in zip(places(), grades, hits, strict=False):
-            for key in ((place, grade), (POSITIONS, grade)) if grade else ((place, grade),):
+            for key in ((place, grade), (POSITIONS, grade), (place, 0)) if grade else ((place, grade),):
                 share = self._at.get(key) or self._share(*key)  # for each draft of each round: what follows is no call
                 share.hits, share.tries = share.hits * FADE + hit, share.tries * FADE + 1.0
 
@@ -153,6 +166,8 @@ class Acceptance:
         self._stale = 0
         self._chances.clear()
         self._survivals.clear()
+        for follower in self._followers:
+            follower._refresh()
 
     def _share(self, position: int, grade: int) -> Share:
         found = self._at.get((position, grade))

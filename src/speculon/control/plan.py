@@ -126,3 +126,14 @@ class Promised(NamedTuple):
 def promised(method: str, plan: Plan, offer: Offer, kind: Kind) -> Promise:
     k = plan.of(kind)
     return Promise(ask(method, k), sum(offer.worths[kind][:k]), plan.share_ms + offer.begin_ms(kind) + k * offer.row_ms)
+
+
+def refusal(cost: ProposalCost, survival: list[float], texts: int, rate: float, first_ms: float, row_ms: float) -> Reason:
+    """Why a method does not pay whose drafts survive so: in this crowd, at this acceptance, or at any; `rate` is that of a text
+    that is alone."""
+    one: Kind = ("", 0, 0, 0)
+    sure = [1.0] * len(survival)
+    pays, would = (Offer(cost, {one: 1}, {one: each}, first_ms, row_ms).plan(1, rate) is not None for each in (survival, sure))
+    if pays:
+        return Reason.LOAD if texts > 1 else Reason.COST
+    return Reason.LOW_ACCEPTANCE if would else Reason.COST

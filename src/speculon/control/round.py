@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from speculon.control.known import Text
@@ -16,6 +17,7 @@ class Round:
     """What is believed of the round that runs."""
 
     number: int = 0
+    age: int = 0  # rounds for which it has been kept
     texts: int = 0
     tokens: float = 0.0
     ms: float = 1.0
@@ -37,3 +39,22 @@ class Round:
     probes: dict[int, Ask] = field(default_factory=dict)  # text -> what it tries; kept whole, to learn from it
     new: dict[str, int] = field(default_factory=dict)  # method whose cost is not known -> the text that tries it
     busy: bool = False  # whether any text asks, or will before the next round in which all look
+    steady: bool = True  # whether the next one would ask alike
+    longest: int = 0  # the most drafts that any asks for
+    able: Group = field(default_factory=list)  # the texts that may draft
+
+    def again(self, texts: Iterable[Text]) -> None:
+        """The next one asks alike; what its texts add may be different."""
+        self.age += 1
+        self.kept_tokens = self.kept_ms = 0.0
+        self.hoped.clear()
+        self.passed.clear()
+        self.tails.clear()  # of a step that failed
+        self.add(texts)
+
+    def add(self, texts: Iterable[Text]) -> None:
+        """What the round writes and takes, if it goes on as of late."""
+        self.tokens, self.ms = float(self.texts), self.plain_ms
+        for text in texts:
+            self.tokens += text.cheap.tokens + text.costly.tokens
+            self.ms += text.cheap.ms + text.costly.ms

@@ -35,6 +35,7 @@ class SavedAcceptance(Saved):
 class SavedMethod(Saved):
     all: SavedAcceptance
     kinds: dict[str, SavedAcceptance]
+    chosen: dict[str, SavedAcceptance] = {}
     cost: Annotated[list[Ms], Field(min_length=4, max_length=4)] | Nothing
 
 
