@@ -408,7 +408,7 @@ class Counting(Auto):
         super().__init__()
         self.rounds, self.thought, self.asked = 0, [], []  # type: ignore[var-annotated]
 
-    def _begin(self, seqs: list[Sequence]) -> list[tuple[Sequence, Known]]:
+    def _begin(self, seqs: list[Sequence]) -> Any:
         self.thought.append(self.rounds)
         return super()._begin(seqs)
 

@@ -100,9 +100,9 @@ class Auto:
     def _goes_on(self, ids: list[int]) -> bool:
         """Whether the round asks like the last one, of the same texts: to decide would take more than it may bring."""
         now, number = self._round, self._round.number + self._round.age + 1
-        if ids != self._last[0] or not (
-            now.busy and now.steady and number % now.seldom and number < self._promised.number + AGAIN
-        ):
+        if ids != self._last[0] or not (now.busy and now.steady):
+            return False
+        if not number % now.seldom or number >= self._promised.number + AGAIN:  # all look, or promises are made anew
             return False
         return all(seq.room > now.longest and not seq.plain for seq, _ in now.able)
 
@@ -230,10 +230,7 @@ class Auto:
         now = self._round
         used = {promise.ask.method for promise in now.promise.values()}
         for method, group in now.costly.items():
-            known, bare = (
-                self._know(method),
-                [seq for seq, text in group if text.bare],
-            )  # where look-ups have something they draft
+            known, bare = self._know(method), [seq for seq, text in group if text.bare]  # the others are left to look-ups
             if method in used or not bare:
                 continue
             seq = bare[known.probes % len(bare)]

@@ -32,7 +32,7 @@ class Method:
     cost: ProposalCost = field(default_factory=ProposalCost)
     brings: float = 1.0  # tokens that its drafts add of late to a text that asked
     kept: dict[int, Share] = field(default_factory=dict)  # by size of crowd: of the tokens it promised, those that it saved
-    came: dict[str, Share] = field(default_factory=dict)  # by kind: of the drafts texts were believed to want
+    came: dict[str, Share] = field(default_factory=dict)  # by kind: of the drafts texts were believed to want, what came
     saved_ms: float = 0.0  # time that may be spent on a probe
     distance: float = 1.0  # between probes, in multiples of what the share of time allows
     probes: int = 0  # so far: texts take turns
