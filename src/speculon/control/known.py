@@ -107,7 +107,7 @@ class Added:
 
 @dataclass(slots=True)
 class Others:
-    """What look-ups do for texts of one kind."""
+    """Of texts of one kind: what look-ups do for them, and how long they are."""
 
     added: Added = field(default_factory=Added)
     worth: dict[str, float] = field(default_factory=dict)  # method -> tokens that it has brought to a round
