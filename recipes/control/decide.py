@@ -14,7 +14,7 @@ from time import thread_time_ns
 from typing import Any
 
 from speculon.config import SpeculationConfig
-from speculon.control.policy import POLICIES
+from speculon.control.policies import POLICIES
 from speculon.control.simulate import Text, Way, World, play
 from speculon.core import Draft
 

@@ -53,7 +53,7 @@ USUAL_DRAFTS: Mapping[str, Callable[[SpeculationConfig], int]] = {
     "adaptive": lambda config: config.adaptive_max,
     "solo": lambda config: 4,
     "shadow": lambda config: 4,
-    "auto": lambda config: 16,
+    "goodput": lambda config: 16,
 }
 
 

@@ -206,6 +206,15 @@ class Needs:
     bytes_scratch: int = 0  # intermediate results of its largest forward
 
 
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """What a prompt tells of its answer before anything is drafted: its class, and the marker that makes it favourable."""
+
+    name: str = ""  # sequences of one class are believed to fare alike until they show otherwise
+    marker: str = "no_signal"
+    favourable: bool = False  # whether the answer is likely to repeat the prompt
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One text being written. Between steps: `tokens[:committed]` have their K and V in `table`'s pages."""
@@ -227,9 +236,11 @@ class Sequence:
     given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
     given_k: int = 0  # their most drafts in a round
     methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
+    lookups: frozenset[str] = frozenset()  # of these, those without weights: a proposal of theirs costs next to nothing
     policy: str = "fixed"  # how far it is drafted for
     join: bool | None = None  # whether drafts of several methods are joined; None: as its policy likes
-    kind: str = ""  # what sort of text it is, as far as the request tells: texts of one kind are believed to be alike
+    shape: PromptShape = PromptShape()
+    cold_matches: int = 0  # continuations that had to match before a lookup's drafts are verified, as its policy chose
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
     pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
     tenant: str = ""  # among whose pools that one is

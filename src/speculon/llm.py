@@ -166,7 +166,7 @@ class LLM:
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
         self.engine.keep_state()
-        wanted = self.config.speculation.policy == "auto" if self.config.rehearse is None else self.config.rehearse
+        wanted = isinstance(self.engine.policy.default, Learning) if self.config.rehearse is None else self.config.rehearse
         if wanted and not self.engine.counters.restored["policies"]:  # else it is known what rounds cost
             rehearse(self.engine)
         self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody

@@ -10,7 +10,6 @@ from typing import Any
 
 from speculon.core import Decision, Draft, Reason, Verdict
 
-EMA = 0.1  # guess: weight of a new plain step in the plain cost
 PLAIN = "plain"  # how a round goes without a draft
 EARLIER = "earlier"  # why a method drafts in the place of another: it is asked before it, and had a draft again
 PARTS = ("prepare", "decide", "propose", "forward", "verify", "commit", "settle")  # of a step's wall time
@@ -57,7 +56,7 @@ class SpeculationStats:
     span_kinds: dict[str, int]
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
-    saved_ms: float | None  # emitted tokens at the plain cost of a row, less the time spent; None before a plain step was seen
+    saved_ms: float | None  # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
     # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were only watched
     shadow: dict[str, dict[str, Any]]
 
@@ -157,12 +156,12 @@ class RequestStats:
         """Changes of mind as plain data, the most frequent first."""
         return [{"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()]
 
-    def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None, emitted: int) -> None:
-        """Time of one proposal and of the round it led to, if any, and what the same tokens would have cost plainly."""
+    def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
+        """Its shares of a round in which anybody was drafted for, and what its tokens of that round would have taken plainly."""
         self.draft_ms += draft_ms
         self.verify_ms += verify_ms
         if plain_ms is not None:
-            self.saved_ms = (self.saved_ms or 0.0) + plain_ms * emitted - draft_ms - verify_ms
+            self.saved_ms = (self.saved_ms or 0.0) + plain_ms - draft_ms - verify_ms
 
     def add(self, other: RequestStats) -> None:
         for name in self.__slots__:
@@ -245,23 +244,6 @@ class EngineCounters:
             "changes": self.totals.change_list(),
             "speculation": stats and stats.to_dict(),
         }
-
-
-class PlainCost:
-    """What a plain row costs, by the number of rows beside it: a moving average of measured plain steps."""
-
-    def __init__(self) -> None:
-        self._ms: dict[int, float] = {}  # sequences in the step -> ms per row
-
-    def observe(self, rows: int, step_ms: float) -> None:
-        ms = step_ms / rows
-        self._ms[rows] = ms if rows not in self._ms else (1 - EMA) * self._ms[rows] + EMA * ms
-
-    def per_row(self, rows: int) -> float | None:
-        """Of the nearest crowd that was measured; None before any plain step."""
-        if not self._ms:
-            return None
-        return self._ms[min(self._ms, key=lambda seen: abs(seen - rows))]
 
 
 def why_another(asked: list[str], before: str, now: str) -> str:

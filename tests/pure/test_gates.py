@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.control.gates import NO_SIGNAL, STRONG, WEAK, kind_of, prompt_shape
+from speculon.control.gates import NO_SIGNAL, STRONG, WEAK, prompt_shape, shape_of
 
 PROMPTS = [
     ("Fix this:\n```python\nx = 1\n```", "fenced_code"),
@@ -88,5 +88,5 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
 
 
 def test_texts_of_one_kind_are_told_by_the_request() -> None:
-    kinds = {kind_of(greedy, prompt) for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
+    kinds = {shape_of(greedy, prompt) for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
     assert kinds == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}

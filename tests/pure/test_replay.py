@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from speculon.control.auto import Auto
-from speculon.control.policy import Fixed, Policy
+from speculon.control.fixed import Fixed
+from speculon.control.policy import Policy
 from speculon.control.replay import BEYOND, OTHERS, OWN, Replay, fit
 from speculon.control.simulate import Played, play
 from speculon.core import Reason, SpanKind

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.control.policy import Fixed
+from speculon.control.fixed import Fixed
 from speculon.core import Decision, Finish, Load, Plan, Reason, Sequence, Verdict
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from speculon.commands.screen import account
 from speculon.control import shadow as shadow_module
+from speculon.control.policy import Timing
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.control.timing import Timing
 from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 from speculon.telemetry import EngineCounters, RequestStats, log_line
 from tests.builders import make_sequence

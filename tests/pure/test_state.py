@@ -17,8 +17,8 @@ import pytest
 
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.control.auto import Auto
-from speculon.control.policy import Policies
-from speculon.control.timing import Timing
+from speculon.control.policies import Policies
+from speculon.control.policy import Timing
 from speculon.core import Draft, Load, Proposal, Span, SpanKind, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State

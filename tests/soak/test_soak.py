@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.control.policy import POLICIES
+from speculon.control.policies import POLICIES
 from speculon.core import Event, Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest

@@ -22,7 +22,7 @@ from speculon.bench.measure import Measurement, measure
 from speculon.bench.workloads import Case
 from speculon.cli import app
 from speculon.config import EngineConfig
-from speculon.control.policy import Policies
+from speculon.control.policies import Policies
 from speculon.core import Draft, Sequence
 from speculon.demo import corpus
 from speculon.errors import BenchError, InvalidParameter, NeverFits, TooLong

@@ -12,7 +12,7 @@ import pytest
 from speculon import SpeculativeDecoder
 from speculon.config import USUAL_DRAFTS, SamplingParams
 from speculon.control import shadow as shadow_module
-from speculon.control.policy import POLICIES
+from speculon.control.policies import POLICIES
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
 from speculon.proposers import registry

@@ -12,7 +12,7 @@ from speculon.bench.advise_maths import Costs, Cycle, Guess, Guesses, levelled
 from speculon.bench.cell import stuck
 from speculon.bench.measure import Step, measure, recording
 from speculon.bench.workloads import Case
-from speculon.control.timing import Timing
+from speculon.control.policy import Timing
 from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Span, Verdict, ceil_div
 from speculon.core import Sequence as Text
 from speculon.errors import BenchError, NeverFits, TooLong

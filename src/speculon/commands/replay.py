@@ -12,7 +12,7 @@ from rich.table import Table
 
 from speculon.commands.screen import print_json
 from speculon.config import MAX_DRAFTS, SpeculationConfig
-from speculon.control.policy import POLICIES
+from speculon.control.policies import POLICIES, Policies
 from speculon.control.replay import BEYOND, OTHERS, Replay
 from speculon.control.simulate import play
 from speculon.errors import InvalidParameter
@@ -56,7 +56,8 @@ def run(file: Path, policies: str, seed: int, as_json: bool) -> None:
     lines = [Line(name, 1e3 * done.tokens / ms, *counts) for name, ms in (("as recorded", done.ms), (FITTED, done.fitted_ms))]
     for name, k in asked:
         began, scene = perf_counter(), Replay(recording, k)
-        played = play(POLICIES[FIXED if name == PLAIN else name](SpeculationConfig()), scene, seed=seed)
+        policies = Policies(SpeculationConfig())
+        played = play(policies.of(FIXED if name == PLAIN else name), scene, seed=seed, costs=policies.costs)
         proposals = max(1, scene.sources.total())
         shares = {"others": scene.sources[OTHERS] / proposals, "beyond": scene.sources[BEYOND] / proposals}
         drafted = sum(drafted.total() for drafted in played.drafted)

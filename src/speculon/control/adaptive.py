@@ -10,7 +10,7 @@ from math import floor
 
 from speculon.config import AdaptiveConfig
 from speculon.control.fixed import ask_all
-from speculon.control.timing import Timing
+from speculon.control.policy import Timing
 from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
 
 __all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from speculon.config import MAX_DRAFTS
-from speculon.control.timing import Timing
+from speculon.control.policy import Timing
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, Verdict
 
 

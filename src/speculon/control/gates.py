@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from speculon.core import PromptShape
+
 NO_SIGNAL = "no_signal"
 
 # what is mostly quoted, edited or written in a fixed form; the first row that is found is the reason
@@ -50,13 +52,14 @@ def prompt_shape(text: str) -> tuple[bool, str]:
     return (True, found[ENOUGH - 1][0]) if len(found) >= ENOUGH else (False, NO_SIGNAL)
 
 
-def kind_of(greedy: bool, prompt: str) -> str:
-    """What sort of text a request asks for; drafts are believed to fare alike in texts of one kind.
+def shape_of(greedy: bool, prompt: str) -> PromptShape:
+    """The class of a request's prompt; drafts are believed to fare alike in sequences of one class.
 
-    >>> kind_of(True, "Repeat:\n```\nx = 1\n```")
+    >>> shape_of(True, "Repeat:\n```\nx = 1\n```").name
     'greedy, repeating'
     """
-    return ("greedy" if greedy else "sampled") + ", repeating" * prompt_shape(prompt)[0]
+    favourable, marker = prompt_shape(prompt)
+    return PromptShape(("greedy" if greedy else "sampled") + ", repeating" * favourable, marker, favourable)
 
 
 def weakly(word: str) -> tuple[str | None, str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
+from speculon.control.cost import Costs
 from speculon.control.simulate import FALLS, STANDS, UNKNOWN, Text
 from speculon.core import NO_DRAFT, Draft, Reason, SpanKind
 from speculon.errors import RecordError
@@ -24,12 +25,8 @@ MISFIT = 0.2  # guess: median error of a step's time that is worth a word
 SIGMA = 1.48  # standard deviation of normal errors / their median
 OWN, OTHERS, BEYOND = "own", "others'", "beyond"  # a text's own proposals, other texts', or longer than what was judged
 
-SWEEPS = 3000  # 10 ms, after which parts stand still in the third digit where texts and drafts vary
-LEAST_MS = 1e-6
-STEP_SHARES = (0.4, 0.4, 0.2)  # guess: of a step, its texts, its drafts
-CALL_SHARES = (0.2, 0.4, 0.3, 0.1)  # guess: of a proposal, its drafts, those of each text, and what is read first
-
-Features = tuple[float, ...]
+LOOKUP_SHARE = 0.05  # of a plain step: a method whose proposal costs less is one without weights
+PASSES = 8  # over the record: the cost model forgets, and begins at nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,20 @@ class Replay:
         for everybody in self.asked.values():
             everybody.sort(key=lambda seen: seen.work)
         self._rates = {method: by_position(seen) for method, seen in self.asked.items()}
-        steps = [(1, len(r.texts), sum(told.drafted for told in r.texts), r.target_ms) for r in rounds if decoding(r)]
+        steps = [(*batch_of(r), r.target_ms) for r in rounds if decoding(r)]
         if not steps:
             raise RecordError("the record has no round of decoding alone: nothing is known of what a step costs")
-        self._step, self.misfit = fit(steps, STEP_SHARES)
+        self.costs, self.ks = Costs(), dict[str, set[int]]()
+        for _ in range(PASSES):
+            for *size, ms in steps:
+                self.costs.observe_step(*size, ms)
+            for method, call in (item for round_ in rounds for item in round_.proposals.items()):
+                self.costs.observe_proposal(method, call)
+                self.ks.setdefault(method, set()).add(call.k)
+        self.misfit = median(abs(self.costs.step(*size) / max(ms, 1e-6) - 1) for *size, ms in steps)
         self.noise = min(SIGMA * self.misfit, MISFIT)
-        timed: dict[str, list[Features]] = defaultdict(list)
-        for method, call in (item for round_ in rounds for item in round_.proposals.items()):
-            timed[method].append((1, call.k, call.k * call.texts, call.unread, call.ms))
-        self.ks = {method: {most for _, most, *_ in measured} for method, measured in timed.items()}
-        self.calls = {method: fit(measured, CALL_SHARES)[0] for method, measured in timed.items()}
+        cheap = LOOKUP_SHARE * self.costs.step(1)
+        self._lookups = frozenset(method for method in self.asked if self.costs.proposal(method, 1, 1) < cheap)
         self.notes = list(notes(self, recording, steps))
         self.reached = self._reach(rounds)
         self.sources: Counter[str] = Counter()  # of the proposals that were replayed: what they were made of
@@ -112,11 +113,11 @@ class Replay:
                 return
             yield running
 
-    def step_ms(self, texts: int, drafts: int, /) -> float:
-        return at(self._step, (1, texts, drafts))
+    def step_ms(self, texts: int, drafting: int, drafts: int, /) -> float:
+        return self.costs.step(texts, drafting, drafts)
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
-        return at(self.calls[method], (1, k, k * texts, unread)) if method in self.calls else 0.0
+        return self.costs.proposal(method, texts, k, unread)
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         """One of the proposals recorded near this place of the text; where it was never asked, of any text at that time."""
@@ -153,7 +154,7 @@ class Replay:
             done.drafted += drafts
             done.accepted += sum(told.accepted for told in round_.texts)
             done.ms += round_.target_ms + round_.ms.get("propose", 0.0)
-            done.fitted_ms += self.step_ms(len(round_.texts), drafts)
+            done.fitted_ms += self.step_ms(*batch_of(round_))
             done.fitted_ms += sum(self.proposal_ms(m, call.texts, call.k, call.unread) for m, call in round_.proposals.items())
         return done
 
@@ -165,7 +166,8 @@ class Replay:
         most = max(past.limits.values(), default=0)
         limits = past.limits if self._k is None else {}
         prompt = [STANDS] * past.prompt
-        return Text(number, methods, most if self._k is None else self._k, past.tokens, off, limits=limits, tokens=prompt)
+        k = most if self._k is None else self._k
+        return Text(number, methods, k, past.tokens, off, limits=limits, tokens=prompt, lookups=self._lookups)
 
 
 # reading the record
@@ -174,6 +176,12 @@ class Replay:
 def decoding(round_: Round) -> bool:
     """Whether it computed no prompt, so that its time is that of its texts and drafts."""
     return bool(round_.texts) and not round_.prompt_rows
+
+
+def batch_of(round_: Round) -> tuple[int, int, int]:
+    """(sequences, those that draft, drafts)."""
+    drafts = [told.drafted for told in round_.texts]
+    return len(drafts), sum(map(bool, drafts)), sum(drafts)
 
 
 def texts_of(rounds: list[Round]) -> list[Past]:
@@ -216,7 +224,7 @@ def note(past: Past, told: TextRound, work: int) -> None:
         past.seen[asked.method].append(seen)
 
 
-def notes(replay: Replay, recording: Recording, steps: Sequence[Features]) -> Iterator[str]:
+def notes(replay: Replay, recording: Recording, steps: Sequence[tuple[int, int, int, float]]) -> Iterator[str]:
     """What a replay of this record cannot know."""
     if not replay.asked:
         yield "nothing drafted in the record: no replay can tell what drafts would have brought"
@@ -226,11 +234,11 @@ def notes(replay: Replay, recording: Recording, steps: Sequence[Features]) -> It
             yield f"{method} was never asked: what it would have brought is not known, and no replay asks it"
         elif len(replay.ks.get(method, ())) == 1:
             yield f"{method} was always asked for {min(replay.ks[method])}: what fewer or more would have cost is a guess"
-        elif method not in replay.calls:
+        elif not replay.costs.calls(method):
             yield f"no proposal of {method} was timed: it is taken for free"
         elif not any(seen.judged for seen in replay.asked[method]):
             yield f"no draft of {method} was verified: none of them stands in a replay"
-    varied = {(texts, drafts) for _, texts, drafts, _ in steps}
+    varied = {(texts, drafts) for texts, _, drafts, _ in steps}
     if len(varied) == len({texts for texts, _ in varied}):
         yield "the number of drafts never varied by itself: what a draft costs is not known"
     if replay.misfit > MISFIT:
@@ -242,31 +250,6 @@ def notes(replay: Replay, recording: Recording, steps: Sequence[Features]) -> It
 
 
 # numbers
-
-
-def fit(measured: Sequence[Features], shares: Sequence[float]) -> tuple[list[float], float]:
-    """ms = sum of parts >= 0 times features, by least squares on relative errors of medians; and the median error left.
-
-    `measured` are features followed by ms. Equal features count as often as they were seen, by their median. Where the
-    features do not vary by themselves, `shares` say how the time is shared among them.
-    """
-    cells: dict[Features, list[float]] = defaultdict(list)
-    for *features, ms in measured:
-        cells[tuple(features)].append(max(ms, LEAST_MS))
-    rows = [([x / median(of) for x in features], len(of)) for features, of in cells.items()]  # what is fitted is 1
-    columns = range(len(rows[0][0]))
-    xx = [[sum(x[i] * x[j] * n for x, n in rows) for j in columns] for i in columns]
-    xy = [sum(x[i] * n for x, n in rows) for i in columns]
-    parts = [shares[i] * len(rows) / sum(x[i] for x, _ in rows) if xx[i][i] else 0.0 for i in columns]
-    for _ in range(SWEEPS):  # coordinate descent: the least of a convex function over parts >= 0
-        for i in (i for i in columns if xx[i][i]):
-            rest = xy[i] - sum(xx[i][j] * parts[j] for j in columns if j != i)
-            parts[i] = max(0.0, rest / xx[i][i])
-    return parts, median(abs(at(parts, features) / max(ms, LEAST_MS) - 1) for *features, ms in measured)
-
-
-def at(parts: Iterable[float], features: Iterable[float]) -> float:
-    return sum(part * x for part, x in zip(parts, features, strict=True))
 
 
 def by_position(seen: list[Seen]) -> list[float]:

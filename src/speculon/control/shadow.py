@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.fixed import ask_all
-from speculon.control.timing import Timing
+from speculon.control.policy import Timing
 from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Verdict
 
 WATCHED = MAX_DRAFTS  # most drafts of a method that a text can have open: settled at each token, none is open for longer

@@ -13,9 +13,10 @@ from itertools import count, islice
 from random import Random
 from typing import Any, Protocol, cast
 
-from speculon.control.policy import Policy
-from speculon.control.timing import Timing
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Proposal, Reason, Span, SpanKind, Verdict
+from speculon.cascade import ask_in_turn
+from speculon.control.cost import Costs
+from speculon.control.policy import Policy, Timing
+from speculon.core import NO_DRAFT, Decision, Draft, Load, PromptShape, Proposal, Reason, Span, SpanKind, Verdict
 
 ENDLESS = 1 << 30
 FALLS, STANDS, UNKNOWN = range(3)  # the tokens of drafts say their fate; what is written is STANDS, so that all can be judged
@@ -31,7 +32,10 @@ class Text:
     room: int = ENDLESS  # tokens it may still write
     off: Reason | None = None
     join: bool | None = None
-    kind: str = ""
+    shape: PromptShape = PromptShape()
+    cold_matches: int = 0
+    given: tuple[str, ...] = ()
+    lookups: frozenset[str] = frozenset()
     limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
@@ -58,8 +62,8 @@ class Scene(Protocol):
         """Who runs, round by round; it goes by what the texts have written meanwhile."""
         ...
 
-    def step_ms(self, texts: int, drafts: int, /) -> float:
-        """Of a step of the target, with so many rows of drafts in all."""
+    def step_ms(self, texts: int, drafting: int, drafts: int, /) -> float:
+        """Of a step of the target: of so many texts, those that draft, and rows of drafts in all."""
         ...
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
@@ -86,13 +90,14 @@ class Way:
     accept: Callable[[int, int], float]  # (round, text) -> P(a draft stands | those before it did)
     ms: Callable[[int, int], float]  # (texts, most drafts of one) -> of a proposal
     read_ms: float = 0.0  # of a token of a text that it has not seen yet
+    lookup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """A scene of formulas."""
 
-    step_ms: Callable[[int, int], float]  # (texts, rows of drafts in all) -> of the target
+    step: Callable[[int, int], float]  # (texts, rows of drafts in all) -> ms of the target
     ways: Mapping[str, Way]
     texts: Callable[[int], int]  # round -> texts that run
     most: int = 16  # drafts of a text in a round
@@ -109,9 +114,13 @@ class World:
             running += [self._text(next(ids)) for _ in range(len(running), wanted)]
             yield running
 
+    def step_ms(self, texts: int, drafting: int, drafts: int, /) -> float:
+        return self.step(texts, drafts)
+
     def _text(self, number: int) -> Text:
         room = self.length or ENDLESS
-        return Text(number, tuple(self.ways), self.most, room, tokens=[STANDS] * self.prompt)
+        lookups = frozenset(name for name, way in self.ways.items() if way.lookup)
+        return Text(number, tuple(self.ways), self.most, room, tokens=[STANDS] * self.prompt, lookups=lookups)
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
         return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
@@ -143,8 +152,11 @@ class Played:
         return sum(tokens for _, tokens, _ in rounds) / sum(ms for _, _, ms in rounds)
 
 
-def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0) -> Played:
-    """Lets the policy decide for `rounds` rounds, or until all texts have ended; the same seed is the same luck."""
+def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0, costs: Costs | None = None) -> Played:
+    """Lets the policy decide for `rounds` rounds, or until all texts have ended; equal seeds draw alike.
+
+    `costs` is the policy's cost model, where it has one: it is told what each round took.
+    """
     played, random, before = Played(), Random(seed), list[Text]()
     for number, running in enumerate(islice(scene.crowds(), rounds)):
         for gone in (text for text in before if text not in running):
@@ -152,8 +164,8 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0)
         before = list(running)
         decisions = policy.decide(cast(Any, running), Load(len(running), 0, 1 << 20))
         drafts, proposals = propose(policy, scene, number, running, decisions, random)
-        rows = sum(len(draft.tokens) for draft in drafts)
-        target_ms = scene.step_ms(len(running), rows) * max(0.5, random.gauss(1, scene.noise))
+        lengths = [len(draft.tokens) for draft in drafts]
+        target_ms = scene.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(0.5, random.gauss(1, scene.noise))
         verdicts = [judge(draft, text, number, scene, random) for draft, text in zip(drafts, running, strict=True)]
         for text, verdict in zip(running, verdicts, strict=True):
             text.written += len(verdict.tokens)
@@ -161,7 +173,10 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0)
             text.room -= len(verdict.tokens)
             text.drafted = {method: min(done, len(text.tokens) - 1) for method, done in text.drafted.items()}
         spans = [Span(cast(Any, text), 0, 1, draft) for text, draft in zip(running, drafts, strict=True)]
-        policy.observe(spans, verdicts, Timing(target_ms, proposals))
+        timing = Timing(target_ms, proposals)
+        if costs is not None:
+            costs.observe(spans, timing)
+        policy.observe(spans, verdicts, timing)
         tokens, ms = sum(len(verdict.tokens) for verdict in verdicts), target_ms + sum(call.ms for call in proposals.values())
         played.tokens, played.ms = played.tokens + tokens, played.ms + ms
         played.accepted += sum(verdict.accepted for verdict in verdicts)
@@ -177,23 +192,20 @@ def propose(
     drafts = [NO_DRAFT] * len(running)
     asked: dict[str, list[int]] = {}
     unread: Counter[str] = Counter()
-    waiting = {i: list(decision.asks) for i, decision in enumerate(decisions) if decision.asks}
-    while waiting:
-        groups: dict[str, dict[int, int]] = {}
-        for i, asks in waiting.items():
-            ask = asks.pop(0)
-            groups.setdefault(ask.method, {})[i] = ask.k
-        for method, wanting in groups.items():
-            ks = policy.confirm(method, cast(Any, [running[i] for i in wanting]), list(wanting.values()))
-            for i, k in ((i, k) for i, k in zip(wanting, ks, strict=True) if k):
-                asked.setdefault(method, []).append(k)
-                unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
-                draft = scene.draft(number, running[i], method, k, random)
-                running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
-                if draft.tokens and (room := decisions[i].reach - len(draft.tokens)) > 0:
-                    draft = scene.join(number, running[i], draft, room, random)
-                drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
-        waiting = {i: asks for i, asks in waiting.items() if asks and not drafts[i].tokens}
+
+    def ask(method: str, rooms: dict[int, int]) -> list[int]:
+        ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), list(rooms.values()))
+        for i, k in ((i, k) for i, k in zip(rooms, ks, strict=True) if k):
+            asked.setdefault(method, []).append(k)
+            unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
+            draft = scene.draft(number, running[i], method, k, random)
+            running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
+            if draft.tokens and (room := decisions[i].reach - len(draft.tokens)) > 0:
+                draft = scene.join(number, running[i], draft, room, random)
+            drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
+        return [i for i in rooms if drafts[i].tokens]
+
+    ask_in_turn({i: decision.asks for i, decision in enumerate(decisions) if decision.asks}, ask)
     calls = ((method, len(ks), max(ks), unread[method]) for method, ks in asked.items())
     return drafts, {call[0]: Proposal(*call[1:3], scene.proposal_ms(*call), call[3]) for call in calls}
 

@@ -16,9 +16,9 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
-from speculon.control.gates import kind_of
-from speculon.control.policy import Policies
-from speculon.control.timing import Timing
+from speculon.control.gates import shape_of
+from speculon.control.policies import Policies
+from speculon.control.policy import Timing
 from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.events import Events
@@ -34,7 +34,7 @@ from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import OFF
 from speculon.sampling import Rules
-from speculon.telemetry import EngineCounters, PlainCost, RequestStats, Stopwatch, log_line
+from speculon.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
 from speculon.text import StopStrings, Tokenizer
 from speculon.verify import Ending, cut, verify
 
@@ -94,7 +94,6 @@ class Engine:
         self.events = Events.of(config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages)
         self.state: State | None = None  # what is kept across restarts
         self._facts = facts
-        self._plain_cost = PlainCost()
         self._requests: dict[str, _Request] = {}
         self._ids, self._names = itertools.count(), itertools.count()
 
@@ -148,6 +147,7 @@ class Engine:
         prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
         grammar = self.grammars.matcher(params, written)
         given = self._given(off, {"grammar": grammar, "prediction": prediction})
+        methods = self.proposers.methods_of(given, method)
         join = self.config.speculation.join if speculation.join is None else speculation.join
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
@@ -164,7 +164,7 @@ class Engine:
             stops = StopStrings(params.stop, text)
             find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
         ending = Ending(stop_ids, params.min_tokens, find_stop)
-        kind = kind_of(params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else "")
+        shape = shape_of(params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else "")
         return [
             Sequence(
                 id=next(self._ids),
@@ -182,10 +182,11 @@ class Engine:
                 k=k,
                 off=off,
                 given=given,
-                methods=self.proposers.methods_of(given, method),
+                methods=methods,
+                lookups=self.proposers.lookups(methods),
                 policy=speculation.policy or self.config.speculation.policy,
                 join=join,
-                kind=kind,
+                shape=shape,
                 given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
                 prediction=prediction,
                 pool=speculation.pool,
@@ -214,7 +215,7 @@ class Engine:
         load = self.scheduler.load
         watch.lap("prepare")
         decisions = self.policy.decide([span.seq for span in plan.decoding], load)
-        decide_ms = watch.lap("decide")
+        watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
             trim = self.policy.trim if self.events is None else self.events.watch(self.policy.trim)
@@ -233,10 +234,10 @@ class Engine:
         watch.lap("settle")
         target_ms = watch.ms - draft_ms
         alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
-        timing = Timing(target_ms if alone else None, self.proposers.timings, decide_ms)
+        timing = Timing(target_ms if alone else None, self.proposers.timings)
         self.policy.observe(plan.decoding, [verdict_of[span.seq.id] for span in plan.decoding], timing)
         watch.lap("decide")
-        self._account(plan, decisions, verdicts, draft_ms, watch.ms)
+        self._account(plan, decisions, verdicts, draft_ms, target_ms, alone)
         if self.events is not None:
             asked, profile = lease.decisions, self.counters.profile
             self.events.round(load, plan, asked, decisions, verdicts, timing.proposals, target_ms, profile)
@@ -319,28 +320,31 @@ class Engine:
             return ()
         return tuple(name for name, what in brought.items() if what and not self.proposers.lacking(name))
 
-    def _account(self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, step_ms: float) -> None:
+    def _account(
+        self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, target_ms: float, alone: bool
+    ) -> None:
         rows = sum(span.rows for span in plan.spans)
         self.counters.steps += 1
         self.counters.rows += rows
-        if rows == len(decisions):
-            self._plain_cost.observe(rows, step_ms - draft_ms)  # proposals that led to nothing are no part of it
         for method, call in self.proposers.timings.items():
             self.counters.proposals[method] += call.texts
             self.counters.proposal_ms[method] += call.ms
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
-        drafting = sum(decision.method is not None for decision in decisions)
-        plain_ms = self._plain_cost.per_row(len(decisions)) if drafting else None
+        asking = sum(decision.method is not None for decision in decisions)
+        drafts = [len(span.draft.tokens) for span in plan.decoding]
+        batch, costs = len(decisions), self.policy.costs
+        plain_ms = costs.plain(batch) if asking else None
+        if not alone and asking and costs.known:  # the prompts beside are no part of it
+            rows, target_ms = batch + sum(drafts), costs.step(batch, sum(map(bool, drafts)), sum(drafts))
         for span, verdict in zip(plan.spans, verdicts, strict=True):
             if not span.samples:
                 continue
             stats = span.seq.stats
             decision = decided.get(span.seq.id)
             stats.record(decision, span.draft, verdict)
-            if decision is not None and decision.method:  # a look-up that found nothing has its price, too
-                found = bool(span.draft.tokens)
-                verify_ms = (step_ms - draft_ms) * span.rows / rows if found else 0.0
-                stats.spend(draft_ms / drafting, verify_ms, plain_ms, len(verdict.tokens) if found else 0)
+            if decision is not None and asking:
+                plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
+                stats.spend(draft_ms / asking if decision.method else 0.0, target_ms * span.rows / rows, plainly)
 
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from speculon.config import RequestSpeculation, SamplingParams
-from speculon.control.policy import Learning
 from speculon.core import Sequence
 from speculon.errors import InvalidRequest
 from speculon.proposers.registry import OFF
@@ -29,7 +28,7 @@ NAME = "rehearsal"  # of its requests
 
 def rehearse(engine: Engine) -> None:
     """Asks each method at hand for drafts, in crowds of several sizes, for `SECONDS` and a round at most."""
-    began, learner = perf_counter(), engine.policy.of("auto")
+    began = perf_counter()
     kept = engine.counters, engine.events, engine.pool.prefix_cache
     engine.counters, engine.events, engine.pool.prefix_cache = EngineCounters(), None, False
     try:
@@ -50,8 +49,7 @@ def rehearse(engine: Engine) -> None:
         pass  # it is small: its first requests will tell
     finally:
         engine.counters, engine.events, engine.pool.prefix_cache = kept
-        if isinstance(learner, Learning):
-            learner.costs_alone()
+        engine.policy = engine.policy.with_costs_alone()
 
 
 def crowds(engine: Engine) -> Iterator[list[Sequence]]:

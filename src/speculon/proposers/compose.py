@@ -11,6 +11,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from speculon.cascade import ask_in_turn
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Reason, Sequence, Span, Verdict
 from speculon.errors import MemoryExceeded
@@ -74,6 +75,10 @@ class Proposers:
         own = (method for method in self.chain(name or OFF) if method not in self._lacking)
         return tuple(dict.fromkeys([*given, *own]))
 
+    def lookups(self, methods: tuple[str, ...]) -> frozenset[str]:
+        """Of these methods, those that are built and have no weights."""
+        return frozenset(m for m in methods if m in self._built and m not in self._first_layer)
+
     def lacking(self, name: str) -> Reason | None:
         """Why nothing can draft under this name; None when something can."""
         chain = self.chain(check_method(name))
@@ -129,29 +134,27 @@ class Proposers:
         self.timings = {}
         drafts = [NO_DRAFT] * len(spans)
         outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
-        waiting = {i: list(decision.asks) for i, decision in enumerate(decisions) if decision.k}
-        while waiting:
-            groups: dict[str, dict[int, int]] = defaultdict(dict)
-            for i, chain in waiting.items():
-                ask = chain.pop(0)
-                groups[ask.method][i] = min(ask.k, decisions[i].k)
-            for method, rooms in groups.items():
-                if confirm:
-                    ks = dict(zip(rooms, confirm(method, [spans[i].seq for i in rooms], list(rooms.values())), strict=True))
-                    for i in (i for i, k in ks.items() if not k):
-                        outcome[i] = replace(outcome[i], reason=Reason.COST)
-                    rooms = {i: k for i, k in ks.items() if k}
-                found = self._ask(method, rooms, spans, lease)
-                self._join(method, found, spans, decisions)
-                for i, draft in found.items():
-                    drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
-                    unused = decisions[i].unused
-                    if len(drafts[i].tokens) < len(draft.tokens):
-                        outcome[i] = replace(outcome[i], reason=unused)
-                    elif outcome[i].reason is not unused:  # else there was a draft, if not this one
-                        outcome[i] = replace(outcome[i], reason=Reason.NO_MATCH)
-            for i in [i for i, chain in waiting.items() if drafts[i].tokens or not chain or spans[i].seq.plain]:
-                del waiting[i]
+
+        def ask(method: str, rooms: dict[int, int]) -> list[int]:
+            rooms = {i: min(k, decisions[i].k) for i, k in rooms.items()}
+            asked = rooms
+            if confirm:
+                ks = dict(zip(rooms, confirm(method, [spans[i].seq for i in rooms], list(rooms.values())), strict=True))
+                for i in (i for i, k in ks.items() if not k):
+                    outcome[i] = replace(outcome[i], reason=Reason.COST)
+                rooms = {i: min(k, rooms[i]) for i, k in ks.items() if k}
+            found = self._ask(method, rooms, spans, lease)
+            self._join(method, found, spans, decisions)
+            for i, draft in found.items():
+                drafts[i] = trim(spans[i].seq, method, draft) if trim and draft.tokens else draft
+                unused = decisions[i].unused
+                if len(drafts[i].tokens) < len(draft.tokens):
+                    outcome[i] = replace(outcome[i], reason=unused)
+                elif outcome[i].reason is not unused:  # else there was a draft, if not this one
+                    outcome[i] = replace(outcome[i], reason=Reason.NO_MATCH)
+            return [i for i in asked if drafts[i].tokens or spans[i].seq.plain]
+
+        ask_in_turn({i: decision.asks for i, decision in enumerate(decisions) if decision.k}, ask)
         for i, draft in enumerate(drafts):
             if draft.tokens:
                 outcome[i] = Decision(decisions[i].method, len(draft.tokens), None, decisions[i].asks)

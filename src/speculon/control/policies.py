@@ -1,0 +1,96 @@
+"""The policies of one engine, and the cost model that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from speculon.config import SpeculationConfig
+from speculon.control.adaptive import Adaptive
+from speculon.control.cost import Costs
+from speculon.control.fixed import Fixed, Solo
+from speculon.control.goodput import Goodput
+from speculon.control.policy import Learning, Policy, Timing
+from speculon.control.shadow import ShadowPolicy
+from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
+
+COSTS = "costs"  # the name of their line in what is kept across restarts
+
+# name -> how it is made; `config.USUAL_DRAFTS` has the same names
+POLICIES: Mapping[str, Callable[[SpeculationConfig, Costs], Policy]] = {
+    "fixed": lambda config, costs: Fixed(),
+    "adaptive": lambda config, costs: Adaptive(config.adaptive),
+    "solo": lambda config, costs: Solo(),
+    "shadow": lambda config, costs: ShadowPolicy(),
+    "goodput": lambda config, costs: Goodput(costs),
+}
+
+
+class Policies:
+    """Each sequence is decided for by its own policy, which learns from its own sequences alone; costs are everybody's."""
+
+    def __init__(self, config: SpeculationConfig, costs: Costs | None = None) -> None:
+        self.costs = costs or Costs()
+        self._config = config
+        self._made: dict[str, Policy] = {}
+
+    def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
+        names = dict.fromkeys(seq.policy for seq in seqs)
+        if len(names) == 1:
+            return self.of(*names).decide(seqs, load)
+        decided: dict[int, Decision] = {}
+        for name in names:
+            mine = [seq for seq in seqs if seq.policy == name]
+            decided.update(zip((seq.id for seq in mine), self.of(name).decide(mine, load), strict=True))
+        return [decided[seq.id] for seq in seqs]
+
+    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
+        found: dict[int, int] = {}
+        for name in dict.fromkeys(seq.policy for seq in seqs):
+            mine = [(seq, k) for seq, k in zip(seqs, ks, strict=True) if seq.policy == name]
+            kept = self.of(name).confirm(method, [seq for seq, _ in mine], [k for _, k in mine])
+            found.update(zip((seq.id for seq, _ in mine), kept, strict=True))
+        return [found[seq.id] for seq in seqs]
+
+    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
+        return self.of(seq.policy).trim(seq, method, draft)
+
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        self.costs.observe(spans, timing)
+        for name in dict.fromkeys(span.seq.policy for span in spans):
+            mine = [(span, verdict) for span, verdict in zip(spans, verdicts, strict=True) if span.seq.policy == name]
+            self.of(name).observe([span for span, _ in mine], [verdict for _, verdict in mine], timing)
+
+    def forget(self, seq: Sequence) -> None:
+        if seq.policy in self._made:
+            self._made[seq.policy].forget(seq)
+
+    def with_costs_alone(self) -> Policies:
+        """Others that know what rounds cost, and nothing that sequences have taught these."""
+        return Policies(self._config, deepcopy(self.costs))
+
+    def state(self) -> list[tuple[str, Any]]:
+        """(name, what it has learned), the costs first."""
+        learned = [(name, policy.state()) for name, policy in self._made.items() if isinstance(policy, Learning)]
+        return [(COSTS, self.costs.state()), *learned]
+
+    def restore(self, state: list[tuple[str, Any]]) -> None:
+        """Raises `ValueError` for what `state` cannot have told."""
+        for name, told in state:
+            if name == COSTS:
+                self.costs.restore(told)
+            elif name in POLICIES and isinstance(policy := self.of(name), Learning):
+                policy.restore(told)
+            else:
+                raise ValueError(f"{name!r:.80} is no policy that learns")
+
+    @property
+    def default(self) -> Policy:
+        return self.of(self._config.policy)
+
+    def of(self, name: str) -> Policy:
+        """The policy of this name, made when it is first asked for."""
+        if name not in self._made:
+            self._made[name] = POLICIES[name](self._config, self.costs)
+        return self._made[name]

@@ -1,0 +1,122 @@
+"""The cost model: what steps and proposals took is what it says they take, at each batch size."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from speculon.control.cost import Costs
+from speculon.control.policy import Timing
+from speculon.core import Draft, Proposal, Span
+from tests.builders import make_sequence
+
+READ = 0.022  # ms of a token that a draft model has not read
+
+
+def step_ms(sequences: int, drafting: int, rows: int) -> float:
+    return 4.0 + 0.55 * sequences + 0.4 * drafting + 0.2 * rows
+
+
+def call_ms(sequences: int, k: int) -> float:
+    return 0.2 + (1.0 + 0.22 * sequences) * k
+
+
+def measured(count: int = 800, noise: float = 0.05, slow: float = 0.05) -> Costs:
+    random, costs = Random(2), Costs()
+    for _ in range(count):
+        sequences, k = random.choice([1, 2, 4, 8]), random.choice([0, 0, 1, 2, 4, 8])
+        ms = step_ms(sequences, sequences if k else 0, k * sequences)
+        costs.observe_step(sequences, sequences if k else 0, k * sequences, ms * random.gauss(1, noise) * (8 if random.random() < slow else 1))
+        if k:
+            unread = random.choice([0, 0, 0, 300, 900])
+            ms = call_ms(sequences, k) + READ * unread
+            costs.observe_proposal("model", Proposal(sequences, k, ms * random.gauss(1, noise), unread))
+    return costs
+
+
+SIZES = [(1, 0, 0), (1, 1, 4), (8, 0, 0), (8, 8, 16), (4, 4, 8)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_takes_what_was_measured(size: tuple[int, int, int]) -> None:
+    assert measured().step(*size) == pytest.approx(step_ms(*size), rel=0.1)
+
+
+@pytest.mark.parametrize(("sequences", "k"), [(1, 2), (8, 4), (4, 8)])
+def test_a_proposal_takes_what_was_measured(sequences: int, k: int) -> None:
+    costs = measured()
+    assert costs.proposal("model", sequences, k) == pytest.approx(call_ms(sequences, k), rel=0.15)
+    added = costs.proposal("model", sequences, k, 1000) - costs.proposal("model", sequences, k)
+    assert added == pytest.approx(1000 * READ, rel=0.15)
+
+
+def test_reading_that_nobody_tells_of_would_be_seen() -> None:
+    """The twin: proposals that read and do not say so make all of them seem dear."""
+    told, blind = Costs(), Costs()
+    for number in range(400):
+        unread = 100 * (number % 2)
+        ms = call_ms(1, 2) + READ * unread
+        told.observe_proposal("model", Proposal(1, 2, ms, unread))
+        blind.observe_proposal("model", Proposal(1, 2, ms))
+    assert told.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
+    assert blind.proposal("model", 1, 2) > 1.2 * call_ms(1, 2)
+
+
+def test_more_rows_never_cost_less_and_no_step_is_free() -> None:
+    costs = Costs()
+    random = Random(1)
+    for _ in range(300):  # the more rows the faster, which no sum of positive parts can say
+        rows = random.randrange(8)
+        costs.observe_step(1, int(rows > 0), rows, 9.0 - rows)
+    assert all(costs.step(1, 1, rows) <= costs.step(1, 1, rows + 1) for rows in range(1, 64))
+    assert costs.step(1) > 0 and costs.row(1) >= 0 and costs.first(1) >= 0
+
+
+def test_a_batch_size_that_departs_from_the_sum_is_known_by_itself() -> None:
+    costs = measured()
+    for _ in range(60):
+        costs.observe_step(4, 0, 0, 2 * step_ms(4, 0, 0))
+        costs.observe_step(8, 0, 0, step_ms(8, 0, 0))
+    assert costs.step(4) > 1.6 * step_ms(4, 0, 0) and costs.step(8) == pytest.approx(step_ms(8, 0, 0), rel=0.1)
+
+
+@pytest.mark.parametrize(("seen", "asked", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)])
+def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, known: bool) -> None:
+    costs = Costs()
+    costs.observe_step(asked, asked, 4, 50.0)  # one that drafts tells nothing of plain ones
+    assert costs.plain(asked) is None
+    costs.observe_step(seen, 0, 0, step_ms(seen, 0, 0))
+    assert (costs.plain(asked) is not None) is known
+
+
+def test_nothing_is_known_before_the_first_measurement() -> None:
+    costs = Costs()
+    assert not costs.known and costs.plain(1) is None and costs.proposal("model", 1, 4) == 0.0 and costs.calls("model") == 0
+    with pytest.raises(ValueError, match="no step"):
+        costs.step(1)
+    costs.observe_step(1, 0, 0, 0.0)  # a clock too coarse
+    assert not costs.known
+
+
+def test_a_round_is_observed_as_its_spans_and_timing_tell() -> None:
+    costs = Costs()
+    spans = [Span(make_sequence([1, 2]), 1, 1), Span(make_sequence([3]), 0, 1, Draft((5, 6), ("model",) * 2))]
+    costs.observe(spans, Timing(None, {"model": Proposal(1, 2, 3.0)}))
+    assert not costs.known and costs.calls("model") == 1, "a step that also computed a prompt tells nothing"
+    costs.observe(spans, Timing(7.0))
+    assert costs.step(2, 1, 2) == pytest.approx(7.0, rel=0.01)
+
+
+def test_costs_outlive_a_process() -> None:
+    costs, again = measured(), Costs()
+    again.restore(costs.state())
+    for size in SIZES:
+        assert again.step(*size) == pytest.approx(costs.step(*size), rel=0.1)
+    assert again.proposal("model", 4, 4) == pytest.approx(costs.proposal("model", 4, 4), rel=0.1)
+
+
+@pytest.mark.parametrize("state", [{"": [1.0, 2.0]}, {"": ["x"] * 4}, {"model": [1.0] * 5}, {"": [float("inf")] * 4}, [1], None])
+def test_what_no_cost_model_told_is_refused(state: object) -> None:
+    with pytest.raises(ValueError):
+        Costs().restore(state)
