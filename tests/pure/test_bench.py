@@ -26,7 +26,7 @@ from speculon.bench.tables import (
     table,
 )
 from speculon.bench.workloads import Case, parse, side_by_side
-from speculon.config import USUAL_DRAFTS, SamplingParams
+from speculon.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
 from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
@@ -94,48 +94,66 @@ def test_loops(tokens: list[int], answer: bool) -> None:
     assert loops(tokens) is answer
 
 
-def test_a_mode_is_a_method_a_number_and_a_rule() -> None:
-    wanted = {"method": "draft_model", "num_speculative_tokens": 4, "acceptance": "rejection"}
-    assert parse_mode("draft_model:4/rejection").speculation == wanted
-    assert parse_mode("auto/matching").speculation == {"method": "auto", "acceptance": "matching"}
-    assert parse_mode("ngram:8").speculation == {"method": "ngram", "num_speculative_tokens": 8}
-    assert parse_mode("ngram").speculation == {"method": "ngram"}
-    assert parse_mode("off").speculation == {"method": "off"}
+FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed"}
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "policies"),  # the policy where the engine is set to goodput, and to adaptive
+    [
+        ("off", {"method": "off", "policy": "fixed"}, ("fixed", "fixed")),
+        ("draft_model:4", FIXED_4, ("fixed", "fixed")),
+        ("draft_model:4/fixed", FIXED_4, ("fixed", "fixed")),
+        ("draft_model:4/rejection", {**FIXED_4, "acceptance": "rejection"}, ("fixed", "fixed")),
+        ("auto", {"method": "auto"}, ("goodput", "adaptive")),
+        ("auto/matching", {"method": "auto", "acceptance": "matching"}, ("goodput", "adaptive")),
+        ("auto/solo", {"method": "auto", "policy": "solo"}, ("solo", "solo")),
+        ("auto:8/solo", {"method": "auto", "num_speculative_tokens": 8, "policy": "solo"}, ("solo", "solo")),
+        ("auto/goodput/rejection", {"method": "auto", "policy": "goodput", "acceptance": "rejection"}, ("goodput", "goodput")),
+        ("suffix/fixed", {"method": "suffix", "policy": "fixed"}, ("fixed", "fixed")),
+    ],
+)
+def test_a_mode_is_a_method_with_a_number_a_policy_and_a_rule(
+    text: str, asked: dict[str, object], policies: tuple[str, str]
+) -> None:
+    mode = parse_mode(text)
+    assert (mode.label, dict(mode.speculation)) == (text, asked)
+    assert (mode.policy("goodput"), mode.policy("adaptive")) == policies
+    RequestSpeculation(**asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", USUAL_DRAFTS)
 def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
-    assert parse_mode(f"auto+{policy}").speculation == {"method": "auto", "policy": policy}  # K is the policy's own
+    assert parse_mode(f"auto/{policy}").speculation == {"method": "auto", "policy": policy}  # K is the policy's own
     whole = {"method": "draft_model", "num_speculative_tokens": 4, "policy": policy, "acceptance": "rejection"}
-    assert parse_mode(f"draft_model:4+{policy}/rejection").speculation == whole
-
-
-@pytest.mark.parametrize("text", ["auto+luck", "auto:8+", "auto+auto+auto"])
-def test_a_policy_that_is_none_is_told_with_those_there_are(text: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"known policies are {', '.join(USUAL_DRAFTS)}"):
-        Plan(modes=(text,))
+    assert parse_mode(f"draft_model:4/{policy}/rejection").speculation == whole
 
 
 @pytest.mark.parametrize(
-    "text", ["ngram:", "ngram:0", "ngram:x", "ngram:-1", "off:4", "off/matching", "off+auto", "ngram:4:4", "ngram+auto:4"]
+    "text",
+    ["ngram:", "ngram:0", f"ngram:{MAX_DRAFTS + 1}", "ngram:x", "ngram:-1", "ngram:4:4", f"ngram:{'9' * 5000}", ":4", "/fixed"]
+    + ["ngram/luck", "ngram/", "ngram:4/", "ngram//fixed", "ngram/fixed:4", "ngram:4/matching/x", "ngram:4/matching/matching"]
+    + ["ngram/rejection/fixed", "auto/solo/adaptive", "auto+adaptive", "auto:8+solo", "auto+auto"],
 )
-def test_a_mode_that_is_none(text: str) -> None:
-    with pytest.raises(InvalidParameter, match="modes"):
+def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
+    with pytest.raises(InvalidParameter) as error:
+        Plan(modes=(text,))
+    assert (error.value.name, error.value.value) == ("modes", text)
+    form = f"is not METHOD[:K][/POLICY][/RULE]: K goes from 1 to {MAX_DRAFTS}, policies are {', '.join(USUAL_DRAFTS)}, rules "
+    assert form + "matching, rejection" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["off:4", "off/matching", "off/fixed", "off:4/fixed"])
+def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"):
         Plan(modes=(text,))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("ngram:65", "num_speculative_tokens = 65: .* 64"),
-        ("ngram/luck", "acceptance = 'luck': .*'matching'"),
-        ("ngram/", "acceptance = ''"),
-        ("ngram:4/matching/x", "acceptance = 'matching/x'"),
-    ],
-)
-def test_a_number_or_a_rule_that_cannot_be_is_named(text: str, said: str) -> None:
-    with pytest.raises(InvalidParameter, match=said):
-        Plan(modes=(text,))
+def test_plain_decoding_runs_under_no_policy_that_learns() -> None:
+    every = {mode.label: mode for mode in Plan(with_transformers=True).modes_of("code", 1)}
+    assert {every[label].policy("goodput") for label in ("off", AGAIN, STOCK)} == {"fixed"}
+    assert every["off"].speculation == every[AGAIN].speculation == {"method": "off", "policy": "fixed"}
+    learning = [label for label, mode in every.items() if mode.policy("goodput") != "fixed"]
+    assert learning == ["auto/adaptive", "auto:8/solo", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def overlaps(cells: list[Cell], title: str) -> list[str]:
     return found
 
 
-MODES = [f"draft_model:{k}/{rule}" for k in (2, 4, 8) for rule in ("matching", "rejection")]
+MODES = [f"draft_model:{k}/{rule}" for k in (2, 4, 8) for rule in ("matching", "adaptive/rejection")]
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 8)])

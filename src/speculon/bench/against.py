@@ -104,9 +104,9 @@ def logs_of(cell: Cell, base: Cell) -> Logs:
 
 
 def estimate(cells: list[Logs]) -> Estimate:
-    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same luck always.
+    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same seed always.
 
-    One less is drawn than there are: else few groups would look surer than they are (Rao and Wu 1988).
+    One less is drawn than there are: else the intervals of few groups would be too narrow (Rao and Wu 1988).
     """
     samples = [list(logs.values()) for logs in cells]
     ratio = exp(fmean(fmean(values) for values in samples))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.bench.diagnosis import diagnose, gated
 from speculon.bench.measure import Measurement, loops
-from speculon.bench.plan import AGAIN, FIXED, Mode
+from speculon.bench.plan import AGAIN, Mode
 from speculon.bench.rounds import Need, Rounds, decoding, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
@@ -45,9 +45,9 @@ class Cell:
     acceptance_rate: float | None
     per_position: list[float]
     sources: dict[str, float]  # who drafted -> share of the accepted tokens
-    rejection: bool  # sampled drafts may be judged by rejection: then texts differ, their distribution does not
+    rejection: bool  # sampled drafts may be accepted by rejection: then texts differ, their distribution does not
     rounds: Rounds | None  # the split of a call that verified drafts
-    reached: float | None  # mean acceptance per position: of drafts whose forerunners all stood
+    reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
     needed: list[Need]  # at concurrency 1
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
     profile: dict[str, float]  # part of a decoding step -> mean ms
@@ -57,7 +57,7 @@ class Cell:
     different: int  # texts of all repeats that are not those of `off`
     tie_nats: list[float]  # how close the two candidates were where a greedy text parted, in the target's own words
     reasons: dict[str, int]
-    diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be guessed
+    diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be drafted
     per_repeat: list[float]  # tokens per second
     speeds: list[list[float]]  # repeat -> group of prompts -> tokens per second
 
@@ -94,7 +94,7 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         workload=workload,
         concurrency=concurrency,
         mode=mode.label,
-        policy=mode.speculation.get("policy") or llm.config.speculation.policy if mode.speculates else FIXED,
+        policy=mode.policy(llm.config.speculation.policy),
         texts=len(texts),
         tokens=sum(map(len, texts)),
         tokens_per_second=median(speeds),
@@ -156,7 +156,7 @@ def stuck(one: Measurement, i: int, case: Case) -> bool:
 
 
 def without_loops(repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]) -> dict[int, list[float]]:
-    """Ratios by case, of measurements of one text where neither side loops: loops are easy to guess, and flatter."""
+    """Ratios by case, of measurements of one text where neither side loops: most drafts of a loop are accepted."""
     found: dict[int, list[float]] = defaultdict(list)
     for groups, others in zip(repeats, plain, strict=True):
         for i, sides in enumerate(zip(groups, others, strict=True)):
@@ -199,7 +199,7 @@ def profile(measurements: list[Measurement]) -> dict[str, float]:
 
 
 def per_text(measurements: list[Measurement]) -> dict[str, float]:
-    """The ms of the decoding steps by the number of texts in them: a crowd whose texts end one by one shares its steps less."""
+    """The ms of the decoding steps by the number of texts in them, which falls as the texts of a batch end."""
     steps = decoding(measurements)
     texts = sum(step.spans for step in steps)
     return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}

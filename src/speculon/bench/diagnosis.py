@@ -30,7 +30,7 @@ def diagnose(stats: RequestStats, call: Profile, plain: Profile, ratio: float, n
     measured twice differs by.
 
     Where most calls carried no draft, and little was lost, nobody drafted, and the reason is named. Otherwise the largest of
-    three leaks is, in ms per call: drafts that did not stand (each would have saved a plain call), drafting, verifying.
+    three losses is, in ms per call: rejected drafts (each would have saved a plain call), drafting, verifying.
     """
     low, high = noise
     if ratio > high:
@@ -40,14 +40,14 @@ def diagnose(stats: RequestStats, call: Profile, plain: Profile, ratio: float, n
     if reasons and silent and (ratio >= low or not stats.rounds):
         first = max(reasons, key=reasons.__getitem__)
         return NO_PROPOSALS if first == Reason.NO_MATCH else f"{GATED}: {first}"
-    leaks = leaks_of(stats, call, plain)
+    losses = losses_of(stats, call, plain)
     tokens = 1 + stats.accepted / max(1, stats.target_calls)  # of a call
-    if not leaks or tokens * sum(plain.values()) > sum(call.values()):  # decoding itself was faster
+    if not losses or tokens * sum(plain.values()) > sum(call.values()):  # decoding itself was faster
         return EVEN if ratio >= low else UNCLEAR
-    return max(leaks, key=leaks.__getitem__)
+    return max(losses, key=losses.__getitem__)
 
 
-def leaks_of(stats: RequestStats, call: Profile, plain: Profile) -> dict[str, float]:
+def losses_of(stats: RequestStats, call: Profile, plain: Profile) -> dict[str, float]:
     """Ms per call that went where they brought nothing; none where nothing was decoded, or drafted."""
     drafted = stats.drafted_at.total()
     if not (call and plain and drafted):

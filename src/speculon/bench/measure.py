@@ -43,7 +43,7 @@ class Step:
 
     @property
     def drafted(self) -> int:
-        """Positions that were guessed; a text without a guess has one row."""
+        """Drafts in the batch; a text without drafts has one row."""
         return self.rows - self.spans if self.decoding else 0
 
 
@@ -107,6 +107,17 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
         yield steps
     finally:
         del vars(engine)["step"]
+
+
+@contextmanager
+def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
+    """Other objects in the place of an engine's own, for as long as something is measured."""
+    before = {name: vars(engine)[name] for name in parts}
+    vars(engine).update(parts)
+    try:
+        yield
+    finally:
+        vars(engine).update(before)
 
 
 def loops(token_ids: list[int]) -> bool:

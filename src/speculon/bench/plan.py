@@ -1,14 +1,15 @@
-"""What is compared with what: modes, workloads, crowds."""
+"""What is compared with what: modes, workloads, concurrency."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculon.bench import workloads
 from speculon.bench.workloads import Size
-from speculon.config import USUAL_DRAFTS, RequestSpeculation
+from speculon.config import MAX_DRAFTS, USUAL_DRAFTS
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import OFF, check_method
 
@@ -16,7 +17,9 @@ AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noi
 STOCK = "transformers"
 FIXED = "fixed"  # the policy that others are compared with
 FIXED_MODES = (OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "eagle3:3", "auto:8")
-MODES = (*FIXED_MODES, "auto+adaptive", "auto:8+solo", "auto+auto")
+MODES = (*FIXED_MODES, "auto/adaptive", "auto:8/solo", "auto")
+RULES = ("matching", "rejection")
+FORM = re.compile(r"(?P<method>[^:/+]+)(:(?P<k>[0-9]{1,4}))?(?P<names>(/[^/]+)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,10 @@ class Mode:
     @property
     def speculates(self) -> bool:
         return self.label not in (OFF, AGAIN, STOCK)
+
+    def policy(self, default: str) -> str:
+        """The policy of its requests in an engine that is set to `default`."""
+        return str(self.speculation.get("policy", default)) if self.speculates else FIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class Plan:
         asked = [parse_mode(mode) for mode in self.modes if mode != OFF]
         _, temperature = workloads.parse(workload)
         stock = [Mode(STOCK)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
-        return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, {"method": OFF})]
+        return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, parse_mode(OFF).speculation)]
 
     def size(self, context: int) -> Size:
         return Size(self.prompts, self.max_tokens, context, max(self.concurrency))
@@ -100,20 +107,30 @@ class Plan:
 
 
 def parse_mode(text: str) -> Mode:
-    """`off`, `ngram:8`, `auto+auto`, `draft_model:4/rejection`: METHOD[:K][+POLICY][/RULE]; without K the policy's own."""
-    head, slash, rule = text.partition("/")
-    head, plus, policy = head.partition("+")
-    method, colon, k = head.partition(":")
+    """`off`, `auto`, `ngram:8`, `auto:8/solo`, `draft_model:4/rejection`: METHOD[:K][/POLICY][/RULE].
+
+    A mode that names K and no policy is `fixed`; one that names neither runs under the policy that the engine is set to.
+    Raises `UnknownMethod` or `InvalidParameter`.
+    """
+    found = FORM.fullmatch(text)
+    if found is None:
+        raise wrong(text)
+    method, k, names = found["method"], found["k"], found["names"].split("/")[1:]
     check_method(method)
-    if colon and not (k.isdecimal() and int(k)) or (colon or plus or slash) and method == OFF:
-        raise InvalidParameter("modes", text, "is METHOD[:K][+POLICY][/RULE] with K of at least 1; off has none of them")
-    if plus and policy not in USUAL_DRAFTS:
-        raise InvalidParameter("modes", text, f"known policies are {', '.join(USUAL_DRAFTS)}")
-    speculation = {
-        "method": method,
-        **({"num_speculative_tokens": int(k)} if colon else {}),
-        **({"policy": policy} if plus else {}),
-        **({"acceptance": rule} if slash else {}),
-    }
-    RequestSpeculation(**speculation)  # refuses a K or a rule that cannot be
-    return Mode(text, speculation)
+    if method == OFF:
+        if k or names:
+            raise InvalidParameter("modes", text, "off has neither K nor a policy nor a rule")
+        return Mode(text, {"method": OFF, "policy": FIXED})
+    policy = names.pop(0) if names and names[0] in USUAL_DRAFTS else FIXED if k else None
+    rule = names.pop(0) if names and names[0] in RULES else None
+    if names or (k and not 1 <= int(k) <= MAX_DRAFTS):
+        raise wrong(text)
+    asked = {"num_speculative_tokens": k and int(k), "policy": policy, "acceptance": rule}
+    return Mode(text, {"method": method, **{name: value for name, value in asked.items() if value is not None}})
+
+
+def wrong(text: str) -> InvalidParameter:
+    """The error of a mode that is none."""
+    policies, rules = ", ".join(USUAL_DRAFTS), ", ".join(RULES)
+    form = f"is not METHOD[:K][/POLICY][/RULE]: K goes from 1 to {MAX_DRAFTS}, policies are {policies}, rules {rules}"
+    return InvalidParameter("modes", text, form)

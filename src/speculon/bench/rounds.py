@@ -32,7 +32,7 @@ class Need:
 
     speed: float
     tokens_per_target_call: float
-    acceptance: float | None  # the same at every position; None: impossible, even if every draft stands
+    acceptance: float | None  # the same at every position; None: impossible, even if every draft is accepted
 
 
 def rounds_of(measurements: list[Measurement]) -> Rounds | None:
@@ -58,8 +58,8 @@ def needs(rounds: Rounds, plain_ms: float, k: int) -> list[Need]:
     """Tokens per target call, and acceptance, for each of `SPEEDS`, from measured costs of one text at a time.
 
     A plain step costs c_1 = `plain_ms` and brings one token; a round that drafts costs c_K = `rounds.step_ms` and brings tau.
-    Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1. When each of K drafts stands with
-    probability a, given that those before it do, tau = sum_{i=0..K} a^i (Leviathan 2023, eq. 1), which is solved for a.
+    Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1. When each of K drafts is accepted with
+    probability a, given that those before it are, tau = sum_{i=0..K} a^i (Leviathan 2023, eq. 1), which is solved for a.
     """
     needed = [(speed, speed * rounds.step_ms / plain_ms) for speed in SPEEDS]
     return [Need(speed, tokens, equal_acceptance(tokens, k)) for speed, tokens in needed]
@@ -77,7 +77,7 @@ def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
 
 
 def reached(done: SpeculationStats) -> float:
-    """Accepted drafts among those whose forerunners all stood: in a round with a correction that is one more."""
+    """Accepted drafts among those whose predecessors were all accepted: in a round with a correction that is one more."""
     missed = sum(done.span_kinds.get(kind, 0) for kind in CORRECTED)
     return done.accepted / max(1, done.accepted + missed)
 

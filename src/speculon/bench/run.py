@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from speculon.bench import workloads
 from speculon.bench.cell import Cell, Runs, summarise
-from speculon.bench.measure import Measurement, measure
-from speculon.bench.plan import STOCK, Mode, Plan, parse_mode
+from speculon.bench.measure import Measurement, in_place, measure
+from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
 from speculon.bench.workloads import Case
+from speculon.control.policies import Policies
 from speculon.errors import InvalidParameter
+from speculon.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
@@ -28,12 +30,7 @@ def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -
     cases = {name: workloads.build(name, llm.tokenizer, size) for name in plan.workloads}
     check_pools(llm, plan, cases)
     if plan.widen:
-        from speculon.bench.widen import widen_target
-        from speculon.models.fuse import fuse
-
-        widen_target(llm.engine.target, plan.widen)
-        if plan.fuse:
-            fuse(llm.engine.target, share=False)
+        widen(llm, plan.widen, plan.fuse)
     write = writer(llm, plan)
     cells: list[Cell] = []
     for name in plan.workloads:
@@ -68,11 +65,32 @@ def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
         raise InvalidParameter("suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}")
 
 
+def widen(llm: LLM, millions: int, fused: bool) -> None:
+    """The target to this many million parameters; what the engine knew of costs is measured again."""
+    from speculon.bench.widen import widen_target
+    from speculon.engine.rehearsal import rehearse
+    from speculon.models.fuse import fuse
+
+    widen_target(llm.engine.target, millions)
+    if fused:
+        fuse(llm.engine.target, share=False)
+    if llm.engine.policy.costs.known:
+        llm.engine.policy = Policies(llm.config.speculation)
+        rehearse(llm.engine)
+
+
+def policies_of(llm: LLM, plan: Plan) -> dict[str, Policies]:
+    """Each mode's own policies: they know the costs that the engine has measured, and learn from rounds of this mode alone."""
+    return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
+
+
 def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measurement]:
     """Writes cases in a mode; a user's answers are remembered within one mode and one time, which the last argument names."""
+    policies = policies_of(llm, plan)
 
     def ours(cases: list[Case], mode: Mode, time: str) -> Measurement:
-        return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
+        with in_place(llm.engine, policy=policies[mode.label]):
+            return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
 
     if not plan.with_transformers:
         return ours
@@ -83,7 +101,7 @@ def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measuremen
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
-    """Every mode beside every other in time, so that a drift of the machine favours nobody; nobody always follows the same one.
+    """All modes in turn, so that a drift of the machine affects them alike; no mode always follows the same one.
 
     Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); one of an odd number
     of modes needs its mirror image, too.

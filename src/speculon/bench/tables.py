@@ -19,9 +19,9 @@ LEGEND = (
     "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating themselves; "
     "ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step neither in the target nor on drafts; "
     "same: texts equal to those of `off`; loops: texts that end repeating themselves and are not right; "
-    "diagnosis: why the mode did not help, docs/deciding.md says how it is found"
+    "diagnosis: why the mode did not help, docs/bench.md says how it is found"
 )
-AGAINST = "auto against the best fixed mode"
+AGAINST = "policies against the best fixed mode"
 AGAINST_HEAD = ("workload", "at once", "mode", "best fixed", "x best fixed (90 %)", "", "x off (90 %)", "off again")
 LONG_WORD = 13  # characters: longer ones may be broken in the terminal
 AGAINST_LEGEND = (
@@ -32,14 +32,14 @@ AGAINST_LEGEND = (
 ROUNDS = ("rounds", "ms", "draft", "target", "rest", "ms/draft", "found tok/call (a)")
 ROUNDS_LEGEND = (
     "rounds: decoding calls that verified drafts (in the first a draft model reads the prompt), their mean time and its shares; "
-    "a: acceptance of drafts whose forerunners all stood; "
+    "a: acceptance of drafts whose predecessors were all accepted; "
     "for Sx: tokens per call, and a equal at every position, that would make decoding S times as fast as plain at these costs "
     "(one text at a time); from: share of the accepted tokens by source"
 )
 PROFILE = ("ms", *PARTS)
 PROFILE_LEGEND = (
     "ms: a mean decoding step, and its shares; prepare: who runs, pages, the batch; decide: the policy; propose: drafting; "
-    "forward: the target; verify: sampling and judging; commit: tokens and pages; settle: what drafters and callers are told"
+    "forward: the target; verify: sampling and acceptance; commit: tokens and pages; settle: results for proposers and callers"
 )
 
 

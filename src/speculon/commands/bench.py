@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from speculon.bench import report, tables
-from speculon.bench.plan import Plan, parse_mode
+from speculon.bench.plan import FIXED, Plan, parse_mode
 from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
@@ -29,8 +29,8 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
         settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
     if plan.widen:
         settings["fuse"] = False  # until it is wide
-    if any(parse_mode(mode).speculation.get("policy") == "auto" for mode in plan.modes):
-        settings.setdefault("rehearse", True)
+    if config.rehearse is None:  # whatever the engine is set to: a mode may name another policy
+        settings["rehearse"] = any(parse_mode(mode).policy(config.speculation.policy) != FIXED for mode in plan.modes)
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM
