@@ -10,7 +10,7 @@ import typer
 from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, SpeculationConfig
 from speculon.serve_config import ServeConfig
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
@@ -134,8 +134,9 @@ def bench(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="METHOD:K+POLICY/RULE, all but the method if wanted: ngram:8, auto+auto, draft_model:4/rejection "
-            "(default: look-ups and drafts of several K, and auto+auto)",
+            help="METHOD:K/POLICY/RULE, all but the method may be left out: auto, suffix:8, auto:8/solo, "
+            "draft_model:4/rejection; without POLICY a mode with K is fixed, and one without K runs under --policy "
+            "(default: methods at several K, and auto under three policies)",
         ),
     ] = None,
     concurrency: Annotated[str | None, typer.Option(metavar="LIST", help="texts written at once (default: 1,4,8)")] = None,
@@ -270,7 +271,9 @@ def check(
 @answered
 @settings_from(EngineConfig, without=("state",))
 def demo(
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="guesses per call")] = 8,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MAX_DRAFTS, help="K drafts in every round (default: as the engine's policy decides)")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="measurements of each, alternated")] = 3,
     number: Annotated[int, typer.Option(min=1, help="which of the held-out functions and files")] = 1,
     as_json: Json = False,

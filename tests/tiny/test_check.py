@@ -26,6 +26,7 @@ from speculon.bench.check_plan import CheckPlan, named
 from speculon.bench.check_same import Margin, Parting, judge, noise
 from speculon.bench.check_texts import watched, whole
 from speculon.cli import app
+from speculon.commands import check as command
 from speculon.config import SpeculationConfig
 from speculon.core import Span, Verdict
 from speculon.engine import engine as engine_module
@@ -67,7 +68,8 @@ def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path, draft: Path) -> LLM:
-    return LLM(str(folder), speculation=SpeculationConfig(method="draft_model", draft=str(draft), num_speculative_tokens=3))
+    fixed = SpeculationConfig(method="draft_model", policy="fixed", draft=str(draft), num_speculative_tokens=3)
+    return LLM(str(folder), speculation=fixed)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch:
 
 
 def test_no_speculation_is_no_pass(folder: Path) -> None:
-    idle = LLM(str(folder), speculation={"method": "ngram", "prompt_lookup_min": 32, "prompt_lookup_max": 32})
+    idle = LLM(str(folder), speculation={"method": "ngram", "policy": "fixed", "prompt_lookup_min": 32, "prompt_lookup_max": 32})
     found = check(idle, CheckPlan(**TINY))
     assert found.outcome == "not enough" and not found.problems
     assert sum("no round was speculative (reasons: no_match" in said for said in found.doubts) == len(found.doubts) > 5
@@ -187,7 +189,7 @@ def test_a_control_that_is_not_found_is_no_pass(llm: LLM) -> None:
 
 
 def test_drafts_that_are_always_right_leave_nothing_to_plant(folder: Path) -> None:
-    itself = LLM(str(folder), speculation={"method": "draft_model", "draft": str(folder)})
+    itself = LLM(str(folder), speculation={"method": "draft_model", "policy": "fixed", "draft": str(folder)})
     found = check(itself, CheckPlan(**TINY))
     assert found.outcome == "not enough" and any("every draft was right" in said for said in found.doubts)
 
@@ -251,7 +253,8 @@ def test_no_two_arms_share_a_seed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_half_precision_is_judged_by_what_was_measured(folder: Path, draft: Path) -> None:
-    coarse = LLM(str(folder), dtype="bfloat16", speculation={"method": "draft_model", "draft": str(draft)})
+    fixed = {"method": "draft_model", "policy": "fixed", "draft": str(draft)}
+    coarse = LLM(str(folder), dtype="bfloat16", speculation=fixed)
     found = check(coarse, CheckPlan(**{**TINY, "samplers": (SamplingParams(top_p=0.9), SamplingParams(temperature=0.8))}))
     assert found.margin.half and found.margin.limit == found.margin.largest > 1e-3
     assert not found.problems
@@ -316,6 +319,22 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
     assert report["model"]["speculation"] == {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
     assert report["plan"]["samplers"] == [{"temperature": 1.0}] and report["plan"]["runs"] == 64
     assert all(len(one["p"]) == 5 for one in report["sampled"])
+
+
+FIXED = {"method": "suffix", "policy": "fixed"}
+
+
+def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: dict[str, Any] = {"block_size": 8, "speculation": {"method": "suffix"}}
+    assert command.with_drafts(said) == {"block_size": 8, "speculation": FIXED}
+    assert command.with_drafts({}) == {"speculation": {"policy": "fixed"}}
+    asked = {"speculation": {"policy": "adaptive"}}
+    assert command.with_drafts(asked) == asked
+    (tmp_path / "speculon.toml").write_text('[speculation]\npolicy = "solo"\n')
+    assert command.with_drafts(said) == said
+    (tmp_path / "speculon.toml").unlink()
+    monkeypatch.setenv("SPECULON_SPECULATION__POLICY", "goodput")
+    assert command.with_drafts(said) == said
 
 
 def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_one_text_is_shown_and_then_explained(folder: Path, llm: LLM) -> None:
 
 def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
     record = tmp_path / "events.jsonl"
-    flags = ["--method", "ngram", "--events", str(record), "-p", PROMPT * 3, *GREEDY]
+    flags = ["--method", "ngram", "--policy", "fixed", "--events", str(record), "-p", PROMPT * 3, *GREEDY]
     assert speculon("generate", "--model", str(folder), *flags).exit_code == 0
     gc.collect()  # in a process of its own its end does that
     done = speculon("replay", str(record), "--policy", "auto,fixed:2,fixed", "--json")
@@ -299,9 +299,39 @@ def test_the_account_in_words() -> None:
 def test_the_demo_shows_both_sides(folder: Path) -> None:
     done = speculon("demo", "--model", str(folder), "--rounds", "1", "--num-speculative-tokens", "4", "--json")
     tasks = json.loads(done.stdout)["tasks"]
-    assert (done.exit_code, done.stderr, len(tasks)) == (0, "", 2)
+    assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 2)
     assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
     assert all(task["speculative"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
+
+
+@pytest.mark.parametrize(
+    ("k", "mode", "asked"),
+    [
+        pytest.param([], "auto", {"method": "auto", "pool": ""}, id="the engine's policy"),
+        pytest.param(
+            ["--num-speculative-tokens", "6"],
+            "auto:6",
+            {"method": "auto", "num_speculative_tokens": 6, "policy": "fixed", "pool": ""},
+            id="K",
+        ),
+    ],
+)
+def test_the_demo_shows_plain_decoding_beside_the_default(
+    folder: Path, k: list[str], mode: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speculon.bench import measure as measuring
+
+    seen: list[dict[str, Any]] = []
+    measure = measuring.measure
+
+    def watched(llm: LLM, cases: list[workloads.Case], speculation: dict[str, Any]) -> measuring.Measurement:
+        seen.append(speculation)
+        return measure(llm, cases, speculation)
+
+    monkeypatch.setattr(measuring, "measure", watched)
+    done = speculon("demo", "--model", str(folder), "--rounds", "1", *k, "--json")
+    assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 2
+    assert seen == [{"method": "off", "policy": "fixed"}, asked] * 2
 
 
 def test_the_demo_without_the_sources_of_the_standard_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Task:
 def run(task: Task, given: Given, speculative_config: str | None, as_json: bool) -> None:
     """Ends the process with code 1 unless the check has passed."""
     plan = task.plan()  # what is wrong is told before torch is imported
-    settings = engine_settings(given, speculative_config)
+    settings = with_drafts(engine_settings(given, speculative_config))
     check_method(EngineConfig(**settings).speculation.method)
     with loading(as_json) as tell:
         tell("importing torch")
@@ -64,6 +64,13 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
         show(made, files)
     if findings.outcome != "passed":
         raise typer.Exit(EXIT_FAILED)
+
+
+def with_drafts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Policy `fixed` unless another is asked for: a round without drafts checks nothing."""
+    if "policy" in EngineConfig(**settings).speculation.model_fields_set:
+        return settings
+    return {**settings, "speculation": {**settings.get("speculation", {}), "policy": "fixed"}}
 
 
 def show(made: Any, files: list[Path]) -> None:

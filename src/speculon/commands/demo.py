@@ -47,7 +47,6 @@ class Task:
     title: str
     case: Case
     asks: bool  # through the chat template; else the prompt is continued
-    method: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Outcome:
     task: str
     text: str
     plain: Side
-    method: str
+    mode: str  # as the benchmark names it
     speculative: Side
     times_faster: float
     same_text: bool
@@ -74,7 +73,7 @@ class Outcome:
     exact: bool | None  # equal to the one right answer, where there is one
 
 
-def run(k: int, rounds: int, number: int, given: Given, as_json: bool) -> None:
+def run(k: int | None, rounds: int, number: int, given: Given, as_json: bool) -> None:
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a run would find what another left
     EngineConfig(**settings)
     with loading(as_json) as tell:
@@ -86,7 +85,8 @@ def run(k: int, rounds: int, number: int, given: Given, as_json: bool) -> None:
         tasks = choose(llm, number)
     console = Console(highlight=False, quiet=as_json, soft_wrap=True)
     console.print(introduction(llm))
-    outcomes = [perform(llm, task, k, rounds, console) for task in tasks]
+    label = AUTO if k is None else f"{AUTO}:{k}"
+    outcomes = [perform(llm, task, label, rounds, console) for task in tasks]
     if as_json:
         print_json({"model": llm.config.model, "tasks": [asdict(outcome) for outcome in outcomes]})
 
@@ -96,8 +96,8 @@ def introduction(llm: LLM) -> Text:
     return Text.assemble(
         f"{llm.config.model}: {target.num_parameters / 1e6:.1f} M parameters, {len(target.layers)} layers, {target.device}.\n",
         ("Green", ACCEPTED),
-        " was guessed, by looking up what followed the same words before or by a small draft model,"
-        " and confirmed by the model, several tokens per call.",
+        " was drafted, by looking up what followed the same words before or by a small draft model,"
+        " and accepted by the model, several tokens per call.",
     )
 
 
@@ -112,8 +112,8 @@ def choose(llm: LLM, number: int) -> list[Task]:
         edit, code = written_here(llm, size.max_tokens)
     sampled = code.params.model_copy(update={"temperature": TEMPERATURE, "seed": number})  # greedily, small models go in circles
     return [
-        Task(f"An edit: {edit.name}", edit, True, "ngram"),
-        Task(f"A continuation: {code.name}, temperature {TEMPERATURE}", replace(code, params=sampled), False, AUTO),
+        Task(f"An edit: {edit.name}", edit, True),
+        Task(f"A continuation: {code.name}, temperature {TEMPERATURE}", replace(code, params=sampled), False),
     ]
 
 
@@ -128,12 +128,14 @@ def written_here(llm: LLM, max_tokens: int) -> tuple[Case, Case]:
     return edit, Case("moving_average", llm.tokenizer.encode(start), params)
 
 
-def perform(llm: LLM, task: Task, k: int, rounds: int, console: Console) -> Outcome:
+def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> Outcome:
+    """`label` is a mode as the benchmark names it: without K it runs under the policy that the engine is set to."""
     from speculon.bench.measure import measure
+    from speculon.bench.plan import parse_mode
 
     modes: dict[str, dict[str, Any]] = {
-        "plain": {"method": OFF},
-        "fast": {"method": task.method, "num_speculative_tokens": k, "pool": ""},  # else it would remember the last round
+        "plain": {**parse_mode(OFF).speculation},
+        "fast": {**parse_mode(label).speculation, "pool": ""},  # else the last round's text would be drafted from
     }
     console.print("", Text(task.title, style="bold underline"), sep="\n")
     write_live(llm, task, modes["fast"], console)
@@ -143,7 +145,7 @@ def perform(llm: LLM, task: Task, k: int, rounds: int, console: Console) -> Outc
             for name in ("plain", "fast") if i % 2 == 0 else ("fast", "plain"):
                 measured[name].append(measure(llm, [task.case], modes[name]))
                 advance(1)
-    outcome = compare(llm, task, **measured)
+    outcome = compare(llm, task, label, **measured)
     console.print(as_table(outcome), "", sep="\n")
     console.print(Text(outcome.why), "", sep="\n")
     return outcome
@@ -170,7 +172,7 @@ def accepted_drafts(event: Event) -> int:
     return len(event.tokens) if ended else max(0, len(event.tokens) - 1)
 
 
-def compare(llm: LLM, task: Task, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
+def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
     from speculon.bench.measure import loops
 
     ratio = median(quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True))
@@ -182,8 +184,8 @@ def compare(llm: LLM, task: Task, plain: list[Measurement], fast: list[Measureme
     if exact:
         why += "\nThe edit is right, to the letter."
     elif loops(plain[0].token_ids[0]):
-        why += "\nThis text repeats itself, as small models do, and a repetition is easily guessed."
-    return Outcome(task.title, text, sides[0], task.method, sides[1], ratio, same, why, exact)
+        why += "\nThis text repeats itself, as small models do, and drafts of a repetition are mostly accepted."
+    return Outcome(task.title, text, sides[0], label, sides[1], ratio, same, why, exact)
 
 
 def side(measurements: list[Measurement]) -> Side:
@@ -218,7 +220,7 @@ def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measure
     rows = max(checks, key=lambda rows: checks[rows][1])  # the most frequent size
     ms, plain_ms = checks[rows][0], one[0]
     return (
-        f"{words}; a call that checks {rows - 1} guesses ({rows} rows, {ms:.1f} ms) "
+        f"{words}; a call that verifies {rows - 1} drafts ({rows} rows, {ms:.1f} ms) "
         f"costs {ms / plain_ms:.1f} times a plain one ({plain_ms:.1f} ms)."
     )
 
@@ -240,9 +242,9 @@ def sameness(llm: LLM, case: Case, same: bool, plain: list[Measurement], fast: l
 def as_table(outcome: Outcome) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    for name in ("tokens/s", "ms", "target calls", "tokens per call", "guesses accepted"):
+    for name in ("tokens/s", "ms", "target calls", "tokens per call", "drafts accepted"):
         table.add_column(name, justify="right")
-    for name, one in (("plain", outcome.plain), (outcome.method, outcome.speculative)):
+    for name, one in (("plain", outcome.plain), (outcome.mode, outcome.speculative)):
         share = "-" if one.acceptance is None else f"{one.acceptance:.0%}"
         figures = (f"{one.tokens_per_second:.0f}", f"{one.ms:.0f}", str(one.target_calls), f"{one.tokens_per_call:.2f}", share)
         table.add_row(name, *figures, style="" if name == "plain" else "bold")
