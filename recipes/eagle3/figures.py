@@ -87,7 +87,7 @@ def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> 
     """Thread seconds of one text; what it said is added to `mode`."""
     counters = llm.engine.counters
     before, steps = dict(counters.profile), counters.steps
-    asked: dict[str, Any] = {"method": method, **({"num_speculative_tokens": k} if k else {})}
+    asked: dict[str, Any] = {"method": method, "policy": "fixed", **({"num_speculative_tokens": k} if k else {})}
     began = thread_time()
     (out,) = llm.generate([case.prompt], case.params, speculation=asked)
     took = thread_time() - began

@@ -50,7 +50,7 @@ def main() -> None:
 
 def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
     """The scores of one server, and what its engine counted meanwhile."""
-    flags = ("--model", "demo", "--method", method, "--threads", "1")
+    flags = ("--model", "demo", "--method", method, "--policy", "fixed", "--threads", "1")  # fixed: the most rounds with drafts
     with Server(*flags, log=asked.out / f"server-{method}.log") as server:
         model = {
             "model": "demo",

@@ -20,7 +20,7 @@ from speculon import LLM
 from speculon.bench import workloads
 from speculon.bench.measure import loops
 
-OFF = {"method": "off"}
+OFF = {"method": "off", "policy": "fixed"}
 LINE = "    # a line that the model does not write\n"
 
 
@@ -62,7 +62,7 @@ def main() -> None:
             for name, said in predictions(truth.text, texts[i - 1][1].text).items():
                 plain, _ = timed(llm, case, OFF)
                 for k in asked.drafts:
-                    speculation = {"method": "prediction", "prediction": said, "num_speculative_tokens": k}
+                    speculation = {"method": "prediction", "prediction": said, "num_speculative_tokens": k, "policy": "fixed"}
                     seconds, out = timed(llm, case, speculation)
                     found.setdefault((name, k), []).append((plain / seconds, out.stats))
     for (name, k), runs in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -62,6 +63,22 @@ def test_plain_decoding_is_never_silent():
 def test_a_text_ends_before_its_first_stop_token():
     assert cut([5, 0, 6, 2], (2, 0)) == [5]
     assert cut([5, 6], (2, 0)) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("method", "k", "asked"),
+    [
+        ("off", None, {"method": "off", "policy": "fixed"}),
+        ("ngram", 8, {"method": "ngram", "num_speculative_tokens": 8, "policy": "fixed"}),
+        ("draft_model", 4, {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed", "draft": "some/draft"}),
+        ("auto", None, {"method": "auto", "draft": "some/draft"}),
+    ],
+)
+def test_our_modes_with_a_number_are_fixed(method: str, k: int | None, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ENGINES)
+    ours, worker = importlib.import_module("ours"), importlib.import_module("worker")
+    settings = worker.Settings(method, k, "some/target", "some/draft", threads=1, context=8, texts=1, eos=(0,))
+    assert ours.speculation_of(settings) == {"prompt_lookup_min": 1, "suffix_pools": 0, **asked}
 
 
 def test_a_worker_answers_refuses_and_keeps_its_lines_clean(tmp_path: Path):

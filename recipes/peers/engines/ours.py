@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from worker import Answer, Ask, Settings, serve
 
 from speculon import LLM, SamplingParams
@@ -13,12 +15,9 @@ class Speculon:
     compile = False
 
     def __init__(self, settings: Settings):
-        k = {} if settings.k is None else {"num_speculative_tokens": settings.k}
-        draft = {"draft": settings.draft} if settings.method in ("draft_model", "auto") else {}
         self.llm = LLM(
             settings.target,
-            # the others look for a single equal token, too; our default asks for two. Prompts come again: no answer is remembered
-            speculation={"method": settings.method, "prompt_lookup_min": 1, "suffix_pools": 0, **k, **draft},
+            speculation=speculation_of(settings),
             dtype="float32",
             threads=settings.threads,
             prefix_cache=False,
@@ -36,6 +35,21 @@ class Speculon:
         return Answer(tokens, stats.drafted_at.total(), stats.accepted, self.llm.engine.counters.steps - before)
 
     def close(self) -> None: ...
+
+
+def speculation_of(settings: Settings) -> dict[str, Any]:
+    """A mode with K is `fixed`, as the other engines are, and so is `off`; one without K has the default policy.
+
+    The others look for a single equal token, too; our default asks for two. Prompts come again: no answer is remembered.
+    """
+    found: dict[str, Any] = {"method": settings.method, "prompt_lookup_min": 1, "suffix_pools": 0}
+    if settings.k is not None or settings.method == "off":
+        found["policy"] = "fixed"
+    if settings.k is not None:
+        found["num_speculative_tokens"] = settings.k
+    if settings.method in ("draft_model", "auto"):
+        found["draft"] = settings.draft
+    return found
 
 
 if __name__ == "__main__":
