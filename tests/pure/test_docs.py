@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from speculon.bench.plan import MODES, parse_mode
 from speculon.config import SpeculationConfig
 from speculon.core import Verdict
+from speculon.errors import InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from tests.builders import make_sequence
@@ -63,6 +65,29 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_python_in_documents_compiles(document: Path) -> None:
     for source in blocks(document, "python"):
         compile(source, str(document), "exec")
+
+
+def modes_of(document: str) -> list[str]:
+    """The modes in a document's commands."""
+    return [mode for some in re.findall(r"--modes ([^\s`]+)", document) for mode in some.split(",")]
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/bench.md"])
+def test_modes_in_commands_are_modes(document: str) -> None:
+    modes = modes_of((ROOT / document).read_text(encoding="utf-8"))
+    assert modes and [parse_mode(mode).label for mode in modes] == modes
+
+
+def test_a_planted_mode_of_another_form_is_found() -> None:
+    with pytest.raises(InvalidParameter):
+        [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
+
+
+def test_the_default_modes_are_those_in_the_document() -> None:
+    listed = ", ".join(f"`{mode}`" for mode in MODES)
+    assert f"are compared, as far as their drafters are given: {listed}." in (ROOT / "docs" / "bench.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def untold(answer: list[str], document: str) -> list[str]:
