@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,6 +46,29 @@ class Reason(StrEnum):
     ERROR = "error"
 
 
+class Stop(StrEnum):
+    """Why a proposal ended where it did. A proposal of as many drafts as asked for always says `limit`.
+
+    limit: as many as asked for · no_match: nothing that continues the sequence was found · source_end: what was copied
+    from ends there · window: fewer for some rounds after a deviation from the prediction · min_hits: the continuation was
+    found too few times · min_probability: its share of the matches is too small · factor: as many drafts as a match of this
+    length permits · choice: the grammar forces no further token · confidence: the drafter's last token is below the minimum ·
+    grammar: the grammar allows no more · not_ready: the drafter has nothing to read yet.
+    """
+
+    LIMIT = "limit"
+    NO_MATCH = "no_match"
+    SOURCE_END = "source_end"
+    WINDOW = "window"
+    MIN_HITS = "min_hits"
+    MIN_PROBABILITY = "min_probability"
+    FACTOR = "factor"
+    CHOICE = "choice"
+    CONFIDENCE = "confidence"
+    GRAMMAR = "grammar"
+    NOT_READY = "not_ready"
+
+
 class SpanKind(StrEnum):
     """How a drafted span ended.
 
@@ -64,24 +88,30 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed tokens of one sequence for one round. A chain, for now."""
+    """Guessed tokens of one sequence for one round. A chain, for now.
+
+    `match` and `stop` describe the proposal: they stay as they are where a draft is cut or joined, unless the cut says why.
+    """
 
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()  # one per token: drafts may be joined
     probs: Tensor | None = None  # q [K, V]; None when the guess is one-hot
     confidence: tuple[float, ...] | None = None  # in (0, 1); 0 of a token whose drafter says nothing
+    match: int = field(default=0, compare=False)  # tokens of context that a lookup matched; 0 for all other drafters
+    stop: Stop | None = field(default=None, compare=False)  # why the proposal ends here; None where its drafter does not say
 
     def __post_init__(self) -> None:
         assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
 
-    def cut(self, k: int) -> Draft:
-        """The first `k` drafts."""
+    def cut(self, k: int, stop: Stop | None = None) -> Draft:
+        """The first `k` drafts; `stop` where that changes why the proposal ends."""
         if k >= len(self.tokens):
             return self
+        stop = stop or self.stop
         if not k:
-            return NO_DRAFT
+            return no_draft(stop, self.match)
         probs = None if self.probs is None else self.probs[:k]
-        return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k])
+        return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k], self.match, stop)
 
     def own(self, methods: tuple[str, ...]) -> int:
         """How many of its first tokens come from one proposal, where drafts of `methods` may have been joined."""
@@ -89,7 +119,10 @@ class Draft:
         return next((i for i, s in enumerate(self.sources) if (s,) != first and s in methods), len(self.sources))
 
     def join(self, tail: Draft) -> Draft:
-        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens, all of it."""
+        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens, all of it.
+
+        Match and stop are those of this draft: what follows its end is another proposal.
+        """
         assert tail.probs is None, "what is drawn behind a draft must know the draft's own luck"
         q, k, more = self.probs, len(self.tokens), len(tail.tokens)
         probs = q
@@ -100,10 +133,16 @@ class Draft:
         confidence = None
         if self.confidence or tail.confidence:  # 0: says nothing
             confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
-        return Draft(self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence)
+        return Draft(self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence, self.match, self.stop)
 
 
-NO_DRAFT = Draft()
+@lru_cache(256)
+def no_draft(stop: Stop | None = None, match: int = 0) -> Draft:
+    """An empty draft that says why; the same object each time."""
+    return Draft(match=match, stop=stop)
+
+
+NO_DRAFT = no_draft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +313,9 @@ class Sequence:
     def room(self) -> int:
         """Tokens it may still write."""
         return self.max_len - len(self.tokens)
+
+
+Proposed = tuple[str, list[Sequence], list[Draft]]  # of one call of a method, before anything is joined to a draft or trimmed
 
 
 @dataclass(slots=True, eq=False)

@@ -53,6 +53,8 @@ class Asked(_Line):
     k: int  # tokens it might draft
     found: int = 0  # tokens it drafted
     confidence: tuple[float, ...] | None = None  # the drafter's own, of each token
+    match: int = 0  # tokens of context that a lookup matched
+    stop: str | None = None  # why it ended there (core.Stop); None where its drafter does not say
 
 
 class TextRound(_Line):

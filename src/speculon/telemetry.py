@@ -53,6 +53,7 @@ class SpeculationStats:
     mean_accepted_per_round: float
     per_position: list[float]  # share of the drafts at position i that were accepted
     by_source: dict[str, dict[str, int]]
+    stops: dict[str, dict[str, int]]  # method -> why its proposals ended -> proposals
     span_kinds: dict[str, int]
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
@@ -83,6 +84,7 @@ class RequestStats:
     watched: Counter[str] = field(default_factory=Counter)  # method -> drafts that were watched instead of verified
     watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # method, position -> drafted tokens of them
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
+    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # method, stop, tokens matched -> proposals
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (from, to, reason): changes of mind
@@ -100,6 +102,28 @@ class RequestStats:
     def rejected_prediction_tokens(self) -> int:
         """Drafts from the client's prediction that are not, those beyond the text's end among them; each time drafted counts."""
         return self.drafted_from["prediction"] - self.accepted_from["prediction"]
+
+    @property
+    def stops(self) -> dict[str, dict[str, int]]:
+        """Method -> why its proposals ended -> proposals; those of drafters that do not say are left out."""
+        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for (method, stop, _), count in self.proposed.items():
+            if stop:
+                found[method][str(stop)] = found[method].get(stop, 0) + count
+        return dict(found)
+
+    @property
+    def matches(self) -> dict[str, Counter[int]]:
+        """Method -> tokens of context that its lookups matched -> proposals; those without a match are left out."""
+        found: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for (method, _, match), count in self.proposed.items():
+            if match:
+                found[method][match] += count
+        return dict(found)
+
+    def propose(self, method: str, draft: Draft) -> None:
+        """One proposal, empty or not, kept or not."""
+        self.proposed[method, draft.stop or "", draft.match] += 1
 
     def record(self, decision: Decision | None, draft: Draft, verdict: Verdict) -> None:
         """One target call that sampled this sequence. `decision` is None where a prompt chunk gave the first token."""
@@ -191,6 +215,7 @@ class RequestStats:
             mean_accepted_per_round=self.accepted / max(1, self.rounds),
             per_position=[self.accepted_at[i] / n for i, n in sorted(self.drafted_at.items())],
             by_source={s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()},
+            stops=self.stops,
             span_kinds=dict(self.kinds),
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from speculon.config import EngineConfig
-from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Proposal, Reason, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Proposal, Reason, Span, SpanKind, Stop, Verdict, no_draft
 from speculon.engine import events as module
 from speculon.engine.events import Events
 from speculon.errors import ConfigError, RecordError
@@ -30,7 +30,7 @@ from tests.builders import make_sequence
 FACTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 128, "pages": 8}
 SECRET = 987654  # a token id
 ASKS = (Ask("ngram", 4), Ask("model", 4))
-DRAFT = Draft((SECRET,) * 3, ("model",) * 3, confidence=(0.9, 0.8, 0.7))
+DRAFT = Draft((SECRET,) * 3, ("model",) * 3, confidence=(0.9, 0.8, 0.7), match=5, stop=Stop.CONFIDENCE)
 
 
 def begun(path: Path, **settings: Any) -> Events:
@@ -40,13 +40,14 @@ def begun(path: Path, **settings: Any) -> Events:
 
 
 def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
-    """One round of one text: the lookup has nothing, the model three drafts, of which two are kept and one stands."""
+    """One round of one sequence: the lookup has no match, the model three drafts, of which two are kept and one is accepted."""
     span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
-    events.watch(lambda seq, method, draft: draft.cut(2))(span.seq, "model", DRAFT)
+    proposed = [("ngram", [span.seq], [no_draft(Stop.NO_MATCH)]), ("model", [span.seq], [DRAFT])]
     span.draft = DRAFT.cut(2)
     verdict = Verdict((SECRET, SECRET), 1, SpanKind.TAIL)
     decided = [Decision("ngram", 4, None, ASKS)], [Decision("ngram", 2, None, ASKS)]
-    events.round(Load(1, 2, 3), Plan([span]), *decided, [verdict], {"model": Proposal(1, 4, 0.5, 7)}, ms, {"forward": ms})
+    calls = {"model": Proposal(1, 4, 0.5, 7)}
+    events.round(Load(1, 2, 3), Plan([span]), *decided, proposed, [verdict], calls, ms, {"forward": ms})
 
 
 def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
@@ -74,6 +75,7 @@ def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
     assert told.policy == "fixed" and told.methods == {"ngram": 4, "model": 4}
     assert [(asked.method, asked.k, asked.found) for asked in told.asked] == [("ngram", 4, 0), ("model", 4, 3)]
     assert told.asked[1].confidence == (0.9, 0.8, 0.7)
+    assert [(asked.match, asked.stop) for asked in told.asked] == [(0, "no_match"), (5, "confidence")]
     assert told.drafts == (("model", 2),) and (told.accepted, told.kind, told.tokens) == (1, SpanKind.TAIL, 2)
     assert told.reason is None and not recording.cut
 
@@ -84,8 +86,7 @@ def test_plain_rounds_prompts_and_ends_are_told(path: Path) -> None:
     spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
     verdicts = [Verdict((1,)), Verdict((2,), finish=Finish("length"))]
     decided = [Decision(None, 0, Reason.COST)]
-    events.watch(lambda seq, method, draft: draft)
-    events.round(Load(2, 0, 1), Plan(spans), decided, decided, verdicts, {}, 1.0, {})
+    events.round(Load(2, 0, 1), Plan(spans), decided, decided, [], verdicts, {}, 1.0, {})
     events.close()
     (round_,) = read(path).rounds
     first, second = round_.texts
@@ -150,6 +151,16 @@ def test_a_record_is_read_up_to_its_last_whole_line(path: Path) -> None:
 def test_a_missing_file_is_told(path: Path) -> None:
     with pytest.raises(RecordError, match="events.jsonl: No such file"):
         read(path)
+
+
+def test_a_record_without_matches_and_stops_is_read(path: Path) -> None:
+    """As they were written before there were any."""
+    written(path)
+    lines = path.read_text().replace('"match":5,"stop":"confidence"', "").replace(',"stop":"no_match"', "").replace(",}", "}")
+    assert '"match"' not in lines and '"stop"' not in lines
+    path.write_text(lines)
+    first, second = read(path).rounds[0].texts[0].asked
+    assert (first.found, first.match, first.stop, second.found, second.match, second.stop) == (0, 0, None, 3, 0, None)
 
 
 # size

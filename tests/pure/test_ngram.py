@@ -11,13 +11,14 @@ from speculon.proposers.synthetic import Synthetic
 from tests.builders import make_sequence
 
 
-def naive(tokens: list[int], k: int, lo: int, hi: int) -> tuple[int, ...]:
+def naive(tokens: list[int], k: int, lo: int, hi: int) -> tuple[tuple[int, ...], int]:
+    """The draft, and the length of its match."""
     for order in range(min(hi, len(tokens)), lo - 1, -1):
         for at in range(len(tokens) - 1, order - 1, -1):
             if tokens[at - order : at] == tokens[-order:]:
                 period = len(tokens) - at
-                return tuple(tokens[at + i % period] for i in range(k))
-    return ()
+                return tuple(tokens[at + i % period] for i in range(k)), order
+    return (), 0
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_the_index_equals_a_scan_however_the_text_grows(seed: int):
     while len(tokens) < 200:
         tokens += [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
         index.extend(tokens)
-        assert index.lookup(tokens, 5)[0] == naive(tokens, 5, 1, 4)
+        assert index.lookup(tokens, 5) == naive(tokens, 5, 1, 4)
 
 
 def test_ngram_serves_many_sequences_and_forgets_them():
@@ -65,7 +66,7 @@ def test_a_longer_match_is_believed_more():
     for seq in (a, b):
         ngram.admit(seq)
     drafts = ngram.propose([a, b], [2, 1], lease=None)  # type: ignore[arg-type]
-    assert [d.confidence for d in drafts] == [(0.5, 0.5), (0.75,)]
+    assert [d.confidence for d in drafts] == [(0.5, 0.5), (0.75,)] and [d.match for d in drafts] == [1, 3]
 
 
 def test_synthetic_hits_the_wanted_acceptance_of_a_text_it_has_seen():

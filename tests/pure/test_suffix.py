@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculon.core import Stop
 from speculon.proposers import pools as store
 from speculon.proposers import suffix
 from speculon.proposers.pools import END, LONGEST, LOOKS, SEED, Trail, key_of
@@ -16,7 +17,7 @@ from speculon.proposers.suffix import Limits, Suffix
 from tests.builders import make_sequence
 from tests.pure.test_pools import make
 
-Guess = tuple[list[int], list[float]]
+Guess = tuple[list[int], list[float], int, Stop]  # tokens, confidences, tokens matched, why it ended
 
 
 # the same by brute force
@@ -26,6 +27,7 @@ def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> G
     """Reads every text from every place, the newest first, as often as it likes."""
     places = [(own, at) for at in range(len(own) - 1, 0, -1)]
     places += [(text, at) for text in reversed(answers) for at in range(len(text) - 1, 0, -1)]
+    longest = 0
     for length in range(min(LONGEST, len(own)), SEED - 1, -1):
         after = [
             ((text[at:] * k)[:k] if text is own else text[at : at + k])
@@ -33,23 +35,29 @@ def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> G
             if at >= length and text[at - length : at] == own[-length:]
         ]
         first = [what[0] for what in after]
+        longest = longest or length * bool(after)
         if first and max(map(first.count, first)) >= limits.min_hits:
             return most_frequent(after, length, k, limits)
-    return [], []
+    return [], [], longest, Stop.MIN_HITS if longest else Stop.NO_MATCH
 
 
 def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -> Guess:
     draft: list[int] = []
     confidence = []
-    while len(draft) < min(k, max(1, int(limits.factor * length))):
+    while True:
         i = len(draft)
+        if i in (k, max(1, int(limits.factor * length))):
+            stop = Stop.LIMIT if i == k else Stop.FACTOR
+            break
         nexts = [what[i] for what in after if what[:i] == draft and len(what) > i]
         best = max(nexts, key=nexts.count, default=END)
         if best == END or nexts.count(best) < max(limits.min_hits, limits.min_probability * len(after)):
+            rare = Stop.MIN_HITS if nexts.count(best) < limits.min_hits else Stop.MIN_PROBABILITY
+            stop = Stop.SOURCE_END if best == END else rare
             break
         draft.append(best)
         confidence.append(nexts.count(best) / (len(nexts) + 1 / (length + i)))
-    return draft, confidence
+    return draft, confidence, length, stop
 
 
 def propose(own: list[int], answers: list[list[int]], k: int, limits: Limits, cuts: list[int] | None = None) -> Guess:
@@ -63,7 +71,8 @@ def propose(own: list[int], answers: list[list[int]], k: int, limits: Limits, cu
         seq.tokens = own[:cut]
         (draft,) = proposer.propose([seq], [k], lease=None)  # type: ignore[arg-type]
     assert set(draft.sources) <= {"suffix"}
-    return list(draft.tokens), list(draft.confidence or ())
+    assert draft.stop is not None
+    return list(draft.tokens), list(draft.confidence or ()), draft.match, draft.stop
 
 
 texts = st.lists(st.integers(1, 4), min_size=1, max_size=30)

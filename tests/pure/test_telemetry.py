@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Ask, Decision, Draft, Reason, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Reason, SpanKind, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, PlainCost, RequestStats, SpeculationStats, log_line
 
 KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
@@ -101,6 +102,44 @@ def test_a_joined_draft_is_credited_token_by_token() -> None:
     draft = Draft((1, 2, 3, 4), ("ngram", "ngram", "model", "model"))
     stats = recorded((Decision("ngram", 4), draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL)))
     assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
+
+
+def proposals(*told: tuple[str, Stop | None, int]) -> RequestStats:
+    stats = RequestStats()
+    for method, stop, match in told:
+        stats.propose(method, no_draft(stop, match))
+    return stats
+
+
+PROPOSALS = (
+    ("suffix", Stop.LIMIT, 4),
+    ("suffix", Stop.LIMIT, 9),
+    ("suffix", Stop.NO_MATCH, 0),
+    ("suffix", Stop.FACTOR, 4),
+    ("model", Stop.LIMIT, 0),
+    ("plug-in", None, 0),
+    ("plug-in", None, 3),
+)
+
+
+def test_proposals_are_counted_by_how_they_ended_and_by_what_they_matched() -> None:
+    stats = proposals(*PROPOSALS)
+    assert stats.stops == {"suffix": {"limit": 2, "no_match": 1, "factor": 1}, "model": {"limit": 1}}
+    assert stats.matches == {"suffix": {4: 2, 9: 1}, "plug-in": {3: 1}}
+    assert stats.proposed.total() == len(PROPOSALS)
+    assert {type(stop) for ended in stats.stops.values() for stop in ended} == {str}, "words, as JSON has them"
+    total = RequestStats()
+    for _ in range(2):
+        total.add(stats)
+    assert total.stops == {"suffix": {"limit": 4, "no_match": 2, "factor": 2}, "model": {"limit": 2}}
+    assert total.matches["suffix"] == {4: 4, 9: 2} and pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_the_account_of_rounds_has_the_stops() -> None:
+    stats = recorded(speculative(4))
+    stats.propose("ngram", no_draft(Stop.SOURCE_END, 2))
+    done = stats.speculation()
+    assert done is not None and done.stops == {"ngram": {"source_end": 1}} == done.to_dict()["stops"]
 
 
 @given(ROUNDS)

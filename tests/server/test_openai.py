@@ -95,6 +95,9 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
     assert Counter(one.reason for one in lines() if one.reason) == told["reasons"]
     ways = ["plain" if one.reason else one.drafts[0][0] for one in lines() if not one.prompt]
     assert sum(one["count"] for one in told["changes"]) == sum(a != b for a, b in pairwise(ways))
+    asked = [one for line in lines() for one in line.asked]
+    assert Counter(one.stop for one in asked) == told["stops"]["ngram"] and set(told["stops"]) == {"ngram"}
+    assert all(bool(one.match) == bool(one.found) == (one.stop == "limit") for one in asked)
     assert EDIT[:12] not in path.read_text() and answer.choices[0].text[:12] not in path.read_text()
 
 

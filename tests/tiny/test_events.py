@@ -36,6 +36,8 @@ def record(path: Path, mode: str = "sampled", faults: Faults | None = None, **se
 
 def add_up(told: list[TextRound]) -> dict[str, Any]:
     """What the lines of a text say, in the words of its stats."""
+    ended = Counter((asked.method, asked.stop) for one in told for asked in one.asked if asked.stop)
+    matched = Counter((asked.method, asked.match) for one in told for asked in one.asked if asked.match)
     drafted = [one for one in told if one.drafts]
     sources = Counter[str]()
     for one in drafted:
@@ -49,7 +51,16 @@ def add_up(told: list[TextRound]) -> dict[str, Any]:
         "drafted_from": sources,
         "kinds": Counter(one.kind for one in drafted),
         "reasons": Counter(one.reason for one in told if one.reason),
+        "stops": by_method(ended),
+        "matches": by_method(matched),
     }
+
+
+def by_method(counts: Counter[tuple[str, Any]]) -> dict[str, dict[Any, int]]:
+    found: dict[str, dict[Any, int]] = {}
+    for (method, what), count in counts.items():
+        found.setdefault(method, {})[what] = count
+    return found
 
 
 def disagreements(recording: Recording, engine: Engine, results: dict[Key, Result]) -> list[str]:
@@ -100,6 +111,10 @@ LIES = [
     pytest.param(lambda rounds: rounds[:-1], "steps and rows", id="a line is missing"),
     pytest.param(lambda rounds: [*rounds, rounds[-1]], "steps and rows", id="a line twice"),
     pytest.param(lambda rounds: [without_reasons(r) for r in rounds], "all reasons", id="no reasons"),
+    pytest.param(lambda rounds: [r.model_copy(update={"texts": without("stop", r)}) for r in rounds], "all stops", id="no stops"),
+    pytest.param(
+        lambda rounds: [r.model_copy(update={"texts": without("match", r)}) for r in rounds], "all matches", id="no matches"
+    ),
     pytest.param(
         lambda rounds: [r.model_copy(update={"texts": r.texts[::2]}) for r in rounds], "all emitted", id="texts left out"
     ),
@@ -108,6 +123,12 @@ LIES = [
 
 def without_reasons(round_: Any) -> Any:
     return round_.model_copy(update={"texts": tuple(t.model_copy(update={"reason": None}) for t in round_.texts)})
+
+
+def without(name: str, round_: Any) -> tuple[Any, ...]:
+    """Its sequences, whose proposals lack this field."""
+    asked = [tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked) for t in round_.texts]
+    return tuple(t.model_copy(update={"asked": a}) for t, a in zip(round_.texts, asked, strict=True))
 
 
 @pytest.mark.parametrize(("lie", "found"), LIES)

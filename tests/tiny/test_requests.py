@@ -53,7 +53,7 @@ def check_account(result: Result) -> None:
     assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
     assert stats.drafted_from.total() == stats.drafted_at.total()
     assert stats.rounds + stats.reasons.total() <= stats.target_calls
-    unverified = sum(stats.reasons[reason] for reason in (Reason.NO_MATCH, Reason.COST, Reason.SHADOW))
+    unverified = sum(stats.reasons[reason] for reason in (Reason.NO_MATCH, Reason.NOT_READY, Reason.COST, Reason.SHADOW))
     assert stats.rounds <= stats.draft_calls <= stats.rounds + unverified
     assert (done is None) == (stats.rounds == 0 and not stats.watched)
     assert stats.stood_at.total() <= stats.watched_at.total() and stats.watched.total() <= stats.watched_at.total()
@@ -312,6 +312,8 @@ def drafts_of(*guesses: Any) -> Callable[..., Any]:
         pytest.param(drafts_of(Draft((96,), ("x",))), id="a token beyond the vocabulary"),
         pytest.param(drafts_of(Draft((-1,), ("x",))), id="a negative token"),
         pytest.param(drafts_of(Draft((1.5,), ("x",))), id="no token at all"),  # type: ignore[arg-type]
+        pytest.param(drafts_of(Draft((1,), ("x",), match="3")), id="a match of letters"),  # type: ignore[arg-type]
+        pytest.param(drafts_of(Draft((1,), ("x",), stop="tired")), id="a stop of its own"),  # type: ignore[arg-type]
         pytest.param(drafts_of(None), id="no draft at all"),
         pytest.param(drafts_of(), id="too few drafts"),
         pytest.param(drafts_of(Draft((1,), ("x",)), Draft((1,), ("x",))), id="too many drafts"),

@@ -218,8 +218,8 @@ class Engine:
         watch.lap("decide")
         with self.leases.reserve(plan, decisions) as lease:
             watch.lap("prepare")
-            trim = self.policy.trim if self.events is None else self.events.watch(self.policy.trim)
-            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim, self.policy.confirm)
+            trim, confirm = self.policy.trim, self.policy.confirm
+            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim, confirm)
             for span, draft in zip(plan.decoding, drafts, strict=True):
                 span.draft = draft
             draft_ms = watch.lap("propose")
@@ -240,7 +240,9 @@ class Engine:
         self._account(plan, decisions, verdicts, draft_ms, target_ms, alone)
         if self.events is not None:
             asked, profile = lease.decisions, self.counters.profile
-            self.events.round(load, plan, asked, decisions, verdicts, timing.proposals, target_ms, profile)
+            proposed, calls = self.proposers.proposed, timing.proposals
+            self.events.round(load, plan, asked, decisions, proposed, verdicts, calls, target_ms, profile)
+        self.proposers.proposed = []  # q of a draft is large, and the next round may be far
         return verdicts
 
     def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
@@ -329,6 +331,9 @@ class Engine:
         for method, call in self.proposers.timings.items():
             self.counters.proposals[method] += call.texts
             self.counters.proposal_ms[method] += call.ms
+        for method, seqs, drafts in self.proposers.proposed:
+            for seq, draft in zip(seqs, drafts, strict=True):
+                seq.stats.propose(method, draft)
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
         asking = sum(decision.method is not None for decision in decisions)
         drafts = [len(span.draft.tokens) for span in plan.decoding]

@@ -9,14 +9,14 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from speculon.core import Decision, Draft, Load, Plan, Proposal, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Plan, Proposal, Proposed, Sequence, Span, Verdict
 from speculon.errors import ConfigError
 from speculon.events import MARK, VERSION, begins_well, older
 
@@ -31,8 +31,6 @@ NEXT_FILE = b""
 PACKAGES = ("speculon", "torch", "transformers")
 
 log = logging.getLogger("speculon")
-
-Trim = Callable[[Sequence, str, Draft], Draft]
 
 
 class Writer:
@@ -140,19 +138,9 @@ class Events:
         self._known: set[int] = set()  # texts whose methods this part tells
         self._part = 0
         self._lost = 0  # rounds since the last line
-        self._found: dict[tuple[int, str], Draft] = {}  # (text, method) -> its draft of this round, before it was trimmed
+        self._found: dict[tuple[int, str], Draft] = {}  # (sequence, method) -> what was proposed in this round
         self._ms: dict[str, float] = {}  # the profile at the last line
         self.close = weakref.finalize(self, writer.close)  # also at the end of the process; the writer does not know this object
-
-    def watch(self, trim: Trim) -> Trim:
-        """The same, with a look at what was proposed; begins a round."""
-        found = self._found = {}
-
-        def watched(seq: Sequence, method: str, draft: Draft) -> Draft:
-            found[seq.id, method] = draft.cut(draft.own(seq.methods))  # what was joined is no proposal of this method
-            return trim(seq, method, draft)
-
-        return watched
 
     def round(
         self,
@@ -160,6 +148,7 @@ class Events:
         plan: Plan,
         planned: list[Decision],
         decisions: list[Decision],
+        proposed: Iterable[Proposed],
         verdicts: list[Verdict],
         proposals: Mapping[str, Proposal],
         target_ms: float,
@@ -172,6 +161,9 @@ class Events:
             if self._part != self._writer.part:
                 self._part = self._writer.part
                 self._known.clear()
+            self._found = {
+                (seq.id, method): draft for method, seqs, drafts in proposed for seq, draft in zip(seqs, drafts, strict=True)
+            }
             decided = {span.seq.id: both for span, *both in zip(plan.decoding, planned, decisions, strict=True)}
             texts = [self._text(s, v, *decided.get(s.seq.id, ())) for s, v in zip(plan.spans, verdicts, strict=True) if s.samples]
             rows = sum(span.rows for span in plan.spans)
@@ -190,6 +182,7 @@ class Events:
             self._ms = dict(profile)
             taken = self._writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
             self._lost = 0 if taken else self._lost + 1
+            self._found = {}
         except Exception:
             log.exception("no more rounds are recorded: a fault in the record itself")
             self.close()
@@ -220,10 +213,12 @@ class Events:
         asked: list[dict[str, Any]] = []
         last = max((i for i, ask in enumerate(planned.asks) if (seq.id, ask.method) in self._found), default=-1)
         for ask in planned.asks[: last + 1] if drafted else planned.asks:
-            draft = self._found.get((seq.id, ask.method))
-            told: dict[str, Any] = {"method": ask.method, "k": min(ask.k, planned.k), "found": len(draft.tokens) if draft else 0}
-            if draft and draft.confidence:
+            draft = self._found.get((seq.id, ask.method), NO_DRAFT)
+            told: dict[str, Any] = {"method": ask.method, "k": min(ask.k, planned.k), "found": len(draft.tokens)}
+            if draft.confidence:
                 told["confidence"] = [round(value, 3) for value in draft.confidence]
+            told |= {"match": draft.match} if draft.match else {}
+            told |= {"stop": draft.stop} if draft.stop else {}
             asked.append(told)
         return asked
 

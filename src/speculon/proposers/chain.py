@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from speculon.core import Draft, Sequence
+from speculon.core import Draft, Sequence, Stop
 from speculon.grammar import Scouts
 from speculon.sampling import Row, pick, weigh
 
@@ -23,6 +23,7 @@ def draft_chain(method: str, seqs: list[Sequence], budgets: list[int], guess: Gu
     drafts: list[list[int]] = [[] for _ in seqs]
     sure: list[list[float]] = [[] for _ in seqs]
     probs: list[list[Tensor]] = [[] for _ in seqs]
+    stops: list[Stop | None] = [None] * len(seqs)
     scouts = Scouts(seqs)
     active = list(range(len(seqs)))
     while active:
@@ -38,13 +39,21 @@ def draft_chain(method: str, seqs: list[Sequence], budgets: list[int], guess: Gu
             sure[i].append(share)
             if seqs[i].rejection:
                 probs[i].append(weights[row].softmax(-1))
-        active = [
-            i for i in active if scouts.go_on(i, drafts[i][-1]) and len(drafts[i]) < budgets[i] and sure[i][-1] >= min_confidence
-        ]
+            stops[i] = why_stop(len(drafts[i]) == budgets[i], scouts.go_on(i, token), share >= min_confidence)
+        active = [i for i in active if stops[i] is None]
     return [
-        Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c))
-        for d, q, c in zip(drafts, probs, sure, strict=True)
+        Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)
+        for d, q, c, stop in zip(drafts, probs, sure, stops, strict=True)
     ]
+
+
+def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:
+    """Why a chain ends at its last token; None while it goes on."""
+    if full:
+        return Stop.LIMIT
+    if not allowed:
+        return Stop.GRAMMAR
+    return None if sure else Stop.CONFIDENCE
 
 
 def catch_up(method: str, seqs: list[Sequence], most: int, read: Callable[[list[Piece]], object], first: int = 0) -> list[Piece]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.cascade import ask_in_turn
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Reason, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Proposed, Reason, Sequence, Span, Stop, Verdict
 from speculon.errors import MemoryExceeded
 from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
@@ -43,6 +43,7 @@ class Proposers:
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
         self._closed = False
         self.timings: dict[str, Proposal] = {}  # of the last round, by method
+        self.proposed: list[Proposed] = []  # in the last round, empty drafts too
         self.default = check_method(config.method)
         for method in dict.fromkeys([*config.drafts, *self.chain(self.default)]):
             self._build(check_method(method))
@@ -131,7 +132,7 @@ class Proposers:
         Where a decision reaches further than a draft, look-ups go on at its end. `trim` keeps of each draft what pays; where
         that is nothing the next method is asked. `confirm` says for how much, now that it is known who wants it.
         """
-        self.timings = {}
+        self.timings, self.proposed = {}, []
         drafts = [NO_DRAFT] * len(spans)
         outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
 
@@ -151,7 +152,7 @@ class Proposers:
                 if len(drafts[i].tokens) < len(draft.tokens):
                     outcome[i] = replace(outcome[i], reason=unused)
                 elif outcome[i].reason is not unused:  # else there was a draft, if not this one
-                    outcome[i] = replace(outcome[i], reason=Reason.NO_MATCH)
+                    outcome[i] = replace(outcome[i], reason=why_none(draft))
             return [i for i in asked if drafts[i].tokens or spans[i].seq.plain]
 
         ask_in_turn({i: decision.asks for i, decision in enumerate(decisions) if decision.k}, ask)
@@ -227,6 +228,7 @@ class Proposers:
                 self._admit(method, seq)
             guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
             drafts = [self._checked(method, guess, k, seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
+            self.proposed.append((method, seqs, drafts))
         if budgets:
             self.timings[method] = Proposal(len(seqs), max(budgets), (perf_counter() - began) * 1e3, unread)
         return dict(zip(able, drafts, strict=False))
@@ -236,6 +238,8 @@ class Proposers:
 
         The time of it is the method's: without its drafts nobody would look there.
         """
+        if not any(decisions[i].reach for i in drafts):
+            return
         began = perf_counter()
         for i, draft in drafts.items():
             seq, room = spans[i].seq, min(decisions[i].reach, decisions[i].k) - len(draft.tokens)
@@ -249,9 +253,8 @@ class Proposers:
                     drafts[i] = fit(draft.join(tail), seq) if tail.tokens else draft
                 if len(drafts[i].tokens) > len(draft.tokens) or seq.plain:
                     break
-        if any(decisions[i].reach for i in drafts):
-            call = self.timings[method]
-            self.timings[method] = call._replace(ms=call.ms + (perf_counter() - began) * 1e3)
+        call = self.timings[method]
+        self.timings[method] = call._replace(ms=call.ms + (perf_counter() - began) * 1e3)
 
     def _admit(self, method: str, seq: Sequence) -> None:
         if method not in self._admitted[seq.id]:
@@ -259,11 +262,15 @@ class Proposers:
             self._admitted[seq.id].add(method)
 
     def _checked(self, method: str, guess: Draft, k: int, seq: Sequence | None = None) -> Draft:
-        """The guess as far as it may be verified. Raises `ValueError` for tokens that do not exist."""
-        draft = guess.cut(k) if seq is None else fit(guess.cut(k), seq)
+        """The guess as far as it may be verified. Raises `ValueError` for what no draft can hold."""
+        draft = guess.cut(k, Stop.LIMIT)
+        if seq is not None and seq.grammar is not None:
+            draft = fit(draft, seq)
         ids = [*map(index, draft.tokens)]
         if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
+        if type(draft.match) is not int or draft.match < 0 or not (draft.stop is None or type(draft.stop) is Stop):
+            raise ValueError(f"{method}: match = {draft.match!r} is a number of tokens, stop = {draft.stop!r} a core.Stop")
         return draft
 
 
@@ -288,4 +295,9 @@ class Guard:
 
 def fit(draft: Draft, seq: Sequence) -> Draft:
     """What the sequence's grammar allows of a draft: the target would refuse the rest."""
-    return draft if seq.grammar is None else draft.cut(seq.grammar.allows(draft.tokens))
+    return draft if seq.grammar is None else draft.cut(seq.grammar.allows(draft.tokens), Stop.GRAMMAR)
+
+
+def why_none(draft: Draft) -> Reason:
+    """Why the round of a sequence has no draft, where this proposal is empty."""
+    return Reason.NOT_READY if draft.stop is Stop.NOT_READY else Reason.NO_MATCH

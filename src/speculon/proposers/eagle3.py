@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
 from speculon.models.drafters import Eagle3, Shape, check_pair
 from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "eagle3"
+NOT_READY = no_draft(Stop.NOT_READY)
 TAPS, FLAGS = "taps", ("norm_before_residual", "norm_output")
 
 PROBE = (
@@ -89,7 +90,7 @@ class Eagle3Drafter:
         """Nothing after a single token: there are no states before it."""
         able = [len(seq.tokens) > 1 for seq in seqs]
         drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
-        return [next(drafts) if yes else NO_DRAFT for yes in able]
+        return [next(drafts) if yes else NOT_READY for yes in able]
 
     def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         own = lease.after(1)  # the first layer holds the taps

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "grammar"
+NO_MATCH, CHOICE = no_draft(Stop.NO_MATCH), no_draft(Stop.CHOICE)
 
 
 class Forced:
@@ -41,8 +42,11 @@ class Forced:
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         grammar = seq.grammar
-        if grammar and ahead:
+        if grammar is None:
+            return NO_MATCH
+        if ahead:
             grammar = grammar.fork()
             grammar.consume(ahead)
-        tokens = grammar.forced()[:k] if grammar else ()
-        return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT
+        tokens = grammar.forced()[:k]
+        stop = Stop.LIMIT if len(tokens) == k else Stop.CHOICE
+        return Draft(tokens, (NAME,) * len(tokens), stop=stop) if tokens else CHOICE

@@ -6,11 +6,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
+
+NO_MATCH = no_draft(Stop.NO_MATCH)
 
 
 class Index:
@@ -39,6 +41,8 @@ class Index:
             at = done if done >= order and tuple(tokens[done - order : done]) == tail else self._next.get(tail)
             if at is not None:
                 period = len(tokens) - at  # a match that reaches the end repeats itself
+                if k <= period:
+                    return tuple(tokens[at : at + k]), order
                 return tuple(tokens[at + i % period] for i in range(k)), order
         return (), 0
 
@@ -75,5 +79,5 @@ class NGram:
         index.extend(seq.tokens)
         found, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
         if not found:
-            return NO_DRAFT
-        return Draft(found, ("ngram",) * len(found), confidence=(order / (order + 1),) * len(found))
+            return NO_MATCH
+        return Draft(found, ("ngram",) * len(found), None, (order / (order + 1),) * len(found), order, Stop.LIMIT)

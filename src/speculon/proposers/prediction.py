@@ -12,13 +12,14 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from speculon.config import MAX_DRAFTS, SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "prediction"
+NO_MATCH = no_draft(Stop.NO_MATCH)
 LONGEST = 32  # guess: tokens of the text's end that are searched for
 NEAR = 16  # tokens beyond home where one equal token counts; never: 7 % fewer tokens per second on renames, 64: no more
 FIRST = 8  # drafts after a deviation, doubled while all agrees; 32 at once: 14 % slower on edited files, 2: 10 % on renames
@@ -37,9 +38,9 @@ class Cursor:
         self.seen = 0  # tokens of the text followed so far
         self._prediction = prediction
         self._home = 0  # where the text last agreed; a place that was only found may be the wrong one
-        self._window = FIRST
+        self.window = FIRST
         self._tail = ""  # the text's end
-        self._match = 0  # how much of it stands somewhere in the prediction
+        self.match = 0  # tokens of that end, LONGEST at most, that stand before `at`: nowhere in the prediction do more of them
 
     def follow(self, written: list[int]) -> None:
         """Moves on over new tokens; where they are not the expected ones, to the place whose past is most like theirs."""
@@ -47,23 +48,24 @@ class Cursor:
         agreed = 0
         if self.at is not None and (agreed := common(new, self._prediction[self.at : self.at + len(new)])):
             self._home = self.at = self.at + agreed
-            self._match = LONGEST
+            match = self.match + agreed
+            self.match = match if match < LONGEST else LONGEST
         self.seen += len(new)
         self._tail = (self._tail + new)[-LONGEST:]
         if agreed < len(new):
-            self.at, self._window = self._find(len(new) - agreed), FIRST
+            self.at, self.window = self._find(len(new) - agreed), FIRST
         else:
-            self._window = min(2 * self._window, MAX_DRAFTS)
+            self.window = min(2 * self.window, MAX_DRAFTS)
 
     def draft(self, k: int) -> tuple[int, ...]:
         """What comes next, up to `k` tokens and the window; nothing while lost or at the prediction's end."""
-        return () if self.at is None else tuple(map(ord, self._prediction[self.at : self.at + min(k, self._window)]))
+        return () if self.at is None else tuple(map(ord, self._prediction[self.at : self.at + min(k, self.window)]))
 
     def _find(self, new: int) -> int | None:
         """The place after the longest end of the text that stands in the prediction: the first beyond home, else the last."""
         text, tail = self._prediction, self._tail
-        most = min(self._match + new, len(tail))  # a longer match would have been one before
-        self._match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)
+        most = min(self.match + new, len(tail))  # a longer match would have been one before
+        self.match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)
         at = text.find(tail[-n:], max(0, self._home - n))
         if n == 0 or (n == 1 and not 0 <= at < self._home + NEAR):
             return None
@@ -72,6 +74,8 @@ class Cursor:
 
 def common(a: str, b: str) -> int:
     """Length of their common beginning."""
+    if a == b:
+        return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -111,4 +115,8 @@ class Prediction:
             cursor = copy(cursor)
             cursor.follow([*ahead])
         tokens = cursor.draft(k)
-        return Draft(tokens, (NAME,) * len(tokens)) if tokens else NO_DRAFT
+        if not tokens:
+            return NO_MATCH if cursor.at is None else no_draft(Stop.SOURCE_END, cursor.match)
+        n = len(tokens)
+        stop = Stop.LIMIT if n == k else Stop.WINDOW if n == cursor.window else Stop.SOURCE_END
+        return Draft(tokens, (NAME,) * n, None, None, cursor.match, stop)

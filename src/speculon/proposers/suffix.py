@@ -8,7 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Verdict
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.core import Sequence as Text
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.pools import LONGEST, Found, Pools, Trail, key_of
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = "suffix"
+NO_MATCH = no_draft(Stop.NO_MATCH)
 LEAD = 8  # tokens of the prompt kept before an answer: they find its beginning; none: 1 to 4 % fewer tokens per call
 
 
@@ -38,27 +39,29 @@ def choose(found: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
     return 0, []
 
 
-def descend(length: int, following: list[Sequence[int]], k: int, limits: Limits) -> tuple[list[int], list[float]]:
-    """Down the tree of what followed, to the child most often taken, the newest among equals: tokens and confidences."""
+def descend(length: int, following: list[Sequence[int]], k: int, limits: Limits) -> tuple[list[int], list[float], Stop]:
+    """Down the tree of what followed, to the child most often taken, the newest among equals: tokens, confidences, stop."""
     tokens: list[int] = []
     confidence: list[float] = []
-    if not following:
-        return tokens, confidence
     fewest = max(limits.min_hits, limits.min_probability * len(following))
     most = min(k, max(1, int(limits.factor * length)))
+    stop = Stop.LIMIT if most == k else Stop.FACTOR
     for i in range(most):
         if following.count(following[0]) == len(following):  # all agree to the end: 22 us a look-up instead of 28
             tokens += following[0][i:most]
             confidence += [len(following) / (len(following) + 1 / (length + j)) for j in range(i, len(tokens))]
+            stop = stop if len(tokens) == most else Stop.SOURCE_END
             break
         counts = count(following, i)
         token = max(counts, key=counts.__getitem__, default=None)
         if token is None or counts[token] < fewest:
+            few = Stop.MIN_HITS if token is not None and counts[token] < limits.min_hits else Stop.MIN_PROBABILITY
+            stop = Stop.SOURCE_END if token is None else few
             break
         tokens.append(token)
         confidence.append(counts[token] / (sum(counts.values()) + 1 / (length + i)))  # one place is not certainty
         following = [what for what in following if len(what) > i and what[i] == token]
-    return tokens, confidence
+    return tokens, confidence, stop
 
 
 def count(following: list[Sequence[int]], i: int) -> dict[int, int]:
@@ -111,5 +114,10 @@ class Suffix:
         found = trail.after(tail, k, ahead)
         if key is not None:
             found += self.pools.after(key, tail, k)
-        tokens, confidence = descend(*choose(found, self._limits.min_hits), k, self._limits)
-        return Draft(tuple(tokens), (NAME,) * len(tokens), confidence=tuple(confidence)) if tokens else NO_DRAFT
+        length, following = choose(found, self._limits.min_hits)
+        if not following:
+            return no_draft(Stop.MIN_HITS, max(match for match, _ in found)) if found else NO_MATCH
+        tokens, confidence, stop = descend(length, following, k, self._limits)
+        if not tokens:
+            return no_draft(stop, length)
+        return Draft(tuple(tokens), (NAME,) * len(tokens), None, tuple(confidence), length, stop)

@@ -10,7 +10,7 @@ import random
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
 
 if TYPE_CHECKING:
@@ -52,9 +52,12 @@ class Synthetic:
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
         at = seq.num_output
-        truth = self._truth.get(self._keys[seq.id], ())
+        truth = self._truth.get(self._keys[seq.id])
+        if truth is None:
+            return no_draft(Stop.NO_MATCH)
         drafts = [self._lie(token) if self._chance.random() >= self.acceptance else token for token in truth[at : at + k]]
-        return Draft(tuple(drafts), ("synthetic",) * len(drafts)) if drafts else NO_DRAFT
+        stop = Stop.LIMIT if len(drafts) == k else Stop.SOURCE_END
+        return Draft(tuple(drafts), ("synthetic",) * len(drafts), stop=stop)
 
     def _lie(self, token: int) -> int:
         return (token + 1 + self._chance.randrange(self.vocab_size - 1)) % self.vocab_size

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from speculon.core import Load, Reason
@@ -16,6 +16,7 @@ from speculon.server.capture import Capture
 from speculon.server.record import Record
 from speculon.telemetry import EngineCounters
 
+MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -100,6 +101,11 @@ class EngineCollector(Collector):
         yield counter("proposals", "texts a method was asked about", by(counters.proposals), "method")
         seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
         yield counter("proposal_seconds", "time these took", by(seconds), "method")
+        stops: dict[tuple[str, ...], float] = {
+            (method, stop): count for method, found in totals.stops.items() for stop, count in found.items()
+        }
+        yield counter("proposal_stops", "proposals, by method and by why they ended where they did", stops, "method", "stop")
+        yield histogram("match_tokens", "tokens of context that a lookup matched", totals.matches, "method", MATCHED)
         yield counter("restored", "what an earlier process had learned: pools, policies", by(counters.restored), "part")
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
@@ -171,6 +177,16 @@ def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labe
     family = CounterMetricFamily(f"speculon_{name}", text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)
+    return family
+
+
+def histogram(name: str, text: str, values: Mapping[str, Mapping[int, int]], label: str, bounds: tuple[int, ...]) -> Metric:
+    """`values`: label -> value -> how often."""
+    family = HistogramMetricFamily(f"speculon_{name}", text, labels=[label])
+    for key, counts in values.items():
+        buckets = [(str(float(bound)), float(sum(n for value, n in counts.items() if value <= bound))) for bound in bounds]
+        buckets.append(("+Inf", float(sum(counts.values()))))
+        family.add_metric([key], buckets, sum(value * n for value, n in counts.items()))
     return family
 
 

@@ -1,0 +1,228 @@
+"""Each proposal carries why it ended and how long its match was, and keeps both where others cut it or go on behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculon.config import SpeculationConfig
+from speculon.core import NO_DRAFT, Decision, Draft, Reason, Sequence, Span, Stop, no_draft
+from speculon.proposers.base import Proposer, TargetFacts
+from speculon.proposers.compose import Proposers
+from speculon.proposers.pools import key_of
+from speculon.proposers.prediction import LONGEST, Cursor, spell
+from speculon.proposers.registry import TABLE, find_factory
+from speculon.proposers.suffix import Suffix
+from tests.builders import make_sequence
+
+FACTS = TargetFacts(vocab_size=1000, max_context=4096)
+LEASE = cast(Any, SimpleNamespace(of=lambda first_layer: None))
+TEN = list(range(1, 11))
+Told = tuple[int, int, Stop | None]  # drafts, tokens matched, why it ended
+NO_MATCH = (0, 0, Stop.NO_MATCH)
+
+
+def told(draft: Draft) -> Told:
+    return len(draft.tokens), draft.match, draft.stop
+
+
+def drafted(proposer: Proposer, seq: Sequence, k: int) -> Told:
+    proposer.admit(seq)
+    (draft,) = proposer.propose([seq], [k], LEASE)
+    return told(draft)
+
+
+def asked(method: str, tokens: list[int], k: int = 4, settings: dict[str, Any] | None = None, **fields: Any) -> Told:
+    return drafted(find_factory(method)(SpeculationConfig(**settings or {}), FACTS), make_sequence(tokens, **fields), k)
+
+
+def forced(*tokens: int) -> Any:
+    return SimpleNamespace(forced=lambda: tokens)
+
+
+LOOKUPS = [
+    pytest.param("ngram", [1, 2, 3, 4], {}, NO_MATCH, id="ngram, nothing repeats"),
+    pytest.param("ngram", [1, 2, 3, 4, 5, 1, 2, 3], {}, (4, 3, Stop.LIMIT), id="ngram"),
+    pytest.param("ngram", [7, 7, 7], {}, (4, 2, Stop.LIMIT), id="ngram, a match at the end repeats itself"),
+    pytest.param("suffix", [1, 2, 3, 4], {}, NO_MATCH, id="suffix, nothing repeats"),
+    pytest.param("suffix", [*TEN, 1, 2, 3], {}, (4, 3, Stop.LIMIT), id="suffix"),
+    pytest.param("suffix", [*TEN, 1, 2, 3], {"k": 3, "settings": {"suffix_max_factor": 1.0}}, (3, 3, Stop.LIMIT), id="as many"),
+    pytest.param("suffix", [*TEN, 1, 2, 3], {"settings": {"suffix_max_factor": 1.0}}, (3, 3, Stop.FACTOR), id="suffix, factor"),
+    pytest.param(
+        "suffix", [1, 2, 8, 1, 2, 9, 1, 2], {"settings": {"suffix_max_factor": 1.0}}, (2, 2, Stop.FACTOR), id="factor, in doubt"
+    ),
+    pytest.param("suffix", [*TEN, 1, 2, 3], {"settings": {"suffix_min_hits": 2}}, (0, 3, Stop.MIN_HITS), id="found once"),
+    pytest.param(
+        "suffix",
+        [1, 2, 8, 3, 1, 2, 8, 4, 1, 2],
+        {"settings": {"suffix_min_hits": 2}},
+        (1, 2, Stop.MIN_HITS),
+        id="suffix, what follows was found once",
+    ),
+    pytest.param(
+        "suffix",
+        [1, 2, 8, 3, 1, 2, 8, 4, 1, 2],
+        {"settings": {"suffix_min_probability": 0.6}},
+        (1, 2, Stop.MIN_PROBABILITY),
+        id="suffix, half of what follows",
+    ),
+    pytest.param(
+        "suffix",
+        [1, 2, 8, 1, 2, 9, 1, 2],
+        {"settings": {"suffix_min_probability": 0.6}},
+        (0, 2, Stop.MIN_PROBABILITY),
+        id="suffix, half of the matches",
+    ),
+    pytest.param("prediction", [5], {"output": [70], "prediction": (1, 2)}, NO_MATCH, id="prediction, lost"),
+    pytest.param("prediction", [5], {"output": [1, 2, 3], "prediction": tuple(TEN)}, (4, 3, Stop.LIMIT), id="prediction"),
+    pytest.param("prediction", [5], {"output": [1, 2], "prediction": (1, 2, 3)}, (1, 2, Stop.SOURCE_END), id="prediction's end"),
+    pytest.param("prediction", [5], {"output": [1, 2], "prediction": (1, 2)}, (0, 2, Stop.SOURCE_END), id="at prediction's end"),
+    pytest.param(
+        "prediction", [5], {"k": 20, "output": [70, 1, 2], "prediction": tuple(range(1, 40))}, (8, 2, Stop.WINDOW), id="window"
+    ),
+    pytest.param("grammar", [5], {}, NO_MATCH, id="grammar, none"),
+    pytest.param("grammar", [5], {"grammar": forced()}, (0, 0, Stop.CHOICE), id="grammar, a choice at once"),
+    pytest.param("grammar", [5], {"grammar": forced(1, 2)}, (2, 0, Stop.CHOICE), id="grammar, a choice then"),
+    pytest.param("grammar", [5], {"grammar": forced(1, 2, 3, 4, 5)}, (4, 0, Stop.LIMIT), id="grammar"),
+    pytest.param("synthetic", [5], {}, NO_MATCH, id="synthetic, nothing remembered"),
+]
+
+
+@pytest.mark.parametrize(("method", "tokens", "fields", "expected"), LOOKUPS)
+def test_why_and_how_long(method: str, tokens: list[int], fields: dict[str, Any], expected: Told) -> None:
+    assert asked(method, tokens, **fields) == expected
+
+
+@pytest.mark.parametrize(("k", "expected"), [(3, (3, 2, Stop.LIMIT)), (4, (3, 2, Stop.SOURCE_END))])
+def test_an_earlier_answer_ends(k: int, expected: Told) -> None:
+    suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
+    suffix.pools.add(str(key_of("me", [])), [1, 2, 3, 4, 5])
+    assert drafted(suffix, make_sequence([1, 2], pool="me"), k) == expected
+
+
+def test_a_branch_of_earlier_answers_ends() -> None:
+    """Two answers go on with 3 and differ then; one of them ends after its 4."""
+    suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
+    for answer in ([1, 2, 3, 5, 6], [1, 2, 3, 4], [1, 2, 3, 4]):
+        suffix.pools.add(str(key_of("me", [])), answer)
+    assert drafted(suffix, make_sequence([1, 2], pool="me"), 4) == (2, 2, Stop.SOURCE_END)
+
+
+@pytest.mark.parametrize(("k", "expected"), [(3, (3, 0, Stop.LIMIT)), (9, (5, 0, Stop.SOURCE_END))])
+def test_a_remembered_sequence_ends(k: int, expected: Told) -> None:
+    synthetic = find_factory("synthetic")(SpeculationConfig(), FACTS)
+    first = make_sequence([5], output=[1, 2, 3, 4, 5])
+    synthetic.admit(first)
+    synthetic.release(first)
+    assert drafted(synthetic, make_sequence([5]), k) == expected
+
+
+@given(
+    st.lists(st.integers(1, 3), max_size=50),
+    st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=40),
+)
+def test_a_prediction_matches_as_much_as_stands_anywhere(prediction: list[int], written: list[list[int]]) -> None:
+    whole, text = spell(prediction), ""
+    cursor = Cursor(whole)
+    for piece in written:
+        cursor.follow(piece)
+        text += spell(piece)
+        longest = max(n for n in range(min(LONGEST, len(text)) + 1) if text[len(text) - n :] in whole)
+        assert cursor.match == longest
+        assert cursor.at is None or whole[: cursor.at].endswith(text[len(text) - longest :])
+
+
+# cut, joined, asked
+
+WHOLE = Draft((1, 2, 3), ("a", "a", "a"), None, (0.5, 0.5, 0.5), 7, Stop.FACTOR)
+
+
+def test_a_cut_keeps_what_the_proposal_was() -> None:
+    assert [told(WHOLE.cut(k)) for k in (9, 2, 0)] == [(3, 7, Stop.FACTOR), (2, 7, Stop.FACTOR), (0, 7, Stop.FACTOR)]
+
+
+def test_a_cut_may_say_why_and_says_nothing_where_nothing_is_cut() -> None:
+    grammar = [told(WHOLE.cut(k, Stop.GRAMMAR)) for k in (3, 2, 0)]
+    assert grammar == [(3, 7, Stop.FACTOR), (2, 7, Stop.GRAMMAR), (0, 7, Stop.GRAMMAR)]
+
+
+def test_a_joined_draft_is_of_its_first_proposal() -> None:
+    tail = Draft((4,), ("b",), None, None, 2, Stop.SOURCE_END)
+    assert told(WHOLE.join(tail)) == (4, 7, Stop.FACTOR)
+    assert told(no_draft(Stop.CHOICE).join(tail)) == (1, 0, Stop.CHOICE)
+
+
+def test_an_empty_draft_is_the_same_object_each_time() -> None:
+    assert no_draft(Stop.NO_MATCH) is no_draft(Stop.NO_MATCH) is not no_draft(Stop.NO_MATCH, 3)
+    assert no_draft(Stop.NO_MATCH) == NO_DRAFT == Draft() and (NO_DRAFT.match, NO_DRAFT.stop) == (0, None)
+
+
+class Fixed:
+    """Drafts what it was given."""
+
+    def __init__(self, draft: Draft):
+        self.draft = draft
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: Any) -> list[Draft]:
+        return [self.draft] * len(seqs)
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(layers=(), bytes_fixed=0, max_context=None, taps=()) if name == "needs" else lambda *_: None
+
+
+def proposed(monkeypatch: pytest.MonkeyPatch, draft: Draft, k: int = 2, **fields: Any) -> tuple[list[Told], Decision]:
+    """What the proposers note of a round in which `fixed` drafts this, and what the round came to."""
+    monkeypatch.setattr("speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)})
+    proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
+    seq = make_sequence([1, 2, 3], method="fixed", **fields)
+    _, (decision,) = proposers.propose([Span(seq, 2, 1)], [Decision("fixed", k)], LEASE)
+    assert all(method == "fixed" and seqs == [seq] for method, seqs, _ in proposers.proposed)
+    return [told(one) for _, _, drafts in proposers.proposed for one in drafts], decision
+
+
+def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = SimpleNamespace(allows=lambda tokens: len(tokens) - 1)
+    assert proposed(monkeypatch, WHOLE)[0] == [(2, 7, Stop.LIMIT)], "more than it was asked for"
+    assert proposed(monkeypatch, WHOLE, 3)[0] == [(3, 7, Stop.FACTOR)]
+    assert proposed(monkeypatch, WHOLE, 3, grammar=grammar)[0] == [(2, 7, Stop.GRAMMAR)]
+    assert proposed(monkeypatch, WHOLE, 1, grammar=grammar) == ([(0, 7, Stop.GRAMMAR)], Decision("fixed", 0, Reason.NO_MATCH))
+
+
+def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stop in (None, *Stop):
+        told, decision = proposed(monkeypatch, no_draft(stop, 3))
+        assert told == [(0, 3, stop)]
+        assert decision.reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
+
+
+WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop": "limit"}, {"stop": 3}]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_a_wrong_match_or_stop_is_a_drafters_fault(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, decision = proposed(monkeypatch, Draft((1,), ("a",), **fields))
+    assert not told and decision.reason is Reason.ERROR and "is a number of tokens" in caplog.text
+
+
+def test_a_failed_call_leaves_no_proposal_and_the_next_round_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposers = Proposers(SpeculationConfig(method="ngram"), FACTS)
+    seq = make_sequence([1, 2, 1, 2])
+    for _ in range(2):
+        proposers.propose([Span(seq, 3, 1)], [Decision("ngram", 2)], LEASE)
+        assert [method for method, _, _ in proposers.proposed] == ["ngram"]
+    monkeypatch.setattr(proposers.find("ngram"), "propose", lambda *_: 1 / 0)
+    proposers.propose([Span(seq, 3, 1)], [Decision("ngram", 2)], LEASE)
+    assert proposers.proposed == [] and seq.off is Reason.ERROR
+
+
+def test_every_stop_is_seen_here_or_where_models_draft() -> None:
+    seen = {case.values[3][2] for case in LOOKUPS}  # type: ignore[index]
+    models = {Stop.CONFIDENCE, Stop.GRAMMAR, Stop.NOT_READY}  # tests/tiny/test_reasons.py, with a model
+    assert seen | models == set(Stop) and not seen & models
+    assert {"ngram", "suffix", "prediction", "grammar", "synthetic", "draft_model", "eagle3"} == set(TABLE)
