@@ -41,8 +41,6 @@ class Reason(StrEnum):
     MEMORY = "memory"
     CONTEXT_LIMIT = "context_limit"
     MAX_TOKENS = "max_tokens"
-    FEATURE = "feature"
-    DRAFTER_STATE_LOST = "drafter_state_lost"
     ERROR = "error"
 
 

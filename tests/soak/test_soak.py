@@ -248,7 +248,7 @@ def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
         assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), key
     total = engine.counters.totals
     assert total.accepted_from["eagle3"] > 100 and total.preemptions > 10 and total.cached_tokens > 200
-    assert not total.reasons[Reason.DRAFTER_STATE_LOST]
+    assert not total.reasons[Reason.ERROR]
 
 
 def with_head(request: Request, number: int) -> Request:

@@ -26,7 +26,7 @@ MEANING: Mapping[str, str] = {
     "off_config": "speculation is off in the settings",
     "off_request": "the request turned speculation off",
     "no_drafter": "there is no drafter",
-    "not_ready": "the drafter was not ready",
+    "not_ready": "the drafter had nothing to read yet",
     "no_match": "the text's end had not occurred before",
     "cold": "nothing was known yet of what a step costs",
     "cost": "drafts were not believed to pay",
