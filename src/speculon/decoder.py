@@ -228,15 +228,15 @@ class SpeculativeDecoder:
         return 1.0 + (self.stats.mean_accepted_per_round if self.stats else 0.0)
 
     @property
-    def speedup_estimate(self) -> float | None:
-        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; None before any round.
+    def speedup_estimate(self) -> float:
+        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; 1.0 before any round.
 
         Plain calls are timed when this is first asked, after the text last worked on, and remembered until the
         next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds also
         pay for the unfinished page that is computed again. See `naive_speedup` for what others report.
         """
         if not self._tokens:
-            return None
+            return 1.0
         if self._plain_ms is None:
             self._plain_ms = self._time_plain_calls(*self._last)
         return self._plain_ms * self._tokens / self._ms

@@ -271,7 +271,7 @@ def test_a_step_says_what_it_did() -> None:
 
 def test_before_any_round_and_after_a_reset_there_is_nothing() -> None:
     decoder = make()
-    none = (None, 0.0, 0.0, 1.0, None)
+    none = (None, 0.0, 0.0, 1.0, 1.0)
 
     def figures() -> tuple[Any, ...]:
         speeds = decoder.naive_speedup, decoder.speedup_estimate
@@ -331,7 +331,7 @@ def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPat
         assert len(by_steps(decoder, params)) == 25
     round_ms = K * 2 + 10 + K + 1  # brings K + 1 tokens
     assert decoder.speedup_estimate == pytest.approx(11 * (K + 1) / round_ms)
-    assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate  # type: ignore[operator]
+    assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate
     asked = clock.plain_calls
     assert asked == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == asked, "remembered"
     decoder.reset_stats()
@@ -344,7 +344,7 @@ def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:
     decoder = make()
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3
-    assert decoder.stats and decoder.stats.emitted == 24 and decoder.speedup_estimate is None
+    assert decoder.stats and decoder.stats.emitted == 24 and decoder.speedup_estimate == 1.0
 
 
 def test_the_plain_cost_can_be_measured_at_the_end_of_the_context_and_of_the_pages() -> None:
