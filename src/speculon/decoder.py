@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from speculon.config import EngineConfig, ModelObject, SamplingParams, SpeculationConfig
+from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
+from speculon.control.adaptive import Adaptive, AdaptiveLookahead, within
 from speculon.control.fixed import Fixed
 from speculon.core import Decision, Draft, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_draft, read_ids
@@ -78,8 +79,8 @@ class SpeculativeDecoder:
 
     Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None: all): noise,
     penalties, min_tokens and max_tokens count from there, so the rounds of one text add up to the text of `generate`.
-    Nothing is kept between calls but KV pages, found again by content, and the counters. Every method raises
-    `InvalidRequest` for what cannot be served.
+    Nothing is kept between calls but KV pages, found again by content, the counters, and what the policy has learned.
+    Every method raises `InvalidRequest` for what cannot be served.
     """
 
     def __init__(
@@ -118,6 +119,59 @@ class SpeculativeDecoder:
         self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
         self._plain_ms: float | None = None
         self._stats = RequestStats()
+        self._k: int | None = None  # the lookahead that was set; None: the settings' own
+        self._adaptive: AdaptiveLookahead | None = None
+        asked = self.config.speculation
+        self._policy = "fixed" if asked.policy == "adaptive" else asked.policy  # without a controller
+        if asked.policy == "adaptive" and asked.most():
+            self.adaptive = AdaptiveLookahead(within(asked.adaptive, asked.most()))
+
+    # how many drafts
+
+    @property
+    def adaptive(self) -> AdaptiveLookahead | None:
+        """The controller of the number of drafts; None (the default, except with policy="adaptive"): the number is fixed.
+
+        `draft` without k and `step` draft `adaptive.lookahead` tokens, and so does each round of `generate`. `step` and
+        `generate` report the drafted and accepted tokens of each round to it, by the rules of policy `adaptive`. It goes
+        on from one sequence to the next. None returns to the fixed number, or to another policy that was given.
+        Raises `InvalidParameter` for anything else.
+        """
+        return self._adaptive
+
+    @adaptive.setter
+    def adaptive(self, controller: AdaptiveLookahead | None) -> None:
+        if not isinstance(controller, AdaptiveLookahead | None):
+            raise InvalidParameter("adaptive", controller, "takes an AdaptiveLookahead or None")
+        self._forget_text()  # the former policy has seen its last round of that sequence
+        self.engine.policy.use("adaptive", Adaptive(self.config.speculation.adaptive, controller))
+        self._adaptive = controller
+
+    @property
+    def lookahead(self) -> int:
+        """The most tokens that are drafted in the next round; 0 is plain decoding.
+
+        It may be set between rounds, from 0 to 64; until then drafts that a grammar forces may have 32 tokens. Under a
+        policy that chooses fewer drafts it is a limit. With a controller it is `adaptive.lookahead` and cannot be set.
+        Raises `InvalidParameter` for what cannot be set.
+        """
+        if self._adaptive is not None:
+            return self._adaptive.lookahead
+        return self.config.speculation.most(self._policy) if self._k is None else self._k
+
+    @lookahead.setter
+    def lookahead(self, k: int) -> None:
+        if self._adaptive is not None:
+            raise InvalidParameter("lookahead", k, "the controller sets it; set adaptive = None first")
+        if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= MAX_DRAFTS:
+            raise InvalidParameter("lookahead", k, f"takes an int from 0 to {MAX_DRAFTS}")
+        self._k = k
+
+    def _asked(self, k: int | None) -> dict[str, Any]:
+        """What a sequence asks of the engine: at most `k` drafts in a round (None: as set), and by which policy."""
+        if self._adaptive is None:
+            return {"num_speculative_tokens": self._k if k is None else k, "policy": self._policy}
+        return {"num_speculative_tokens": self._adaptive.config.max if k is None else k, "policy": "adaptive"}
 
     # one round
 
@@ -125,10 +179,12 @@ class SpeculativeDecoder:
     def draft(
         self, ids: Ids, k: int | None = None, params: SamplingParams | None = None, *, prompt_len: int | None = None
     ) -> Draft:
-        """What the drafter guesses after `ids`: at most `k` tokens (None: as set), none where it has no guess.
+        """What the drafter proposes after `ids`: at most `k` tokens (None: as `lookahead` says), none where it has none.
 
         The target is not asked and nothing is counted.
         """
+        if k is None and self._adaptive is not None:
+            k = self._adaptive.lookahead
         with self._last_span(ids, params, prompt_len, k) as span:
             plan, decisions = alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
             with self.engine.leases.reserve(plan, decisions) as lease:
@@ -137,7 +193,12 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def verify(
-        self, ids: Ids, drafts: Draft | Seq[int] | Tensor, params: SamplingParams | None = None, *, prompt_len: int | None = None
+        self,
+        ids: Ids,
+        drafts: Draft | Seq[int] | Tensor,
+        params: SamplingParams | None = None,
+        *,
+        prompt_len: int | None = None,
     ) -> Verdict:
         """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
 
@@ -149,8 +210,7 @@ class SpeculativeDecoder:
         check_draft(draft, self.engine.target.vocab_size)
         k = len(draft.tokens)
         with self._last_span(ids, params, prompt_len) as span:
-            if k > max(0, span.seq.room - 1):
-                raise TooLong(f"{len(span.seq.tokens)} tokens + {k} drafts + 1 > {span.seq.max_len} tokens")
+            check_room(span.seq, k)
             decision = Decision(GIVEN, k) if k else Decision(None, 0, Reason.OFF_REQUEST)
             with self.engine.leases.reserve(alone(span), [decision]) as lease:
                 assert lease.decisions == [decision], "nobody else holds pages"
@@ -158,12 +218,15 @@ class SpeculativeDecoder:
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict
 
-    def step(self, ids: Ids, params: SamplingParams | None = None, *, prompt_len: int | None = None) -> StepResult:
+    def step(
+        self, ids: Ids, params: SamplingParams | None = None, *, k: int | None = None, prompt_len: int | None = None
+    ) -> StepResult:
         """Drafts and verifies one round after `ids`, and counts it.
 
+        `k` limits the drafts of this round alone (None: as `lookahead` says); a policy, or the controller, may choose fewer.
         What has been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
         """
-        with self._last_span(ids, params, prompt_len, goes_on=True) as span:
+        with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             seq = span.seq
             self._last = list(seq.tokens), seq.params
             began = perf_counter()
@@ -242,8 +305,13 @@ class SpeculativeDecoder:
         return self._plain_ms * self._tokens / self._ms
 
     def reset_stats(self) -> None:
-        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not depend on it."""
+        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not depend on it.
+
+        The controller begins anew; a lookahead that was set stays.
+        """
         self._forget_text()
+        if self._adaptive is not None:
+            self._adaptive.reset()
         self._stats = RequestStats()
         self._ms, self._tokens, self._plain_ms = 0.0, 0, None
 
@@ -269,7 +337,7 @@ class SpeculativeDecoder:
     ) -> Generator[tuple[float, list[Event]], None, None]:
         """Each step of one request through the engine: its ms and its news."""
         engine = self.engine
-        request_id = engine.add_request(prompt, params, {"method": method})
+        request_id = engine.add_request(prompt, params, {"method": method, **self._asked(None)})
         try:
             while engine.has_work:
                 began = perf_counter()
@@ -287,13 +355,7 @@ class SpeculativeDecoder:
 
         With `goes_on` the policy is to know it by the name it had, if it is the last step's.
         """
-        engine, params, tokens = self.engine, params or SamplingParams(), self._encode(ids)
-        if params.n != 1:
-            raise InvalidParameter("n", params.n, "a round carries one text")
-        if prompt_len is not None and not 0 < prompt_len <= len(tokens):
-            raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
-        at = len(tokens) if prompt_len is None else prompt_len
-        (seq,) = engine.prepare(tokens[:at], params, {"num_speculative_tokens": k}, "round", written=tokens[at:])
+        engine, seq = self.engine, self._prepare(ids, params, prompt_len, k)
         if goes_on:
             self._go_on(seq)
         engine.pool.attach(seq)
@@ -306,6 +368,17 @@ class SpeculativeDecoder:
         finally:
             engine.proposers.release(seq)
             engine.pool.release(seq)
+
+    def _prepare(self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None) -> Sequence:
+        """A sequence that holds `ids`, checked, without pages."""
+        params, tokens = params or SamplingParams(), self._encode(ids)
+        if params.n != 1:
+            raise InvalidParameter("n", params.n, "a round carries one text")
+        if prompt_len is not None and not 0 < prompt_len <= len(tokens):
+            raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
+        at = len(tokens) if prompt_len is None else prompt_len
+        (seq,) = self.engine.prepare(tokens[:at], params, self._asked(k), "round", written=tokens[at:])
+        return seq
 
     def _go_on(self, seq: Sequence) -> None:
         last = self._text
@@ -334,3 +407,9 @@ def alone(span: Span) -> Plan:
     plan = Plan([span])
     plan.decoding = [span]
     return plan
+
+
+def check_room(seq: Sequence, k: int) -> None:
+    """Raises where `k` drafts and the token after them do not fit."""
+    if k > max(0, seq.room - 1):
+        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.max_len} tokens")

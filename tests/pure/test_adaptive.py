@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
+from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead, within
 from speculon.control.fixed import Fixed
 from speculon.control.policy import Timing
 from speculon.control.simulate import Way, World, play
@@ -236,6 +236,51 @@ def test_rounds_without_a_draft_leave_it_where_it_is() -> None:
     assert k_of(policy, seq) == 5 and policy.texts[seq.id].observations == 0
     told(policy, text(), 4, 4)
     assert policy.texts.keys() == {seq.id}, "texts of other policies are none of its own"
+
+
+# one controller for all sequences
+
+
+def accepted_in_full(policy: Adaptive) -> None:
+    """One round of two sequences; all of their drafts are accepted."""
+    seqs = [text(), text()]
+    spans = [Span(seq, 2, 1, Draft((0,) * k, ("ngram",) * k)) for seq in seqs for k in [k_of(policy, seq)]]
+    policy.observe(spans, [Verdict((0,) * span.rows, span.rows - 1) for span in spans], Timing())
+    for seq in seqs:
+        policy.forget(seq)
+    assert not policy.texts
+
+
+def test_a_shared_controller_observes_all_sequences_and_is_kept() -> None:
+    shared = AdaptiveLookahead(AdaptiveConfig(initial=3, cooldown_steps=0))
+    for _ in range(2):
+        accepted_in_full(Adaptive(shared=shared))
+    assert (shared.observations, shared.lookahead) == (4, 4)
+    own = Adaptive(shared.config)
+    accepted_in_full(own)
+    assert k_of(own, text()) == 3, "else each sequence has its own"
+
+
+class OneByOne(Adaptive):
+    """Planted: a draft is compared with the window that the sequence before it has changed."""
+
+    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        for span, verdict in zip(spans, verdicts, strict=True):
+            super().observe([span], [verdict], timing)
+
+
+@pytest.mark.parametrize(("kind", "observations"), [(Adaptive, 2), (OneByOne, 1)])
+def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(kind: type[Adaptive], observations: int) -> None:
+    shared = AdaptiveLookahead(AdaptiveConfig(initial=3, alpha=0.5, cooldown_steps=1))
+    shared.observe(12, 8)
+    accepted_in_full(kind(shared=shared))
+    assert shared.observations == 1 + observations
+
+
+@pytest.mark.parametrize(("most", "bounds"), [(1, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))])
+def test_settings_within_a_limit(most: int, bounds: tuple[int, int, int]) -> None:
+    config = within(AdaptiveConfig(alpha=0.3, cooldown_steps=2), most)
+    assert (config.initial, config.min, config.max) == bounds and (config.alpha, config.cooldown_steps) == (0.3, 2)
 
 
 STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731

@@ -404,17 +404,19 @@ def test_step_by_step_the_account_in_the_shadow_is_the_one_that_verification_has
     assert told["per_position"] == fixed.per_position and seen.rounds == 0
 
 
-def test_step_by_step_adaptive_remembers_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_by_step_adaptive_keeps_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     def longest() -> int:
         settings = {"adaptive_cooldown_steps": 0, "adaptive_alpha": 1.0}
         _, decoder = stepped("adaptive", draft=tiny_model(LLAMA), method="draft_model", **settings)
         assert decoder.stats is not None
         return len(decoder.stats.per_position)
 
-    def as_new(self: SpeculativeDecoder, seq: Any) -> None:
+    def anew(self: SpeculativeDecoder, seq: Any) -> None:
+        assert self.adaptive
         self._forget_text()
+        self.adaptive.reset()
         self._text = seq
 
     assert longest() > 7
-    monkeypatch.setattr(SpeculativeDecoder, "_go_on", as_new)  # planted: every step is a text of its own
+    monkeypatch.setattr(SpeculativeDecoder, "_go_on", anew)  # planted: every step begins with the settings
     assert longest() == 5

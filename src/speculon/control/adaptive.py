@@ -86,10 +86,12 @@ class Adaptive:
       mean makes the next window longer, until one does not stand.
     - A shorter draft that stood says less: it ended where the drafter, max_tokens or the text did, or free pages. It is
       observed only where it does not pull the mean down.
+
+    With `shared` all sequences have this one controller instead of one each.
     """
 
-    def __init__(self, config: AdaptiveConfig | None = None):
-        self.config = config or AdaptiveConfig()
+    def __init__(self, config: AdaptiveConfig | None = None, shared: AdaptiveLookahead | None = None):
+        self.config, self.shared = config or AdaptiveConfig(), shared
         self.texts: dict[int, AdaptiveLookahead] = {}  # sequence id -> its own
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
@@ -102,18 +104,30 @@ class Adaptive:
         return draft
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        for span, verdict in zip(spans, verdicts, strict=True):
-            text, drafted = self.texts.get(span.seq.id), len(span.draft.tokens)
-            if text is None or not drafted:  # it is not ours, or there is nothing to learn
-                continue
-            cut_short = verdict.accepted == drafted < text.lookahead
-            if not cut_short or verdict.accepted >= text.mean_accepted:
-                text.observe(drafted, verdict.accepted)
+        known = [
+            (self.texts[span.seq.id], len(span.draft.tokens), verdict.accepted)
+            for span, verdict in zip(spans, verdicts, strict=True)
+            if span.seq.id in self.texts
+        ]
+        for lookahead, drafted, accepted in [one for one in known if counts(*one)]:  # all judged before any is observed
+            lookahead.observe(drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:
         self.texts.pop(seq.id, None)
 
     def _of(self, seq: Sequence) -> AdaptiveLookahead:
         if seq.id not in self.texts:
-            self.texts[seq.id] = AdaptiveLookahead(self.config)
+            self.texts[seq.id] = AdaptiveLookahead(self.config) if self.shared is None else self.shared
         return self.texts[seq.id]
+
+
+def counts(lookahead: AdaptiveLookahead, drafted: int, accepted: int) -> bool:
+    """Whether a round is evidence: it had a draft, and none that was cut short and would pull the mean down."""
+    cut_short = accepted == drafted < lookahead.lookahead
+    return drafted > 0 and (not cut_short or accepted >= lookahead.mean_accepted)
+
+
+def within(config: AdaptiveConfig, most: int) -> AdaptiveConfig:
+    """The same settings for at most `most` drafts, which is 1 or more."""
+    bounds = {name: min(getattr(config, name), most) for name in ("initial", "min", "max")}
+    return AdaptiveConfig(**{**config.model_dump(), **bounds})

@@ -85,6 +85,10 @@ class Policies:
             else:
                 raise ValueError(f"{name!r:.80} is no policy that learns")
 
+    def use(self, name: str, policy: Policy) -> None:
+        """The policy of this name from here on."""
+        self._made[name] = policy
+
     @property
     def default(self) -> Policy:
         return self.of(self._config.policy)
