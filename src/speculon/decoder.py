@@ -28,6 +28,7 @@ from speculon.models.pairing import is_search
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
+from speculon.verify import read_logits, verify_given
 
 OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settings that a model object has settled
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
@@ -198,17 +199,25 @@ class SpeculativeDecoder:
         drafts: Draft | Seq[int] | Tensor,
         params: SamplingParams | None = None,
         *,
+        target_logits: Tensor | None = None,
         prompt_len: int | None = None,
     ) -> Verdict:
         """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
 
         Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by rejection where
         `step` would do so.
+
+        With `target_logits` [K + 1, V] or [K, V] the target is not called: these are its raw logits, row i those that
+        draft i is judged by, and the last row gives the bonus token. With K rows there is no bonus token. All else is
+        the same, and with the target's own logits so is the verdict. Raises `InvalidParameter` for logits that are no
+        float tensor of such a shape, for a NaN or +inf in them, and for `prompt_logprobs`, which need the prompt's rows.
         """
         tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
         draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
         check_draft(draft, self.engine.target.vocab_size)
         k = len(draft.tokens)
+        if target_logits is not None:
+            return self._verify_by(target_logits, self._prepare(ids, params, prompt_len), draft)
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
             decision = Decision(GIVEN, k) if k else Decision(None, 0, Reason.OFF_REQUEST)
@@ -217,6 +226,14 @@ class SpeculativeDecoder:
                 span.draft = draft
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict
+
+    def _verify_by(self, target_logits: Tensor, seq: Sequence, draft: Draft) -> Verdict:
+        k, asked = len(draft.tokens), seq.params.prompt_logprobs
+        check_room(seq, k)
+        if asked is not None:
+            raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
+        logits = read_logits(target_logits, k, self.engine.target.vocab_size).to(self.engine.target.device)
+        return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
 
     def step(
         self, ids: Ids, params: SamplingParams | None = None, *, k: int | None = None, prompt_len: int | None = None

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.core import Finish, Sequence, Span, SpanKind, Verdict
+from speculon.errors import InvalidParameter
 from speculon.grammar import forbid
 from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
 
@@ -142,6 +145,34 @@ def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdic
     row = span.score.start + first - span.start
     rows = logits[row : row + len(following)]
     return replace(verdict, prompt_logprobs=token_logprobs(rows, following, seq.params.prompt_logprobs or 0))
+
+
+def verify_given(span: Span, logits: Tensor) -> Verdict:
+    """The verdict of one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no call is made.
+
+    With [K, V] there is no bonus token: one is sampled from a row of zeros, and dropped.
+    """
+    k = len(span.draft.tokens)
+    has_bonus = len(logits) > k
+    rows = logits if has_bonus else torch.cat([logits, logits.new_zeros(1, logits.shape[1])])
+    (verdict,) = verify(Batch.pack([span], logits.device), rows)
+    if not has_bonus:
+        verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=verdict.logprobs and verdict.logprobs[:k])
+    return cut_one(verdict, span)
+
+
+def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
+    """The caller's logits as float32. Raises by name what `k` drafts cannot be judged by."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise InvalidParameter("target_logits", logits.dtype if isinstance(logits, Tensor) else logits, "takes a float tensor")
+    if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
+        limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
+        raise InvalidParameter("target_logits", tuple(logits.shape), limit)
+    found = logits.detach().float()
+    for row, largest in enumerate(found.amax(-1).tolist()):  # NaN where the row has one
+        if not isfinite(largest):
+            raise InvalidParameter("target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
