@@ -179,7 +179,7 @@ def replay(
     file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
     policy: Annotated[
         str, typer.Option(metavar="LIST", help="a policy, plain, or fixed:K; fixed alone is several K")
-    ] = "auto,fixed",
+    ] = "goodput,fixed",
     seed: Annotated[int, typer.Option(help="of the luck that the record leaves open")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -201,9 +201,9 @@ class SpeculationConfig(Checked):
 
     method: str = Field("auto", description="off | suffix | ngram | draft_model | eagle3 | auto, or a plug-in's name")
     policy: PolicyName = Field(
-        "fixed",
-        description="how far to speculate: fixed (K drafts) | adaptive (K follows what was accepted) | solo (fixed, "
-        "while one text is written alone) | shadow (drafts are watched, not used) | auto (as far as it pays)",
+        "goodput",
+        description="how far to speculate: goodput (as far as it pays) | fixed (K drafts) | adaptive (K follows what was "
+        "accepted) | solo (fixed, while one sequence runs alone) | shadow (drafts are watched, not used)",
     )
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None,
@@ -213,13 +213,13 @@ class SpeculationConfig(Checked):
         None,
         ge=0,
         le=MAX_DRAFTS,
-        description="drafts per round (K), at most; 0 equals off; None: 4, adaptive_max with policy adaptive, 16 with auto",
+        description="drafts per round (K), at most; 0 equals off; None: 16; adaptive_max with policy adaptive, 4 with others",
     )
     acceptance: Acceptance = Field(
         "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
     )
     join: bool | None = Field(
-        None, description="look-ups go on where another method's draft ends, up to K; None: under policy auto, where it pays"
+        None, description="look-ups go on where another method's draft ends, up to K; None: under policy goodput, where it pays"
     )
     adaptive_initial: int = as_adaptive("initial")
     adaptive_min: int = as_adaptive("min")
@@ -342,12 +342,12 @@ class EngineConfig(BaseSettings):
         256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"
     )
     rehearse: bool | None = Field(
-        None, description="up to two seconds of rounds about nothing at start, to know what they cost; None: with policy auto"
+        None, description="up to two seconds of rounds about nothing at start, to know what they cost; None: with policy goodput"
     )
     state: Path | None = Field(
         None,
-        description="a folder that keeps what was learned across restarts: earlier answers, as token ids, and what policy auto "
-        "believes",
+        description="a folder that keeps what was learned across restarts: earlier answers, as token ids, and what policy "
+        "goodput has learned",
     )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")

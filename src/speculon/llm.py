@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.control.policy import Learning
 from speculon.core import Event, FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
 from speculon.engine.rehearsal import rehearse

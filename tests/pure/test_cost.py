@@ -27,7 +27,8 @@ def measured(count: int = 800, noise: float = 0.05, slow: float = 0.05) -> Costs
     for _ in range(count):
         sequences, k = random.choice([1, 2, 4, 8]), random.choice([0, 0, 1, 2, 4, 8])
         ms = step_ms(sequences, sequences if k else 0, k * sequences)
-        costs.observe_step(sequences, sequences if k else 0, k * sequences, ms * random.gauss(1, noise) * (8 if random.random() < slow else 1))
+        ms *= random.gauss(1, noise) * (8 if random.random() < slow else 1)
+        costs.observe_step(sequences, sequences if k else 0, k * sequences, ms)
         if k:
             unread = random.choice([0, 0, 0, 300, 900])
             ms = call_ms(sequences, k) + READ * unread

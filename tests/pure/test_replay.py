@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 import pytest
-
 from speculon.control.auto import Auto
+
 from speculon.control.fixed import Fixed
 from speculon.control.policy import Policy
 from speculon.control.replay import BEYOND, OTHERS, OWN, Replay, fit

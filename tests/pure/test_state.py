@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from speculon.control.auto import Auto
 
 from speculon.config import EngineConfig, SpeculationConfig
-from speculon.control.auto import Auto
 from speculon.control.policies import Policies
 from speculon.control.policy import Timing
 from speculon.core import Draft, Load, Proposal, Span, SpanKind, Verdict

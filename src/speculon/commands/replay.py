@@ -56,8 +56,8 @@ def run(file: Path, policies: str, seed: int, as_json: bool) -> None:
     lines = [Line(name, 1e3 * done.tokens / ms, *counts) for name, ms in (("as recorded", done.ms), (FITTED, done.fitted_ms))]
     for name, k in asked:
         began, scene = perf_counter(), Replay(recording, k)
-        policies = Policies(SpeculationConfig())
-        played = play(policies.of(FIXED if name == PLAIN else name), scene, seed=seed, costs=policies.costs)
+        own = Policies(SpeculationConfig())
+        played = play(own.of(FIXED if name == PLAIN else name), scene, seed=seed, costs=own.costs)
         proposals = max(1, scene.sources.total())
         shares = {"others": scene.sources[OTHERS] / proposals, "beyond": scene.sources[BEYOND] / proposals}
         drafted = sum(drafted.total() for drafted in played.drafted)

@@ -10,8 +10,8 @@ from math import floor
 
 from speculon.config import AdaptiveConfig
 from speculon.control.fixed import ask_all
-from speculon.control.policy import Timing
-from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
+from speculon.control.policy import Policy, Timing
+from speculon.core import Decision, Load, Sequence, Span, Verdict
 
 __all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]
 
@@ -76,7 +76,7 @@ class AdaptiveLookahead:
         self._mean, self._observations, self._updates = 0.0, 0, 0
 
 
-class Adaptive:
+class Adaptive(Policy):
     """The policy `adaptive`: a lookahead for each text, for all of its methods; its K is a limit beside it.
 
     What a round is evidence of:
@@ -96,12 +96,6 @@ class Adaptive:
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq, self._of(seq).lookahead) for seq in seqs]
-
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        return ks
-
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return draft
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         known = [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from speculon.config import MAX_DRAFTS
-from speculon.control.policy import Timing
-from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, Verdict
+from speculon.control.policy import Policy
+from speculon.core import Ask, Decision, Load, Reason, Sequence
 
 
 def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, join: bool = True) -> Decision:
@@ -21,23 +21,11 @@ def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST
     return Decision.of(asks, unused, max(ask.k for ask in asks) if join and seq.join else 0)
 
 
-class Fixed:
+class Fixed(Policy):
     """The policy `fixed`: the same K in every round, as far as max_tokens lets it."""
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq) for seq in seqs]
-
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        return ks
-
-    def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return draft
-
-    def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        """A fixed policy does not learn."""
-
-    def forget(self, seq: Sequence) -> None:
-        """It knows none."""
 
 
 class Solo(Fixed):

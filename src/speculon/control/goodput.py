@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from speculon.control.acceptance import PRIOR, Acceptance, SequenceAcceptance, buckets_of
 from speculon.control.cost import OF_LATE, Costs
-from speculon.control.policy import Timing
+from speculon.control.policy import Policy, Timing
 from speculon.control.shadow import Shadow
 from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
 
@@ -100,7 +100,7 @@ class Round:
     asked: set[int] = field(default_factory=set)  # sequences for which lookups were asked
 
 
-class Goodput:
+class Goodput(Policy):
     """One engine's policy. The costs are measured by their owner."""
 
     def __init__(self, costs: Costs) -> None:
@@ -233,8 +233,8 @@ class Goodput:
         gain = self._running[seq.id].added.gain
         if gain >= price:
             return True
-        gap = 2 ** ceil(log2(price / max(gain, price / LONGEST_GAP)))
-        return self._round.number % gap == 0
+        gap = 2 ** ceil(log2(min(LONGEST_GAP, price / max(gain, 1e-9))))
+        return bool(self._round.number % gap == 0)
 
     # after the lookups, and after the drafts
 

@@ -34,9 +34,11 @@ class Policy(Protocol):
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         """Learns from the round."""
+        return None
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended."""
+        return None
 
 
 @runtime_checkable

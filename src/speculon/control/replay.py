@@ -86,8 +86,8 @@ class Replay:
             raise RecordError("the record has no round of decoding alone: nothing is known of what a step costs")
         self.costs, self.ks = Costs(), dict[str, set[int]]()
         for _ in range(PASSES):
-            for *size, ms in steps:
-                self.costs.observe_step(*size, ms)
+            for sequences, drafting, drafts, ms in steps:
+                self.costs.observe_step(sequences, drafting, drafts, ms)
             for method, call in (item for round_ in rounds for item in round_.proposals.items()):
                 self.costs.observe_proposal(method, call)
                 self.ks.setdefault(method, set()).add(call.k)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.fixed import ask_all
-from speculon.control.policy import Timing
+from speculon.control.policy import Policy, Timing
 from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Verdict
 
 WATCHED = MAX_DRAFTS  # most drafts of a method that a text can have open: settled at each token, none is open for longer
@@ -87,7 +87,7 @@ class Shadow:
         self._texts.pop(seq.id, None)
 
 
-class ShadowPolicy:
+class ShadowPolicy(Policy):
     """The policy `shadow`: asks as `fixed` does, and verifies nothing. Each method of a cascade is asked, and measured."""
 
     def __init__(self) -> None:
@@ -95,9 +95,6 @@ class ShadowPolicy:
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         return [ask_all(seq, unused=Reason.SHADOW, join=False) for seq in seqs]
-
-    def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         self.shadow.watch(seq, method, draft)

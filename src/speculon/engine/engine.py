@@ -232,12 +232,13 @@ class Engine:
         verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
         watch.lap("settle")
-        target_ms = watch.ms - draft_ms
+        target_ms, decoded = watch.ms - draft_ms, [verdict_of[span.seq.id] for span in plan.decoding]
         alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
         timing = Timing(target_ms if alone else None, self.proposers.timings)
-        self.policy.observe(plan.decoding, [verdict_of[span.seq.id] for span in plan.decoding], timing)
+        self.policy.observe(plan.decoding, decoded, timing)
         watch.lap("decide")
-        self._account(plan, decisions, verdicts, draft_ms, target_ms, alone)
+        self._account(plan, decisions, verdicts)
+        self._spend(plan.decoding, decisions, decoded, draft_ms, timing.target_ms)
         if self.events is not None:
             asked, profile = lease.decisions, self.counters.profile
             proposed, calls = self.proposers.proposed, timing.proposals
@@ -322,9 +323,7 @@ class Engine:
             return ()
         return tuple(name for name, what in brought.items() if what and not self.proposers.lacking(name))
 
-    def _account(
-        self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, target_ms: float, alone: bool
-    ) -> None:
+    def _account(self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict]) -> None:
         rows = sum(span.rows for span in plan.spans)
         self.counters.steps += 1
         self.counters.rows += rows
@@ -335,21 +334,27 @@ class Engine:
             for seq, draft in zip(seqs, drafts, strict=True):
                 seq.stats.propose(method, draft)
         decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
-        asking = sum(decision.method is not None for decision in decisions)
-        drafts = [len(span.draft.tokens) for span in plan.decoding]
-        batch, costs = len(decisions), self.policy.costs
-        plain_ms = costs.plain(batch) if asking else None
-        if not alone and asking and costs.known:  # the prompts beside are no part of it
-            rows, target_ms = batch + sum(drafts), costs.step(batch, sum(map(bool, drafts)), sum(drafts))
         for span, verdict in zip(plan.spans, verdicts, strict=True):
-            if not span.samples:
-                continue
-            stats = span.seq.stats
-            decision = decided.get(span.seq.id)
-            stats.record(decision, span.draft, verdict)
-            if decision is not None and asking:
-                plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
-                stats.spend(draft_ms / asking if decision.method else 0.0, target_ms * span.rows / rows, plainly)
+            if span.samples:
+                span.seq.stats.record(decided.get(span.seq.id), span.draft, verdict)
+
+    def _spend(
+        self, spans: list[Span], decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, target_ms: float | None
+    ) -> None:
+        """Books the ms of a round in which anybody was asked for drafts, against those of plain steps of the same batch size.
+
+        Without `target_ms` prompts were computed beside, which is no part of it: then the cost model says what the step took.
+        """
+        batch, costs = len(spans), self.policy.costs
+        asking = sum(decision.method is not None for decision in decisions)
+        if not asking or not costs.known:
+            return
+        plain_ms, lengths = costs.plain(batch), [len(span.draft.tokens) for span in spans]
+        step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
+        for span, decision, verdict in zip(spans, decisions, verdicts, strict=True):
+            plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
+            row_ms = step_ms / (batch + sum(lengths))
+            span.seq.stats.spend(draft_ms / asking if decision.method else 0.0, row_ms * span.rows, plainly)
 
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:

@@ -81,7 +81,7 @@ class Speculation(Body):
     )
     acceptance: Acceptance | None = None
     join: bool | None = Field(None, description="whether look-ups go on where another method's draft ends")
-    policy: str | None = Field(None, description="how far to speculate: `fixed`, `adaptive`, `solo`, `shadow`, `auto`")
+    policy: str | None = Field(None, description="how far to speculate: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`")
     pool: str | None = Field(
         None,
         max_length=256,

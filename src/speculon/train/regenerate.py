@@ -27,7 +27,9 @@ def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch)
     done = [json.loads(line) for line in whole_lines(file)]
     if len(done) < settings.regenerate:
         watch.tell("loading the target, to write")
-        llm = LLM(settings.target, device=settings.device, max_num_seqs=CROWD, speculation={"method": "auto", "policy": "auto"})
+        llm = LLM(
+            settings.target, device=settings.device, max_num_seqs=CROWD, speculation={"method": "auto", "policy": "goodput"}
+        )
         room = min(settings.length, llm.engine.target.max_context) - settings.regenerate_tokens
         with watch.counting("writing texts", settings.regenerate, "texts") as advance, file.open("a", encoding="utf-8") as out:
             advance(len(done))
