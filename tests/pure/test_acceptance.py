@@ -47,7 +47,7 @@ def test_optimism_ends_with_experience() -> None:
     assert first > PRIOR + 0.1, "nothing is known: it is tried"
     assert known.survival()[0] == pytest.approx(known.chance(0), abs=0.01)
     known.discount(0.001)
-    assert known.survival()[0] > known.chance(0) + 0.1, "out of use for long: it is tried again"
+    assert known.chance(0) == pytest.approx(PRIOR, abs=0.01), "out of use for long: what was seen is forgotten"
 
 
 def test_survival_is_the_product_of_the_chances() -> None:
@@ -61,7 +61,7 @@ def test_a_class_begins_with_what_is_known_of_all() -> None:
     wider = learned(0.2)
     inner = Acceptance(wider)
     assert inner.chance(0) == pytest.approx(wider.overall())
-    for _ in range(100):
+    for _ in range(300):
         inner.observe([0], 1)
     assert inner.chance(0) > 0.9 and wider.chance(0) > 0.8, "the class tells all of them, too"
 
@@ -87,9 +87,3 @@ def test_acceptance_outlives_a_process() -> None:
     again.restore(known.state())
     assert [again.chance(i) for i in range(8)] == pytest.approx([known.chance(i) for i in range(8)], abs=0.02)
     assert again.survival()[0] < Acceptance().survival()[0] + 0.1
-
-
-@pytest.mark.parametrize("state", [[[0, 0, 2.0, 1.0]], [[99, 0, 0.0, 1.0]], [[0, 99, 0.0, 1.0]], [[0, 0, -1.0, 1.0]], [[0]], 3])
-def test_what_no_estimate_told_is_refused(state: object) -> None:
-    with pytest.raises(ValueError):
-        Acceptance().restore(state)

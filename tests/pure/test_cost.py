@@ -94,7 +94,7 @@ def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, kno
 def test_nothing_is_known_before_the_first_measurement() -> None:
     costs = Costs()
     assert not costs.known and costs.plain(1) is None and costs.proposal("model", 1, 4) == 0.0 and costs.calls("model") == 0
-    with pytest.raises(ValueError, match="no step"):
+    with pytest.raises(ValueError):
         costs.step(1)
     costs.observe_step(1, 0, 0, 0.0)  # a clock too coarse
     assert not costs.known

@@ -88,5 +88,5 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
 
 
 def test_texts_of_one_kind_are_told_by_the_request() -> None:
-    kinds = {shape_of(greedy, prompt) for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
+    kinds = {shape_of(greedy, prompt).name for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
     assert kinds == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.core import Ask, Decision, Draft, Reason, SpanKind, Stop, Verdict, no_draft
-from speculon.telemetry import EngineCounters, PlainCost, RequestStats, SpeculationStats, log_line
+from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
 KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
 
@@ -167,9 +167,9 @@ def test_sums_of_accounts_are_accounts_of_all_rounds(parts: list[list[tuple[Deci
 
 def test_adding_leaves_the_added_alone_and_sums_the_times() -> None:
     a, b = recorded(speculative(2)), recorded(speculative(1))
-    a.spend(1.0, 4.0, None, 3)
+    a.spend(1.0, 4.0, None)
     assert a.saved_ms is None
-    b.spend(1.0, 4.0, 3.0, 2)
+    b.spend(1.0, 4.0, 6.0)
     a.add(b)
     assert (a.draft_ms, a.verify_ms, a.saved_ms) == (2.0, 8.0, 1.0)
     assert b.rounds == 1 and b.accepted_at == {0: 1}
@@ -177,18 +177,8 @@ def test_adding_leaves_the_added_alone_and_sums_the_times() -> None:
 
 def test_savings_may_be_negative() -> None:
     stats = recorded(speculative(0))
-    stats.spend(draft_ms=2.0, verify_ms=9.0, plain_ms=5.0, emitted=1)
+    stats.spend(draft_ms=2.0, verify_ms=9.0, plain_ms=5.0)
     assert stats.saved_ms == -6.0
-
-
-def test_the_plain_cost_is_that_of_the_nearest_crowd() -> None:
-    cost = PlainCost()
-    assert cost.per_row(1) is None
-    cost.observe(1, 5.0)
-    cost.observe(8, 16.0)
-    assert (cost.per_row(1), cost.per_row(3), cost.per_row(6), cost.per_row(99)) == (5.0, 5.0, 2.0, 2.0)
-    cost.observe(1, 10.0)
-    assert 5.0 < (cost.per_row(1) or 0) < 10.0
 
 
 def test_a_snapshot_is_plain_data_and_does_not_move() -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from math import exp, log2, sqrt
 from operator import mul
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-POSITIONS = 16  # deeper ones count as the last
-BUCKETS = [1 / (1 + exp(-edge)) for edge in (-2.0, -1.0, 0.0, 0.7, 1.25, 2.0, 4.0)]  # of confidence, by log-odds
+POSITIONS = 16  # deeper ones count as the last: the most drafts of a round under this policy
+BUCKETS = [1 / (1 + exp(-edge)) for edge in (-2.0, -1.0, 0.0, 0.7, 1.25, 2.0, 4.0)]  # edges of confidence, by log-odds: a guess
 PRIOR = 0.6  # acceptance before anything is known: the mean over methods and workloads of docs/benchmarks/2-cores
-PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs, that of a sequence too: its class
-FADE = 0.99  # weight left to earlier drafts by a judged one at the same place: a memory of 100
-OWN_FADE = 0.95  # the same of one sequence's drafts: a memory of 20
+PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
+FADE = 0.99  # weight left to earlier drafts by a judged one at the same place, a memory of 100: least regret in virtual_time
+OWN_FADE = 0.95  # the same of one sequence's drafts, a memory of 20
 
 ANY = POSITIONS  # the place that all positions share
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 Place = tuple[Annotated[int, Field(ge=0, le=ANY)], Annotated[int, Field(ge=0, le=len(BUCKETS) + 1)], Weight, Weight]
-STATE: TypeAdapter[list[Place]] = TypeAdapter(list[Place])
+STATE: TypeAdapter[dict[str, dict[str, list[Place]]]] = TypeAdapter(dict[str, dict[str, list[Place]]])  # by class and method
 
 
 def buckets_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
@@ -34,12 +35,12 @@ def buckets_of(confidence: tuple[float, ...] | None, count: int) -> list[int]:
 class Beta:
     """Discounted counts, and their mean with its prior."""
 
-    mean: float
+    mean: float = PRIOR
     hits: float = 0.0
     tries: float = 0.0
 
-    def observe(self, hit: float, prior: float) -> None:
-        self.hits, self.tries = FADE * self.hits + hit, FADE * self.tries + 1.0
+    def observe(self, hits: float, tries: float, weight: float, prior: float) -> None:
+        self.hits, self.tries = weight * self.hits + hits, weight * self.tries + tries
         self.mean = (self.hits + PRIOR_DRAFTS * prior) / (self.tries + PRIOR_DRAFTS)
 
 
@@ -52,9 +53,9 @@ class Acceptance:
 
     def __init__(self, wider: Acceptance | None = None) -> None:
         self._wider = wider
-        self._at: dict[tuple[int, int], Beta] = {}
+        self._at: defaultdict[tuple[int, int], Beta] = defaultdict(Beta)
         self._survivals: dict[int, tuple[float, ...]] = {}  # by shift, until the next observation
-        self.seen = 0.0  # judged drafts, not discounted by later ones
+        self.seen = 0.0  # judged drafts, not discounted
 
     def chance(self, position: int, bucket: int = 0) -> float:
         found = self._at.get((position if position < POSITIONS else POSITIONS - 1, bucket))
@@ -63,9 +64,11 @@ class Acceptance:
     def overall(self, bucket: int = 0) -> float:
         """Over all positions."""
         found = self._at.get((ANY, bucket))
-        return self._prior(bucket) if found is None else found.mean
+        return self._prior(ANY, bucket) if found is None else found.mean
 
-    def _prior(self, bucket: int) -> float:
+    def _prior(self, place: int, bucket: int) -> float:
+        if place != ANY:
+            return self.overall(bucket)
         return self._wider.overall(bucket) if self._wider else self.overall() if bucket else PRIOR
 
     def chances(self, buckets: Sequence[int], shift: int = 0) -> list[float]:
@@ -77,12 +80,11 @@ class Acceptance:
 
         Each chance is taken a standard deviation of its estimate higher: the bonus of UCB (Auer 2002).
         """
-        found = self._survivals.get(shift)
-        if found is None:
+        if shift not in self._survivals:
             tries = PRIOR_DRAFTS + self.seen
             bounds = [min(1.0, c + sqrt(c * (1 - c) / tries)) for c in map(self.chance, range(POSITIONS))]
-            found = self._survivals[shift] = tuple(accumulate(shifted(bounds, shift), mul))
-        return found
+            self._survivals[shift] = tuple(accumulate(shifted(bounds, shift), mul))
+        return self._survivals[shift]
 
     def observe(self, buckets: Sequence[int], accepted: int) -> None:
         """Drafts of these buckets were judged, and the first `accepted` accepted: all of them, or all but the last."""
@@ -90,39 +92,25 @@ class Acceptance:
             self._wider.observe(buckets, accepted)
         self.seen += len(buckets)
         self._survivals.clear()
-        for place, (bucket, hit) in enumerate(zip(buckets, chain(repeat(1.0, accepted), repeat(0.0)), strict=False)):
-            place = min(place, POSITIONS - 1)
+        for position, (bucket, hit) in enumerate(zip(buckets, fates(accepted), strict=False)):
             for each in (bucket, 0) if bucket else (0,):
-                self._place(ANY, each).observe(hit, self._prior(each))
-                self._place(place, each).observe(hit, self.overall(each))
+                for place in (ANY, min(position, POSITIONS - 1)):
+                    self._at[place, each].observe(hit, 1.0, FADE, self._prior(place, each))
 
     def discount(self, weight: float) -> None:
         """Leaves this much weight to all that was seen: of a method that is out of use (D-UCB; Garivier and Moulines 2008)."""
-        self.seen *= weight
         self._survivals.clear()
         for (place, bucket), beta in self._at.items():
-            prior = self._prior(bucket) if place == ANY else self.overall(bucket)
-            beta.hits, beta.tries = weight * beta.hits, weight * beta.tries
-            beta.mean = (beta.hits + PRIOR_DRAFTS * prior) / (beta.tries + PRIOR_DRAFTS)
+            beta.observe(0.0, 0.0, weight, self._prior(place, bucket))
 
     def state(self) -> list[Place]:
         return [(*key, beta.hits, beta.tries) for key, beta in self._at.items()]
 
-    def restore(self, state: Any) -> None:
-        """Raises `ValueError` for what `state` cannot have told."""
-        for place, bucket, hits, tries in STATE.validate_python(state):
-            if hits > tries * (1 + 1e-9):  # rounding may make it a little more
-                raise ValueError(f"{hits} accepted of {tries} drafts")
-            beta = self._place(place, bucket)
-            beta.hits, beta.tries = hits, tries
-            self.seen += tries if (place, bucket) == (ANY, 0) else 0.0
+    def restore(self, state: list[Place]) -> None:
+        for place, bucket, hits, tries in state:
+            self._at[place, bucket].observe(min(hits, tries), tries, 0.0, PRIOR)
+        self.seen = self._at[ANY, 0].tries
         self.discount(1.0)
-
-    def _place(self, place: int, bucket: int) -> Beta:
-        found = self._at.get((place, bucket))
-        if found is None:
-            found = self._at[place, bucket] = Beta(PRIOR)
-        return found
 
 
 @dataclass(slots=True)
@@ -136,7 +124,7 @@ class SequenceAcceptance:
 
     def observe(self, acceptance: Acceptance, buckets: Sequence[int], accepted: int) -> None:
         """Drafts of these buckets were judged, and the first `accepted` accepted; `acceptance` is that of its class."""
-        for chance, hit in zip(acceptance.chances(buckets), chain(repeat(1.0, accepted), repeat(0.0)), strict=False):
+        for chance, hit in zip(acceptance.chances(buckets), fates(accepted), strict=False):
             self.accepted = OWN_FADE * self.accepted + hit
             self.expected = OWN_FADE * self.expected + chance
             self.judged = OWN_FADE * self.judged + 1.0
@@ -146,9 +134,12 @@ class SequenceAcceptance:
         return (hits + PRIOR_DRAFTS) / (self.judged - hits + PRIOR_DRAFTS)
 
 
+def fates(accepted: int) -> Iterable[float]:
+    """1 for each accepted draft, then 0."""
+    return chain(repeat(1.0, accepted), repeat(0.0))
+
+
 def shifted(chances: Iterable[float], shift: int) -> list[float]:
     """With the odds of a sequence of this shift."""
-    if not shift:
-        return list(chances)
     odds = 2 ** (shift / 2)
     return [chance * odds / (1 - chance + chance * odds) for chance in chances]

@@ -11,7 +11,7 @@ from speculon.control.adaptive import Adaptive
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed, Solo
 from speculon.control.goodput import Goodput
-from speculon.control.policy import Learning, Policy, Timing
+from speculon.control.policy import Estimate, Learning, Policy, Timing
 from speculon.control.shadow import ShadowPolicy
 from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
 
@@ -55,6 +55,9 @@ class Policies:
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         return self.of(seq.policy).trim(seq, method, draft)
+
+    def estimate(self, seq: Sequence) -> Estimate | None:
+        return self.of(seq.policy).estimate(seq)
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         self.costs.observe(spans, timing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from speculon.core import Decision, Draft, Load, Proposal, Sequence, Span, Verdict
 
@@ -15,6 +15,13 @@ class Timing:
 
     target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
     proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
+
+
+class Estimate(NamedTuple):
+    """What a policy expected of the draft that it let through, in tokens."""
+
+    tokens: float  # of its drafts, those accepted
+    price: float  # of its rows: what their time brings otherwise
 
 
 class Policy(Protocol):
@@ -31,6 +38,10 @@ class Policy(Protocol):
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """Drops positions that would cost more than they bring; an empty draft lets the next method be asked."""
         return draft
+
+    def estimate(self, seq: Sequence) -> Estimate | None:
+        """Of the draft of this round; None where the policy weighs none."""
+        return None
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         """Learns from the round."""

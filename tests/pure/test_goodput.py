@@ -1,0 +1,324 @@
+"""What the policy `goodput` does to tokens per ms, and what it decides, in scenes without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from random import Random
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from speculon.control import goodput as module
+from speculon.control.acceptance import Acceptance
+from speculon.control.cost import Costs, Prices
+from speculon.control.fixed import Fixed
+from speculon.control.goodput import Goodput
+from speculon.control.simulate import Played, Text, Way, World, play
+from speculon.core import Decision, Draft, Load, PromptShape, Reason
+from tests.builders import make_sequence
+
+# measured with the demo pair, one thread: ms of a step, of a lookup, of two draft models
+STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731
+LOOKUP: Callable[[int, int], float] = lambda texts, k: 0.02 * texts  # noqa: E731
+MODEL: Callable[[int, int], float] = lambda texts, k: (0.45 + 0.03 * texts) * k  # noqa: E731
+DEAR: Callable[[int, int], float] = lambda texts, k: 0.2 + (1.0 + 0.22 * texts) * k  # noqa: E731
+READ = 0.022  # ms of a token that the draft model has not read
+
+Accept = Callable[[int, int], float]  # (round, sequence) -> P(a draft is accepted | those before it were)
+
+
+def world(accept: Accept, texts: Callable[[int], int] = lambda number: 1, **more: Any) -> World:
+    return World(STEP, {"model": Way(accept, MODEL)}, texts, **more)
+
+
+def run(scene: Any, rounds: int, seed: int = 0, costs: Costs | None = None) -> Played:
+    """The policy in a scene, with a cost model of its own."""
+    costs = costs or Costs()
+    return play(Goodput(costs), scene, rounds, seed, costs)
+
+
+def fixed(make: Callable[[int], World], rounds: int = 2000, first: int = 200) -> float:
+    """The rate of the best fixed K."""
+    return max(play(Fixed(), make(k), rounds).rate(first) for k in (1, 2, 3, 4, 6, 8, 12, 16))
+
+
+def plain(texts: int) -> float:
+    return texts / STEP(texts, 0)
+
+
+@pytest.mark.parametrize("texts", [1, 8])
+@pytest.mark.parametrize("accept", [0.3, 0.6, 0.8, 0.95])
+def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts: int) -> None:
+    best = max(plain(texts), fixed(lambda k: world(lambda *_: accept, lambda _: texts, most=k)))
+    rates = [run(world(lambda *_: accept, lambda _: texts), 2000, seed).rate(200) for seed in range(4)]
+    assert mean(rates) > 0.96 * best and min(rates) > 0.94 * best
+
+
+@pytest.mark.parametrize("texts", [1, 8])
+def test_a_useless_drafter_costs_next_to_nothing(texts: int) -> None:
+    scene = world(lambda *_: 0.02, lambda _: texts)
+    assert run(scene, 3000).rate(200) > 0.99 * plain(texts)
+    assert play(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(texts), "fixed, it does harm"
+
+
+def test_a_drafter_that_collapses_is_out_soon() -> None:
+    played = run(world(lambda number, _: 0.8 if number < 500 else 0.0), 800)
+    assert all(played.drafted[480:500]) and sum(map(bool, played.drafted[540:])) < 15
+    assert played.rate(500) > 0.93 * plain(1)
+
+
+def test_a_drafter_that_recovers_is_used_again_within_400_rounds() -> None:
+    waited = []
+    for seed in range(20):
+        played = run(world(lambda number, _: 0.0 if number < 1000 else 0.8), 2600, seed)
+        waited.append(next(i for i in range(1600) if all(played.drafted[1000 + i : 1005 + i])))
+    assert sum(rounds < 400 for rounds in waited) >= 19, waited
+
+
+def test_sequences_that_differ_are_told_apart() -> None:
+    """Half of the sequences accept 0.9, half 0.2: no fixed K serves both."""
+    accept: Accept = lambda number, text: 0.9 if text % 2 else 0.2  # noqa: E731
+    best = fixed(lambda k: world(accept, lambda _: 4, most=k))
+    assert run(world(accept, lambda _: 4), 2000).rate(200) > 1.1 * best
+
+
+PHASES = {1: 2500, 64: 250}  # sequences -> rounds
+
+
+def swinging(texts: Callable[[int], int], most: int = 16) -> World:
+    return World(STEP, {"model": Way(lambda *_: 0.8, DEAR)}, texts, most)
+
+
+def swing(first: int) -> list[float]:
+    """Mean rate in each phase of a load that swings, over the better of plain and best fixed there."""
+    phases = [first, 65 - first] * 2
+    ends = list(accumulate(PHASES[texts] for texts in phases))
+    scene = swinging(lambda number: next(texts for texts, end in zip(phases, ends, strict=True) if number < end))
+    runs = [run(scene, ends[-1], seed) for seed in range(2)]
+    best = {
+        t: max(plain(t), *(play(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4))) for t in PHASES
+    }  # type: ignore[misc]
+    return [mean(one.rate(end - PHASES[t], end) for one in runs) / best[t] for t, end in zip(phases, ends, strict=True)]
+
+
+@pytest.mark.parametrize("first", PHASES)
+def test_load_that_swings_is_followed(first: int) -> None:
+    assert min(swing(first)) > 0.94
+
+
+class OneSize(Costs):
+    """Planted: whatever the batch, a step is priced as that of one sequence."""
+
+    def step(self, sequences: int, drafting: int = 0, rows: int = 0) -> float:
+        return super().step(1, int(drafting > 0), rows)
+
+
+def test_the_cost_of_the_wrong_batch_size_would_be_seen() -> None:
+    scene = world(lambda *_: 0.8, lambda _: 8)
+    best = fixed(lambda k: world(lambda *_: 0.8, lambda _: 8, most=k))
+    assert run(scene, 1000, costs=OneSize()).rate(200) < 0.95 * best < run(scene, 1000).rate(200)
+
+
+class Inverted(Costs):
+    """Planted: the sign of the price is wrong, so that rows and proposals seem to bring time."""
+
+    def row(self, sequences: int) -> float:
+        return -super().row(sequences)
+
+    def prices(self, method: str, sequences: int) -> Prices:
+        return Prices(*(-price for price in super().prices(method, sequences)))
+
+
+def test_the_wrong_sign_of_the_price_would_be_seen() -> None:
+    assert run(world(lambda *_: 0.02), 1000, costs=Inverted()).rate(200) < 0.9 * plain(1)
+
+
+class Unjudged(Acceptance):
+    """Planted: positions behind the first rejected draft count as rejected."""
+
+    def observe(self, buckets: Sequence[int], accepted: int) -> None:
+        super().observe([*buckets, *[0] * (8 - len(buckets))], accepted)
+
+
+def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = lambda k=16: world(lambda *_: 0.8, most=k)  # noqa: E731
+    right, best = run(make(), 2000).rate(200), fixed(make)
+    monkeypatch.setattr(module, "Acceptance", Unjudged)
+    wrong = run(make(), 2000).rate(200)
+    assert right > 0.96 * best and wrong < 0.93 * best
+
+
+def short(read_ms: float, most: int = 16) -> World:
+    """Eight sequences of a long prompt and 16 tokens at once, one after the other."""
+    return World(STEP, {"model": Way(lambda *_: 0.9, DEAR, read_ms)}, lambda _: 8, most, prompt=256, length=16)
+
+
+def test_a_sequence_too_short_for_the_prefill_of_a_drafter_is_left_alone() -> None:
+    assert run(short(READ), 1200).rate(300) > 0.98 * plain(8)
+    assert fixed(lambda k: short(READ, k), 1200, 300) < 0.9 * plain(8), "fixed, it does harm"
+
+
+def test_where_reading_is_free_the_same_sequences_are_drafted_for() -> None:
+    best = fixed(lambda k: short(0.0, k), 1200, 300)
+    assert best > 1.05 * plain(8) and run(short(0.0), 1200).rate(300) > 0.97 * best
+
+
+class Patchy(World):
+    """The lookup has nothing in every other round, and much in the others."""
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        return Draft() if method == "lookup" and number % 2 else super().draft(number, text, method, k, random)
+
+
+def test_a_dear_model_fills_the_gaps_of_a_lookup_only_where_that_pays() -> None:
+    lookup, model = Way(lambda *_: 0.98, LOOKUP, lookup=True), Way(lambda *_: 0.95, DEAR)
+    best = max(
+        fixed(lambda k, ways=ways: Patchy(STEP, ways, lambda _: 1, most=k), 1500, 300)  # type: ignore[misc]
+        for ways in ({"lookup": lookup, "model": model}, {"lookup": lookup})
+    )
+    assert run(Patchy(STEP, {"lookup": lookup, "model": model}, lambda _: 1), 1500).rate(300) > 0.97 * best
+
+
+def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
+    asked: list[int] = []
+
+    class Empty(World):
+        def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+            asked.append(number)
+            return Draft()
+
+    played = run(Empty(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 8), 1200)
+    early, late = (len({number for number in asked if first <= number < first + 100}) for first in (0, 1000))
+    assert early > 20 and 0 < late <= 100 / 12, "they are asked together, and never given up"
+    assert played.rate(600) > 0.99 * plain(8)
+
+
+class Gaps(World):
+    """Where the lookup has nothing the model is right, and the lookup has something behind its draft."""
+
+    stands = 0.9
+
+    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+        return Draft() if method == "lookup" else super().draft(number, text, method, min(k, 2), random)
+
+    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+        fate = tuple(int(random.random() < self.stands) for _ in range(k))
+        return draft.join(Draft(fate, ("lookup",) * k, confidence=(0.5,) * k))
+
+
+class Wrong(Gaps):
+    stands = 0.05
+
+
+def chained(scene: type[Gaps], join: bool | None = None) -> Played:
+    class Asking(scene):  # type: ignore[valid-type, misc]
+        def crowds(self) -> Any:
+            for running in super().crowds():
+                for text in running:
+                    text.join = join
+                yield running
+
+    ways = {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True), "model": Way(lambda *_: 0.8, MODEL)}
+    return run(Asking(STEP, ways, lambda _: 1), 1500)
+
+
+def tails(played: Played) -> float:
+    """Chained drafts per round that were verified."""
+    return sum(drafted["lookup"] for drafted in played.drafted[200:]) / len(played.drafted[200:])
+
+
+def test_drafts_are_chained_where_that_pays() -> None:
+    good, never, bad = chained(Gaps), chained(Gaps, join=False), chained(Wrong)
+    assert good.rate(200) > 1.15 * never.rate(200) and tails(never) == 0 < 2 < tails(good)
+    assert bad.rate(200) > 0.96 * chained(Wrong, join=False).rate(200) and tails(bad) < 0.5
+
+
+def test_a_cold_start_measures_before_it_asks_many() -> None:
+    costs = Costs()
+    policy, seqs = Goodput(costs), [make_sequence([1, 2, 3], methods=("model",)) for _ in range(8)]
+    assert {decision.reason for decision in policy.decide(seqs, Load(8, 0, 9))} == {Reason.COLD}
+    costs.observe_step(8, 0, 0, 8.0)
+    assert sum(decision.k > 0 for decision in policy.decide(seqs, Load(8, 0, 9))) == 1, "a new method is tried on one"
+
+
+def decide(costs: Costs, accept: float, texts: int, rounds: int = 300) -> list[Decision]:
+    """What is decided for so many sequences after rounds in which drafts were accepted so."""
+    policy = Goodput(costs)
+    play(policy, World(STEP, {"model": Way(lambda *_: accept, DEAR)}, lambda _: texts), rounds, costs=costs)
+    seqs = [make_sequence([1, 2, 3], methods=("model",)) for _ in range(texts)]
+    found: list[Decision] = []
+    for _ in range(40):  # probes draft now and then
+        found = policy.decide(seqs, Load(texts, 0, 9))
+        if not any(one.k for one in found):
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("accept", "texts", "reason"),
+    [(0.02, 1, Reason.LOW_ACCEPTANCE), (0.02, 8, Reason.LOW_ACCEPTANCE), (0.8, 64, Reason.LOAD), (0.8, 1, None)],
+)
+def test_the_reason_is_the_one_that_keeps_a_model_out(accept: float, texts: int, reason: Reason | None) -> None:
+    assert {one.reason for one in decide(Costs(), accept, texts)} == {reason}
+
+
+def test_a_model_too_dear_for_any_acceptance_is_refused_for_its_cost() -> None:
+    costs = Costs()
+    policy = Goodput(costs)
+    play(policy, World(STEP, {"model": Way(lambda *_: 1.0, lambda texts, k: 9.0 * k)}, lambda _: 1), 300, costs=costs)
+    seqs = [make_sequence([1, 2, 3], methods=("model",))]
+    assert Reason.COST in {policy.decide(seqs, Load(1, 0, 9))[0].reason for _ in range(3)}
+
+
+def test_lookups_out_of_turn_are_a_cooldown() -> None:
+    costs = Costs()
+    policy = Goodput(costs)
+    play(policy, World(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 1, length=100), 300, costs=costs)
+    seq = make_sequence([1, 2, 3], methods=("lookup",), lookups=frozenset({"lookup"}))
+    reasons = [policy.decide([seq], Load(1, 0, 9))[0].reason for _ in range(32)]
+    assert set(reasons) == {None, Reason.COOLDOWN} and reasons.count(None) <= 4
+
+
+@pytest.mark.parametrize(("favourable", "matches"), [(True, 0), (False, 2)])
+def test_a_lookup_of_an_unfavourable_prompt_shows_matches_before_it_is_verified(favourable: bool, matches: int) -> None:
+    shape = PromptShape("greedy", "path" if favourable else "no_signal", favourable)
+    seen: list[Text] = []
+
+    class Shaped(World):
+        def crowds(self) -> Any:
+            for running in super().crowds():
+                for text in running:
+                    text.shape = shape
+                seen[:] = running
+                yield running
+
+    played = run(Shaped(STEP, {"lookup": Way(lambda *_: 1.0, LOOKUP, lookup=True)}, lambda _: 1), 60)
+    first = next(i for i, drafted in enumerate(played.drafted) if drafted)
+    assert seen[0].cold_matches == matches and (first > 2 if matches else first <= 1)
+    assert all(played.drafted[first:]), "then they are"
+
+
+def test_what_was_learned_outlives_a_process() -> None:
+    costs, again_costs = Costs(), Costs()
+    policy, again, scene = Goodput(costs), Goodput(again_costs), world(lambda *_: 0.9)
+    play(policy, scene, 1000, costs=costs)
+    again.restore(policy.state())
+    again_costs.restore(costs.state())
+    played, fresh = play(again, scene, 20, costs=again_costs), run(scene, 20)
+    assert all(played.drafted) and not all(fresh.drafted), "it drafts from the first round on"
+    assert played.rate() > 1.1 * fresh.rate()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"greedy": 3},
+        *({"": {"model": [place]}} for place in ([99, 0, 0.0, 1.0], [0, 99, 0.0, 1.0], [0, 0, -1.0, 1.0], ["x"])),
+    ],
+)
+def test_what_no_policy_told_is_refused(state: object) -> None:
+    with pytest.raises(ValueError):
+        Goodput(Costs()).restore(state)
