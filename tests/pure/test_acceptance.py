@@ -46,8 +46,6 @@ def test_optimism_ends_with_experience() -> None:
     first, known = Acceptance().survival()[0], learned(0.5, 4000, k=1)
     assert first > PRIOR + 0.1, "nothing is known: it is tried"
     assert known.survival()[0] == pytest.approx(known.chance(0), abs=0.01)
-    known.discount(0.001)
-    assert known.chance(0) == pytest.approx(PRIOR, abs=0.01), "out of use for long: what was seen is forgotten"
 
 
 def test_survival_is_the_product_of_the_chances() -> None:

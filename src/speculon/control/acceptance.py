@@ -39,8 +39,8 @@ class Beta:
     hits: float = 0.0
     tries: float = 0.0
 
-    def observe(self, hits: float, tries: float, weight: float, prior: float) -> None:
-        self.hits, self.tries = weight * self.hits + hits, weight * self.tries + tries
+    def observe(self, hits: float, tries: float, prior: float) -> None:
+        self.hits, self.tries = FADE * self.hits + hits, FADE * self.tries + tries
         self.mean = (self.hits + PRIOR_DRAFTS * prior) / (self.tries + PRIOR_DRAFTS)
 
 
@@ -95,22 +95,15 @@ class Acceptance:
         for position, (bucket, hit) in enumerate(zip(buckets, fates(accepted), strict=False)):
             for each in (bucket, 0) if bucket else (0,):
                 for place in (ANY, min(position, POSITIONS - 1)):
-                    self._at[place, each].observe(hit, 1.0, FADE, self._prior(place, each))
-
-    def discount(self, weight: float) -> None:
-        """Leaves this much weight to all that was seen: of a method that is out of use (D-UCB; Garivier and Moulines 2008)."""
-        self._survivals.clear()
-        for (place, bucket), beta in self._at.items():
-            beta.observe(0.0, 0.0, weight, self._prior(place, bucket))
+                    self._at[place, each].observe(hit, 1.0, self._prior(place, each))
 
     def state(self) -> list[Place]:
         return [(*key, beta.hits, beta.tries) for key, beta in self._at.items()]
 
     def restore(self, state: list[Place]) -> None:
-        for place, bucket, hits, tries in state:
-            self._at[place, bucket].observe(min(hits, tries), tries, 0.0, PRIOR)
+        for place, bucket, hits, tries in sorted(state, reverse=True):  # that of all positions first, which is the others' prior
+            self._at[place, bucket].observe(min(hits, tries), tries, self._prior(place, bucket))
         self.seen = self._at[ANY, 0].tries
-        self.discount(1.0)
 
 
 @dataclass(slots=True)

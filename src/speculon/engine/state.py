@@ -26,7 +26,7 @@ from speculon.errors import ConfigError, SpeculonError
 if TYPE_CHECKING:
     from speculon.proposers.base import TargetFacts
 
-FORMAT = "speculon state 1"
+FORMAT = "speculon state 2"
 EVERY = 300.0  # seconds between two writings, while texts are written
 
 log = logging.getLogger("speculon")
