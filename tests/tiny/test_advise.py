@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,23 +15,26 @@ from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
 from speculon.bench import advise as advise_module
+from speculon.bench import advise_check as check_module
 from speculon.bench import advise_report
 from speculon.bench.advise import Advice, Wish, advise, ways_of
-from speculon.bench.advise_maths import Costs, total, walk
-from speculon.bench.advise_measure import CYCLES, PLAIN, RUNS, asking, grid, shadow, time_costs
+from speculon.bench.advise_check import Candidate
+from speculon.bench.advise_maths import Fit, Timed, Way, best, total, walk
+from speculon.bench.advise_measure import CYCLES, HALF, PLAIN, RUNS, asking, grid, shadow, time_rounds
 from speculon.bench.advise_prompts import Split
 from speculon.bench.advise_words import answer
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.workloads import Case
 from speculon.cli import app
 from speculon.config import EngineConfig
+from speculon.control.acceptance import Acceptance
 from speculon.control.policies import Policies
 from speculon.core import Draft, Sequence
 from speculon.demo import corpus
 from speculon.errors import BenchError, InvalidParameter, NeverFits, TooLong
 from speculon.proposers import registry
 from speculon.proposers.compose import Proposers
-from tests.pure.test_advise import costs_of
+from tests.pure.test_advise import rounds_of
 from tests.tiny.conftest import build
 from tests.tiny.folders import CONTEXT, make_folder, make_library
 from tests.tiny.scripted import Scripted
@@ -77,13 +83,13 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def as_dear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guess costs as much as a plain step; nothing is noisy."""
-    monkeypatch.setattr(advise_module, "time_costs", lambda *_: with_lookups(costs_of(guess=1.0)))
+    """A draft costs as much as a plain step; nothing is noisy."""
+    plant(monkeypatch, draft=1.0)
 
 
-def with_lookups(costs: Costs) -> Costs:
-    costs.draft["ngram"], costs.start["ngram"] = costs.draft["suffix"], [0.0]
-    return costs
+def plant(monkeypatch: pytest.MonkeyPatch, also: tuple[str, ...] = ("ngram",), **costs: float) -> None:
+    timed: list[Timed] = rounds_of(**costs, also=also)
+    monkeypatch.setattr(advise_module, "time_rounds", lambda *_: timed)
 
 
 def cases(llm: LLM, temperature: float = 0.0, max_tokens: int = 40) -> list[Case]:
@@ -126,23 +132,23 @@ def test_the_rounds_walked_are_those_of_the_engine(strange: LLM, own: LLM, tempe
         written = shadow(llm, some, ["suffix", "ngram", "draft_model"], K, 3, lambda n: None)
         for way in ways:
             for k in (1, 3, K):
-                done = total(walk(text.guesses, way.chain, k) for text in written)
+                done = total(walk(one.text, way.chain, k, Acceptance(fade=1.0)) for one in written)
                 found = engine_rounds(llm, some, way.name, k)
-                assert (done.rounds, done.drafts, sum(done.stood.values())) == found[:3], (way, k)
+                assert (done.rounds, done.drafts, done.accepted) == found[:3], (way, k)
                 assert done.drafts > 0 or way.name in ("suffix", "ngram")
 
 
 def test_a_walk_at_another_k_is_found_out(own: LLM) -> None:
-    """The twin: guesses of one text that are walked for another K than the engine ran do not give its counts."""
+    """The twin: drafts of one text that are walked for another K than the engine ran do not give its counts."""
     written = shadow(own, cases(own), ["draft_model"], K, 4, lambda n: None)
-    wrong = total(walk(text.guesses, ("draft_model",), K - 1) for text in written)
+    wrong = total(walk(one.text, ("draft_model",), K - 1, Acceptance(fade=1.0)) for one in written)
     assert (wrong.rounds, wrong.drafts) != engine_rounds(own, cases(own), "draft_model", K)[:2]
 
 
 def test_looking_leaves_no_trace(own: LLM) -> None:
     before = [measure(own, [case], {"method": "off"}).token_ids for case in cases(own)]
     looked = shadow(own, cases(own), ["suffix", "draft_model"], K, 2, lambda n: None)
-    time_costs(own, cases(own), ["suffix", "draft_model"], [1, 2], [1, 2], lambda n: None)
+    time_rounds(own, cases(own), ["suffix", "draft_model"], [1, 2], [1, 2], lambda n: None)
     assert type(own.engine.policy) is Policies and type(own.engine.proposers) is Proposers
     own.engine.check_integrity()
     assert own.engine.pool.available == own.engine.pool.num_blocks
@@ -153,27 +159,29 @@ def test_looking_leaves_no_trace(own: LLM) -> None:
 # times
 
 
-def test_every_cell_is_timed_as_often_as_said(own: LLM) -> None:
-    ks, crowds = grid(K), (1, 3)
-    costs = time_costs(own, cases(own), ["suffix", "draft_model"], ks, crowds, lambda n: None)
-    samples = RUNS * CYCLES
-    assert {point: len(ms) for point, ms in costs.verify.items()} == {
-        (crowd, k): samples * (PLAIN if k == 0 else 1) for crowd in crowds for k in (0, *ks)
-    }
-    assert {point: len(ms) for point, ms in costs.draft["draft_model"].items()} == {
-        (crowd, k): samples for crowd in crowds for k in ks
-    }
-    assert {name: len(ms) for name, ms in costs.start.items()} == {"suffix": 2 * RUNS, "draft_model": 2 * RUNS}
-    assert all(ms > 0 for some in costs.verify.values() for ms in some)
+def test_every_round_is_timed_as_often_as_said(own: LLM) -> None:
+    ks, batches, runs = grid(K), (1, 3), RUNS * CYCLES
+    timed = time_rounds(own, cases(own), ["suffix", "draft_model"], ks, batches, lambda n: None)
+    found = Counter((one.sequences, one.drafting, one.rows) for one in timed)
+    for batch in batches:
+        assert found[batch, 0, 0] == PLAIN * runs
+        assert [found[batch, batch, batch * k] for k in ks[1:]] == [runs] * (len(ks) - 1)
+        assert found[batch, batch, batch * ks[0]] == runs + 2 * RUNS  # and the first proposal of each method
+    assert sum(n for (batch, drafting, _), n in found.items() if 0 < drafting < batch) == HALF * runs
+    calls = [call for one in timed for name, call in one.proposals.items() if name == "draft_model"]
+    assert min(call.ms for call in calls) > 0 and min(one.ms for one in timed) > 0
+    assert max(call.unread for call in calls) > 3 * min(len(case.prompt) for case in cases(own)) - 3  # a whole batch of prompts
+    fit = Fit.of(timed, Random(0))
+    assert fit.readers == {"draft_model"} and fit.misfit(timed) < 0.5
 
 
 def test_what_cannot_be_timed_is_refused(folder: Path, own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     small = LLM(str(folder), prefix_cache=False, num_blocks=6)
-    with pytest.raises(NeverFits, match=r"4 texts at once need \d+ KV pages, the pool has 6"):
-        time_costs(small, cases(small), ["suffix"], [1], [4], lambda n: None)
+    with pytest.raises(NeverFits, match=r"4 sequences at once need \d+ KV pages, the pool has 6"):
+        time_rounds(small, cases(small), ["suffix"], [1], [4], lambda n: None)
     short = LLM(str(folder), prefix_cache=False, max_context=16)
     with pytest.raises(TooLong, match="the context is 16: lower K"):
-        time_costs(short, cases(short), ["suffix"], [1], [1], lambda n: None)
+        time_rounds(short, cases(short), ["suffix"], [1], [1], lambda n: None)
 
 
 def test_a_method_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,58 +203,75 @@ def advised(llm: LLM, **more: Any) -> Advice:
 
 
 def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On texts at which lookups have no luck, either. A row costs a twentieth of a step: here it would cost nothing."""
+    """On texts at which lookups find nothing, either. A row costs a twentieth of a step: here it would cost nothing."""
 
     class Liar(Scripted):
         def _draft(self, seq: Sequence, k: int) -> Draft:
             return Draft((seq.tokens[-1],) * k, ("liar",) * k)
 
-    costs = with_lookups(costs_of(guess=0.01))
-    costs.draft["liar"], costs.start["liar"] = costs.draft["draft_model"], [0.0]
-    monkeypatch.setattr(advise_module, "time_costs", lambda *_: costs)
+    plant(monkeypatch, ("ngram", "liar"), draft=0.01)
     monkeypatch.setattr(registry, "_registered", {"liar": lambda config, target: Liar({})})
     llm = LLM(str(folder), prefix_cache=False, speculation={"num_speculative_tokens": K})
     never = SamplingParams(temperature=30.0, seed=1, max_tokens=40)
     some = [Case(text, llm.tokenizer.encode(text), never) for text in PROMPTS]
     advice = advise(llm, Split.of({"prompts": some}), Wish((1, 2), k=K, method="liar", repeats=0))
     said = answer(advice)
-    assert not advice.helps and advice.settings == {"method": "off"} and said[0].startswith("No, leave drafting off")
-    assert all((one.walk.acceptance or 0) < 0.1 and one.ratio < 1 and not one.pays for one in advice.at(1, "liar"))
-    assert any(line.startswith("`liar` ") and "not even a free guess would pay" in line for line in said)
+    assert not advice.helps and advice.settings == {"method": "off"} and said[0].startswith("No: leave speculation off")
+    assert all((one.acceptance.rate() or 0) < 0.1 and one.ratio < 1 for one in advice.at(1, "liar"))
+    assert any("`liar` pays from" in line and "not even a free draft pays" in line for line in said)
 
 
 def test_the_target_as_its_own_draft_is_advised_against(own: LLM, as_dear: None) -> None:
     advice = advised(own, temperature=30.0)
     one = advice.at(1, "draft_model", K)[0]
-    assert one.walk.acceptance == 1 and one.ratio < 1 and not advice.helps
+    assert one.acceptance.rate() == 1 and one.ratio < 1 and not advice.helps
     assert any(
-        line.startswith("`draft_model` could not pay even if every guess stood (found: 100%): a guess costs 1.00 of a plain step")
+        line.startswith("By the cost model `draft_model` could not pay even if every draft were accepted (found: 100%)")
         for line in answer(advice)
     )
 
 
 def test_the_same_draft_at_a_tenth_of_the_cost_is_advised(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the two above: only the cost is another."""
-    monkeypatch.setattr(advise_module, "time_costs", lambda *_: with_lookups(costs_of(guess=0.1)))
+    plant(monkeypatch, draft=0.1)
     advice = advised(own, temperature=30.0)
-    assert advice.helps and "draft_model" in advice.candidate.way.chain and advice.candidate.k == K
+    assert advice.helps and "draft_model" in advice.chosen.way.chain and advice.chosen.k == K
 
 
-def test_a_live_check_overrules_what_does_not_hold(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are planted at which a draft pays a hundredfold; the check finds otherwise, and says so."""
-    monkeypatch.setattr(advise_module, "time_costs", lambda *_: with_lookups(costs_of(guess=0.0, row=0.0)))
-    slow = advise_module.check
+def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them on the same prompts, each request with its policy, the best prediction and the policy `goodput` among them."""
+    plant(monkeypatch, draft=0.1)
+    asked: list[tuple[str, str, str]] = []
+    measured = check_module.measure
+
+    def noted(llm: LLM, group: list[Case], speculation: Any) -> Measurement:
+        asked.append((group[0].name, speculation["method"], speculation["policy"]))
+        return measured(llm, group, speculation)
+
+    monkeypatch.setattr(check_module, "measure", noted)
+    advice = advise(own, split(own, temperature=30.0), Wish((1,), k=K, repeats=2))
+    candidates = [result.candidate for result in advice.checks[0].results]
+    assert Candidate(Way("auto", ("suffix", "draft_model"))) in candidates and len(candidates) == 5
+    by_group = Counter(name for name, *_ in asked)
+    assert set(by_group) == {PROMPTS[1], PROMPTS[3]} and by_group[PROMPTS[3]] == 2 * 7  # 2 repeats; the other one warms up, too
+    assert Counter(asked)[PROMPTS[3], "auto", "goodput"] == 2 and Counter(asked)[PROMPTS[3], "off", "fixed"] == 4
+    assert {policy for _, _, policy in asked} == {"fixed", "goodput"}
+
+
+def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are planted at which a draft pays fourfold; the measurement finds otherwise, and the answer says so."""
+    plant(monkeypatch, draft=0.0, row=0.0)
+    measured = check_module.result_of
 
     def half_as_fast(*arguments: Any) -> Any:
-        found = slow(*arguments)
-        object.__setattr__(found, "ratio", 0.5), object.__setattr__(found, "low", 0.4), object.__setattr__(found, "high", 0.6)
-        return found
+        return replace(measured(*arguments), ratio=0.5, low=0.4, high=0.6)
 
-    monkeypatch.setattr(advise_module, "check", half_as_fast)
+    monkeypatch.setattr(check_module, "result_of", half_as_fast)
     advice = advise(own, split(own, temperature=30.0), Wish((1,), k=K, repeats=1))
     said = answer(advice)
-    assert advice.candidate.pays and advice.overruled and advice.settings == {"method": "off"}
-    assert "measured live it was not faster" in said[0] and "PREDICTION AND MEASUREMENT DISAGREE" in said[-1]
+    assert best(advice.at(1)).low > 1 and advice.settings == {"method": "off"} and len(advice.checks) == 1
+    assert "measured 0.50x (0.40 to 0.60) over plain decoding" in said[0]
+    assert "PREDICTION AND MEASUREMENT DISAGREE" in said[1]
 
 
 # the command
@@ -265,14 +290,16 @@ def test_it_answers_writes_and_what_it_writes_is_used(folder: Path, tmp_path: Pa
     text = (tmp_path / "new" / "advise.md").read_text()
     assert said["answer"][0] in text and "| 2 | draft_model |" in text and said["toml"] in text
     assert "| draft_model | 100% | 100% | 100% | 100% |" in text and "| target | 2 | " in text
+    assert (tmp_path / "new" / "speculon.toml").read_text() == said["toml"] and said["next"].endswith("/mine.toml speculon serve")
     assert {one["method"] for one in said["estimates"]} == {"suffix", "ngram", "draft_model", "auto"}
     assert all(one["low"] <= one["high"] for one in said["estimates"])
     own = next(one for one in said["estimates"] if one["method"] == "draft_model")
-    assert own["acceptance"] == 1 and len(said["texts"]) == 2 and [check["held_out"] for check in said["checks"]][0] is True
+    assert own["acceptance"] == 1 and len(said["texts"]) == 2 and said["checks"][0]["held_out"] is True
+    assert {"auto"} == {one["method"] for one in said["checks"][0]["results"] if one["policy"] == "goodput"}
 
     monkeypatch.setenv("SPECULON_CONFIG", str(toml))
     config = EngineConfig()
-    assert config.block_size == 8
+    assert config.block_size == 8 and config.model == str(folder)
     assert {name: getattr(config.speculation, name) for name in said["settings"]} == said["settings"]
     flags = said["flags"].split()
     done = CliRunner().invoke(app, ["generate", "--model", str(folder), "--prompt", "x", "--max-tokens", "2", *flags])
@@ -283,11 +310,14 @@ def test_for_a_person_it_is_words_tables_and_settings(folder: Path, library: Non
     monkeypatch.setattr(advise_report, "find_spec", lambda name: None)
     few = ["--workloads", "code", "--max-tokens", "40", "--concurrency", "1", "--num-speculative-tokens", "2", "--repeats", "1"]
     code, out, err = cli(folder, *few)
-    assert code == 0 and out.startswith(("Yes, draft here", "No, leave drafting off"))
-    for part in ("A call of the target brings", "one text at a time", "speculon.toml:", "[speculation]", "or: --method"):
+    assert code == 0 and out.startswith(("Yes: use", "No: leave speculation off"))
+    parts = ("a target call with", "concurrency 1", "speculon.toml:", "[speculation]", "or: --model", "auto+goodput")
+    for part in (*parts, "next: SPECULON_CONFIG=speculon-advise/speculon.toml speculon serve"):
         assert part in out
     assert "no chart: matplotlib is missing" in err and "wrote speculon-advise/advise.md" in err
     assert not Path("speculon-advise/advise.png").exists()
+    monkeypatch.setenv("SPECULON_CONFIG", "speculon-advise/speculon.toml")
+    assert EngineConfig().model == str(folder)
 
 
 def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
@@ -327,7 +357,7 @@ def test_what_cannot_be_advised_on_is_refused(
         from tests.tiny.checkpoint import write_checkpoint
 
         write_checkpoint(tmp_path / "other")
-    monkeypatch.setattr(advise_module, "time_costs", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(advise_module, "time_rounds", lambda *_: pytest.fail("measured"))
     code, out, _ = cli(folder, *arguments, "--json")
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, kind) and message in error["message"]

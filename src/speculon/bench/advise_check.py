@@ -1,95 +1,148 @@
-"""An advice on trial: the setting against plain decoding on other prompts, in pairs, with plain decoding against itself."""
+"""Settings measured live: several candidates against plain decoding on held-out prompts, alternated in one run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speculon.bench.advise_maths import DRAWS, INTERVAL, Estimate
-from speculon.bench.advise_measure import asking
+from speculon.bench.advise_maths import DRAWS, INTERVAL, Way
+from speculon.bench.advise_measure import FIXED, NO_SPECULATION, asking
 from speculon.bench.cell import at_share
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.plan import AGAIN, Mode
 from speculon.bench.rounds import decoding
 from speculon.bench.run import alternate
 from speculon.bench.workloads import Case
+from speculon.config import USUAL_DRAFTS, SpeculationConfig
 from speculon.errors import BenchError
 from speculon.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-STRONG = 0.15  # guess: of the measured speed; a prediction this far off, beyond both intervals, was wrong
-ADVISED = "advised"
+GOODPUT = "goodput"  # the policy that sets K by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A setting that may be advised: a method at a fixed K, or under the policy that sets K by itself."""
+
+    way: Way
+    k: int | None = None  # None: set by the policy `goodput`
+
+    @property
+    def policy(self) -> str:
+        return GOODPUT if self.k is None else FIXED
+
+    @property
+    def label(self) -> str:
+        return f"`{self.way.name}`, policy `{GOODPUT}`" if self.k is None else f"`{self.way.name}`, K = {self.k}"
+
+    def request(self, config: SpeculationConfig) -> dict[str, Any]:
+        """What a request says, so that no default of the engine counts."""
+        return asking(self.way.name, USUAL_DRAFTS[GOODPUT](config) if self.k is None else self.k, self.policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a candidate reached live: decoding speed over plain, prompts left out, with a 90 % interval."""
+
+    candidate: Candidate
+    ratio: float
+    low: float
+    high: float
+    tokens_per_call: float
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a setting brought live. Speeds are those of decoding, as predicted: without the target's reading of prompts."""
+    """One run at one concurrency."""
 
-    setting: Estimate
-    ratio: float
-    low: float
-    high: float
-    again: float  # plain against plain
-    tokens_per_call: float
+    concurrency: int
+    results: tuple[Result, ...]
+    again: float  # plain decoding against itself: the noise
     texts: int
     held_out: bool  # whether nothing of them had been measured before
 
-    @property
-    def at_its_tokens(self) -> float:
-        """The prediction, had it known the tokens per call of these prompts: what is left is the error of the costs."""
-        return self.setting.ratio * self.tokens_per_call / self.setting.speed.tokens_per_call
+    def of(self, candidate: Candidate) -> Result | None:
+        return next((result for result in self.results if result.candidate == candidate), None)
 
     @property
-    def agrees(self) -> bool:
-        """Whether prediction and measurement could be the same number, or are close."""
-        overlap = self.low <= self.setting.high and self.setting.low <= self.high
-        return overlap or abs(self.setting.ratio / self.ratio - 1) <= STRONG
+    def fastest(self) -> Result:
+        return max(self.results, key=lambda result: result.ratio)
+
+
+class Pair(NamedTuple):
+    """The decoding steps of one measurement, and those of plain decoding on the same prompts in the same repeat."""
+
+    tokens: int
+    ms: float
+    sequences: int  # over all steps
+    plain_tokens: int
+    plain_ms: float
+
+    @classmethod
+    def of(cls, one: Measurement, plain: Measurement) -> Pair:
+        steps, base = decoding([one]), decoding([plain])
+        tokens, ms, sequences = (sum(getattr(step, name) for step in steps) for name in ("tokens", "step_ms", "spans"))
+        return cls(tokens, ms, sequences, sum(step.tokens for step in base), sum(step.step_ms for step in base))
 
 
 def check(
-    llm: LLM, setting: Estimate, cases: Sequence[Case], held_out: bool, repeats: int, advance: Callable[[int], None]
+    llm: LLM,
+    concurrency: int,
+    candidates: Sequence[Candidate],
+    cases: Sequence[Case],
+    held_out: bool,
+    repeats: int,
+    advance: Callable[[int], None],
 ) -> Check:
-    """Writes the cases in crowds of the setting's size; each group of texts is paired with itself."""
-    groups = crowds_of(cases, setting.texts)
-    modes = [Mode(OFF, {"method": OFF}), Mode(ADVISED, asking(setting.way.name, setting.k)), Mode(AGAIN, {"method": OFF})]
+    """All candidates, plain decoding, and plain decoding again, alternated; each group of prompts is paired with itself."""
+    groups = groups_of(cases, concurrency)
+    asked = {candidate.label: candidate.request(llm.config.speculation) for candidate in candidates}
+    modes = [Mode(name, said) for name, said in {OFF: NO_SPECULATION, **asked, AGAIN: NO_SPECULATION}.items()]
     runs: dict[str, list[list[Measurement]]] = {mode.label: [[] for _ in groups] for mode in modes}
     for mode in modes:  # warm-up, discarded
         measure(llm, groups[0], mode.speculation)
     for _, group, mode in alternate(repeats, len(groups), modes):
         runs[mode.label][group].append(measure(llm, groups[group], mode.speculation))
         advance(1)
-    pairs = list(zip(runs[ADVISED], runs[OFF], strict=True))
-    ratio = speed_of(runs[ADVISED]) / speed_of(runs[OFF])
-    rng = Random(0)
-    drawn = sorted(ratio_of(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
+    pairs = {
+        label: [list(map(Pair.of, *repeats)) for repeats in zip(some, runs[OFF], strict=True)] for label, some in runs.items()
+    }
+    results = tuple(result_of(candidate, pairs[candidate.label]) for candidate in candidates)
+    again = ratio_of(pair for group in pairs[AGAIN] for pair in group)
+    return Check(concurrency, results, again, len({case.name for case in cases}), held_out)
+
+
+def result_of(candidate: Candidate, groups: Sequence[Sequence[Pair]]) -> Result:
+    """The interval draws groups of prompts anew, and repeats within each."""
+    rng, every = Random(0), [pair for group in groups for pair in group]
+
+    def again() -> Iterable[Pair]:
+        return (pair for group in rng.choices(groups, k=len(groups)) for pair in rng.choices(group, k=len(group)))
+
+    drawn = sorted(ratio_of(again()) for _ in range(DRAWS))
     low, high = (at_share(drawn, share) for share in INTERVAL)
-    steps = decoding([one for some in runs[ADVISED] for one in some])
-    per_call = sum(step.tokens for step in steps) / sum(step.spans for step in steps)
-    again = speed_of(runs[AGAIN]) / speed_of(runs[OFF])
-    return Check(setting, ratio, low, high, again, per_call, len({case.name for case in cases}), held_out)
+    per_call = sum(pair.tokens for pair in every) / sum(pair.sequences for pair in every)
+    return Result(candidate, ratio_of(every), low, high, per_call)
 
 
-def crowds_of(cases: Sequence[Case], size: int) -> list[list[Case]]:
+def ratio_of(pairs: Iterable[Pair]) -> float:
+    """Tokens per ms over those of plain decoding."""
+    tokens, ms, _, plain_tokens, plain_ms = map(sum, zip(*pairs, strict=True))
+    if not tokens or not plain_tokens:
+        raise BenchError("no text of the check had a second token")
+    return tokens / ms * plain_ms / plain_tokens
+
+
+def groups_of(cases: Sequence[Case], size: int) -> list[list[Case]]:
     """All cases in groups of exactly `size`, the last filled up from the first."""
     return [[cases[(first + i) % len(cases)] for i in range(size)] for first in range(0, len(cases), size)]
 
 
-def checks_total(cases: int, crowds: Sequence[int], repeats: int) -> int:
-    """Measurements that `check` makes for several crowds."""
-    return sum(3 * repeats * -(-cases // crowd) for crowd in crowds)
-
-
-def ratio_of(pairs: Sequence[tuple[list[Measurement], list[Measurement]]]) -> float:
-    return speed_of([mine for mine, _ in pairs]) / speed_of([plain for _, plain in pairs])
-
-
-def speed_of(groups: Sequence[list[Measurement]]) -> float:
-    """Tokens per ms over all decoding steps."""
-    steps = decoding([one for some in groups for one in some])
-    if not steps:
-        raise BenchError("no text of the check had a second token")
-    return sum(step.tokens for step in steps) / sum(step.step_ms for step in steps)
+def checks_total(cases: int, concurrency: int, candidates: int, repeats: int) -> int:
+    """Measurements of one `check`."""
+    return (candidates + 2) * repeats * -(-cases // concurrency)

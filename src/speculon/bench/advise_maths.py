@@ -1,199 +1,50 @@
-"""Whether drafting pays, from measured guesses and measured times. Arithmetic alone: no model and no clock.
+"""Whether speculation pays, from recorded drafts and measured times. Arithmetic alone: no model and no clock.
 
-A plain step of B texts takes c_1 ms and brings each of them one token. A round takes draft_ms(K) + verify_ms(K + 1) and brings
-E = 1 + S_1 + ... + S_K tokens, where S_j is the share of rounds whose first j drafts all stand. With one acceptance a at every
-position S_j = a^j (Leviathan 2023, eq. 1). So drafting is E * c_1 / (draft_ms(K) + verify_ms(K + 1)) times as fast as plain.
+A plain step of B sequences takes T(B, 0, 0) ms and yields one token for each. A round with K drafts takes
+T(B, B, B K) + P(B, K) ms and yields E = 1 + S_1 + ... + S_K tokens for each, where S_j is the share of rounds whose first j
+drafts are all accepted. T and P are the cost model of the engine (`control.cost`), fitted to the measured rounds. With one
+acceptance rate a at every position S_j = a^j (Leviathan 2023, eq. 1).
 
-E is counted, not modelled. What each method guesses at every position of a plainly written text is known, so the rounds that
-drafting would have run over it are walked: from a position over the guesses that agree and one token more. That is exact
-for greedy and for seeded texts, at every K and for every chain of methods. The mean over all positions would not be: rounds
-begin after mistakes, where guessing is harder, so it promises too much.
+E is counted. What each method drafts at every position of a plainly generated text is known, so the rounds that speculation
+would have run are walked: from a position over the accepted drafts and one token more. That is exact for greedy and for seeded
+texts, at every K and for every chain of methods. The mean over all positions is higher: rounds begin after rejected drafts,
+where drafting is harder.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 from speculon.bench.cell import at_share
 from speculon.bench.rounds import equal_acceptance
+from speculon.cascade import ask_in_turn
+from speculon.control.acceptance import POSITIONS, Acceptance
+from speculon.control.cost import Costs
+from speculon.core import Ask, Proposal
 
-DRAWS = 200  # resampled worlds behind an interval
-POLISH = 3  # rounds of it: a fourth changes nothing that is shown
+DRAWS = 200  # resampled sets of texts behind an interval
+REFITS = 12  # cost models fitted to resampled rounds, which the draws use in turn: one fit takes 0.2 s
+PASSES = 4  # over the rounds: the cost model forgets, and begins at nothing
 INTERVAL = (0.05, 0.95)
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """What a method says at one position: how many tokens, and how many of the first ones are what follows."""
+class Recorded(NamedTuple):
+    """What a method drafted at one position: how many tokens, and how many of the first ones are what follows."""
 
     length: int
-    right: int
-
-
-Guesses = Sequence[Mapping[str, Guess]]  # of one text, position by position: method -> guess; no entry: it has none
-
-
-@dataclass(slots=True)
-class Walk:
-    """The rounds that a way of drafting needs for some texts."""
-
-    texts: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    drafts: int = 0
-    asked: dict[str, int] = field(default_factory=dict)  # method -> rounds in which it was asked
-    began: dict[str, int] = field(default_factory=dict)  # method -> texts that it was asked for
-    judged: dict[int, int] = field(default_factory=dict)  # position -> drafts there whose forerunners all stood
-    stood: dict[int, int] = field(default_factory=dict)  # position -> those of them that stood, too
-
-    @property
-    def tokens_per_round(self) -> float:
-        """E."""
-        return self.tokens / self.rounds
-
-    @property
-    def acceptance(self) -> float | None:
-        """Of drafts whose forerunners all stood; None when nothing was drafted."""
-        return sum(self.stood.values()) / sum(self.judged.values()) if self.judged else None
-
-    @property
-    def per_position(self) -> list[float]:
-        """Acceptance at position 1, 2, .., of drafts whose forerunners all stood."""
-        return [self.stood.get(i, 0) / n for i, n in sorted(self.judged.items())]
-
-    @property
-    def survival(self) -> list[float]:
-        """S_1 .. S_K, over all rounds, those without a draft too."""
-        return [self.stood.get(i, 0) / self.rounds for i in range(max(self.stood, default=-1) + 1)]
-
-
-def walk(guesses: Guesses, chain: Sequence[str], k: int) -> Walk:
-    """The rounds over one text when the methods of `chain` are asked in turn for at most `k` tokens, until one has some."""
-    done, at = Walk(texts=1), 0
-    while at < len(guesses):
-        length = right = 0
-        for method in chain if k else ():
-            done.asked[method] = done.asked.get(method, 0) + 1
-            if guess := guesses[at].get(method):
-                length, right = min(guess.length, k), min(guess.right, k)
-                break
-        done.rounds += 1
-        done.drafts += length
-        for position in range(min(right + 1, length)):
-            done.judged[position] = done.judged.get(position, 0) + 1
-        done.tokens += min(right + 1, len(guesses) - at)
-        for position in range(right):
-            done.stood[position] = done.stood.get(position, 0) + 1
-        at += right + 1
-    done.began = dict.fromkeys(done.asked, 1)
-    return done
-
-
-def total(walks: Iterable[Walk]) -> Walk:
-    whole = Walk()
-    for one in walks:
-        for part in fields(Walk):
-            mine, theirs = getattr(whole, part.name), getattr(one, part.name)
-            if isinstance(mine, dict):
-                for key, n in theirs.items():
-                    mine[key] = mine.get(key, 0) + n
-            else:
-                setattr(whole, part.name, mine + theirs)
-    return whole
-
-
-class Grid:
-    """Milliseconds over (texts at once, drafts of each), linear between what was measured, and constant beyond."""
-
-    def __init__(self, ms: Mapping[tuple[int, int], float]):
-        self._ms = ms
-        self._axes = [sorted({point[axis] for point in ms}) for axis in (0, 1)]
-
-    def at(self, texts: float, drafts: float) -> float:
-        (x0, x1, u), (y0, y1, v) = (bracket(axis, value) for axis, value in zip(self._axes, (texts, drafts), strict=True))
-        low = self._ms[x0, y0] * (1 - v) + self._ms[x0, y1] * v
-        high = self._ms[x1, y0] * (1 - v) + self._ms[x1, y1] * v
-        return low * (1 - u) + high * u
-
-
-def bracket(axis: list[int], value: float) -> tuple[int, int, float]:
-    """The neighbours of a value, and how far it is from the lower one as a share of their distance."""
-    value = min(max(value, axis[0]), axis[-1])
-    i = min(bisect_right(axis, value), len(axis) - 1)
-    low, high = axis[max(i - 1, 0)], axis[i]
-    return low, high, (value - low) / (high - low) if high > low else 0.0
-
-
-Samples = dict[tuple[int, int], list[float]]  # (texts, drafts of each) -> ms, once measured
-
-
-Cycle = dict[tuple[str | None, int], list[float]]  # (method, K) -> ms of a proposal; no method: of a step with K drafts
-
-
-def levelled(cycles: Sequence[Cycle]) -> list[Cycle]:
-    """The same times as if the machine had been equally fast in all cycles.
-
-    A busy machine slows everything for a while. How much is told by each cycle itself: its level is the median of its times, as
-    multiples of the medians of the same things over all cycles (the rows of a median polish; Tukey 1977).
-    """
-    levels = [1.0] * len(cycles)
-    for _ in range(POLISH):
-        usual = {
-            what: median(ms / level for cycle, level in zip(cycles, levels, strict=True) for ms in cycle.get(what, ()))
-            for what in {what for cycle in cycles for what in cycle}
-        }
-        levels = [median(ms / usual[what] for what, some in cycle.items() for ms in some if what[0] is None) for cycle in cycles]
-    return [
-        {what: [ms / level for ms in some] for what, some in cycle.items()} for cycle, level in zip(cycles, levels, strict=True)
-    ]
-
-
-@dataclass(slots=True)
-class Costs:
-    """All that was timed, in ms."""
-
-    verify: Samples = field(default_factory=dict)  # a step without its proposals; no drafts: a plain step
-    draft: dict[str, Samples] = field(default_factory=dict)  # method -> a proposal
-    start: dict[str, list[float]] = field(default_factory=dict)  # method -> its first proposal for a text: it reads the prompt
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """One value for each cost."""
+class Text:
+    """A plainly generated text: the length of its prompt, and what each method drafted after each of its tokens."""
 
-    verify: Grid
-    draft: Mapping[str, Grid]
-    start: Mapping[str, float]  # what the first proposal takes beyond any other
-
-    @classmethod
-    def of(cls, costs: Costs, rng: Random | None = None) -> Prices:
-        """Medians; with `rng`, of as many samples drawn anew."""
-
-        def middle(samples: list[float]) -> float:
-            return median(samples if rng is None else rng.choices(samples, k=len(samples)))
-
-        def grid(samples: Samples) -> Grid:
-            return Grid({point: middle(ms) for point, ms in samples.items()})
-
-        draft = {method: grid(samples) for method, samples in costs.draft.items()}
-        start = {method: max(0.0, middle(ms) - draft[method].at(1, 1)) for method, ms in costs.start.items()}
-        return cls(grid(costs.verify), draft, start)
-
-    def plain_ms(self, texts: int) -> float:
-        return self.verify.at(texts, 0)
-
-    def call_ms(self, method: str, share: float, texts: int, k: int) -> float:
-        """Of a method in a round of `texts` texts, a `share` of which ask it, each by chance: mostly all, or few of many."""
-        some = 1 - (1 - min(share, 1.0)) ** texts
-        return some * self.draft[method].at(texts * share / some, k) if some else 0.0
-
-    def full_round(self, chain: Sequence[str], texts: int, k: int) -> float:
-        """Ms of a round in which every text has K drafts, of the last method of the chain."""
-        return self.verify.at(texts, k) + sum(self.draft[method].at(texts, k) for method in chain)
+    prompt: int
+    drafts: Sequence[Mapping[str, Recorded]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +53,133 @@ class Way:
 
     name: str
     chain: tuple[str, ...]
+
+
+class Walk(NamedTuple):
+    """The rounds that a way of drafting needs for some texts. The last two are by method, in the order of the chain."""
+
+    rounds: int
+    tokens: int
+    drafting: int  # rounds with a draft
+    drafts: int
+    accepted: int
+    asked: tuple[int, ...]  # rounds in which the method was asked
+    unread: tuple[int, ...]  # tokens that the method had to read before it drafted
+
+    @property
+    def tokens_per_call(self) -> float:
+        """E."""
+        return self.tokens / self.rounds
+
+
+def walk(text: Text, chain: Sequence[str], k: int, acceptance: Acceptance) -> Walk:
+    """The rounds over one text when the methods of `chain` are asked in turn for at most `k` drafts; `acceptance` learns."""
+    asks = {0: [Ask(method, k) for method in chain]}
+    asked, unread, has = (dict.fromkeys(chain, 0) for _ in range(3))
+    at = rounds = drafting = drafts = accepted = 0
+    length = right = 0
+
+    def propose(method: str, rooms: dict[int, int]) -> Iterable[int]:
+        nonlocal length, right
+        found, tokens = text.drafts[at].get(method, Recorded(0, 0)), text.prompt + 1 + at
+        length, right = min(found.length, k), min(found.accepted, k)
+        asked[method] += 1
+        unread[method] += max(0, tokens - has[method] - 1)
+        has[method] = tokens + min(right, max(0, length - 1))
+        return rooms if length else ()
+
+    while at < len(text.drafts):
+        length = right = 0
+        ask_in_turn(asks, propose)
+        rounds, drafts, accepted = rounds + 1, drafts + length, accepted + right
+        if length:
+            drafting += 1
+            acceptance.observe([0] * min(length, right + (at + right < len(text.drafts))), right)
+        at += right + 1
+    return Walk(rounds, len(text.drafts), drafting, drafts, accepted, tuple(asked.values()), tuple(unread.values()))
+
+
+def total(walks: Iterable[Walk]) -> Walk:
+    rounds, tokens, drafting, drafts, accepted, *by_method = zip(*walks, strict=True)
+    asked, unread = (tuple(map(sum, zip(*some, strict=True))) for some in by_method)
+    return Walk(sum(rounds), sum(tokens), sum(drafting), sum(drafts), sum(accepted), asked, unread)
+
+
+def by_position(acceptance: Acceptance) -> list[float]:
+    """Acceptance rate at position 1, 2, .. of drafts that were judged: those before them were accepted."""
+    rates = map(acceptance.rate, range(POSITIONS))
+    return [rate for rate in rates if rate is not None]
+
+
+# costs
+
+
+class Timed(NamedTuple):
+    """A round that was timed: a step of the target, and the proposals before it."""
+
+    sequences: int
+    drafting: int  # sequences with drafts
+    rows: int  # drafts of all of them
+    ms: float  # without the proposals
+    proposals: Mapping[str, Proposal]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The cost model fitted to some rounds, and the methods that read a sequence before they draft."""
+
+    costs: Costs
+    readers: frozenset[str]
+
+    @classmethod
+    def of(cls, rounds: Sequence[Timed], rng: Random) -> Fit:
+        """In random order: the model forgets, and no batch size is to be the last."""
+        costs = Costs()
+        for _ in range(PASSES):
+            for one in rng.sample(rounds, len(rounds)):
+                costs.observe_step(one.sequences, one.drafting, one.rows, one.ms)
+                for method, call in one.proposals.items():
+                    costs.observe_proposal(method, call)
+        return cls(costs, frozenset(method for one in rounds for method, call in one.proposals.items() if call.unread))
+
+    def misfit(self, rounds: Sequence[Timed]) -> float:
+        """Median relative error of a step's time."""
+        return median(abs(self.costs.step(one.sequences, one.drafting, one.rows) / max(one.ms, 1e-6) - 1) for one in rounds)
+
+    def step_ms(self, batch: int, done: Walk) -> float:
+        """Mean time of a step of sequences that draft independently, each in the share of rounds that was found."""
+        share, rows = done.drafting / done.rounds, done.drafts / max(1, done.drafting)
+        none, every = (1 - share) ** batch, share**batch
+        some = 1 - none - every
+        ms = none * self.costs.step(batch)
+        if every:
+            ms += every * self.costs.step(batch, batch, batch * rows)
+        if some > 1e-9:
+            drafting = batch * (share - every) / some
+            ms += some * self.costs.step(batch, drafting, drafting * rows)
+        return ms
+
+    def proposal_ms(self, method: str, asked: float, batch: int, k: int) -> float:
+        """Mean time of a method's proposal per step, where each sequence asks it in this share of rounds."""
+        price = self.costs.prices(method, batch)
+        return (1 - (1 - asked) ** batch) * (price.call + price.depth * k) + price.draft * k * batch * asked
+
+    def read_ms(self, method: str, unread: float, batch: int) -> float:
+        """Mean time of reading per step, where each sequence has so many tokens to read: all wait while one is read."""
+        return self.costs.prices(method, batch).unread * unread * batch if method in self.readers else 0.0
+
+    def full_round(self, chain: Sequence[str], batch: int, k: int) -> float:
+        """ms of a round in which every sequence has K drafts, of the last method of the chain."""
+        return self.costs.step(batch, batch, batch * k) + sum(self.costs.proposal(method, batch, k) for method in chain)
+
+
+def fits(rounds: Sequence[Timed], seed: int = 0) -> list[Fit]:
+    """The cost model fitted to all rounds, then to rounds that are drawn anew."""
+    rng = Random(seed)
+    return [Fit.of(rounds, rng), *(Fit.of(rng.choices(rounds, k=len(rounds)), rng) for _ in range(REFITS))]
+
+
+# speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,88 +191,59 @@ class Speed:
     plain_ms: float
     verify_ms: float
     draft_ms: float
-    start_ms: float  # the drafter's reading of prompts, spread over all rounds
+    read_ms: float  # the drafters' reading of prompts and of tokens that others drafted, spread over all rounds
+
+    @property
+    def round_ms(self) -> float:
+        return self.verify_ms + self.draft_ms + self.read_ms
 
 
-def speed(done: Walk, way: Way, k: int, texts: int, prices: Prices) -> Speed:
-    """E * plain_ms / (verify_ms + draft_ms + start_ms) of the walked rounds, `texts` of them at once.
-
-    A text without a draft is a row without drafts, so rows are taken at their mean; and all texts wait while a drafter reads
-    the prompt of one. Not counted: what a draft model has to catch up on after rounds in which it was not asked.
-    """
-    e = done.tokens_per_round
-    plain_ms, verify_ms = prices.plain_ms(texts), prices.verify.at(texts, done.drafts / done.rounds)
-    draft_ms = sum(prices.call_ms(method, n / done.rounds, texts, k) for method, n in done.asked.items())
-    start_ms = sum(prices.start[method] * texts * n / done.rounds for method, n in done.began.items())
-    return Speed(e * plain_ms / (verify_ms + draft_ms + start_ms), e, plain_ms, verify_ms, draft_ms, start_ms)
+def speed(done: Walk, way: Way, k: int, batch: int, fit: Fit) -> Speed:
+    """E * plain_ms / (verify_ms + draft_ms + read_ms) of the walked rounds, in batches of this size."""
+    e, rounds = done.tokens_per_call, done.rounds
+    plain_ms, verify_ms = fit.costs.step(batch), fit.step_ms(batch, done)
+    draft_ms = sum(fit.proposal_ms(method, n / rounds, batch, k) for method, n in zip(way.chain, done.asked, strict=True))
+    read_ms = sum(fit.read_ms(method, n / rounds, batch) for method, n in zip(way.chain, done.unread, strict=True))
+    return Speed(e * plain_ms / (verify_ms + draft_ms + read_ms), e, plain_ms, verify_ms, draft_ms, read_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a setting is expected to bring, with 90 % of the worlds that the same measurements could have come from."""
+    """The predicted speed of a setting, with a 90 % interval from texts and times that are drawn anew."""
 
     way: Way
     k: int
-    texts: int  # at once
+    batch: int
     speed: Speed
     low: float
     high: float
-    walk: Walk
+    acceptance: Acceptance
 
     @property
     def ratio(self) -> float:
         return self.speed.ratio
 
     @property
-    def pays(self) -> bool:
-        """Whether it is faster than plain beyond the noise."""
-        return self.low > 1
-
-    @property
-    def open(self) -> bool:
-        """Whether the noise leaves open if it pays."""
-        return self.low <= 1 < self.ratio
-
-    @property
-    def guess_cost(self) -> float:
-        """Ms of one guess / ms of a plain step: the size ratio that counts."""
+    def draft_cost(self) -> float:
+        """ms of one draft / ms of a plain step: the size ratio that counts."""
         return self.speed.draft_ms / max(1, self.k) / self.speed.plain_ms
 
 
 def estimate(
-    texts: Sequence[Guesses], ways: Sequence[Way], ks: Sequence[int], crowds: Sequence[int], costs: Costs, seed: int = 0
+    texts: Sequence[Text], ways: Sequence[Way], ks: Iterable[int], batches: Sequence[int], worlds: Sequence[Fit], seed: int = 0
 ) -> list[Estimate]:
-    """Every way at every K and crowd. The interval draws texts and times anew, the same ones for all settings."""
-    rng, prices = Random(seed), Prices.of(costs)
-    walks = {(way, k): [walk(guesses, way.chain, k) for guesses in texts] for way in ways for k in ks}
-    counts = {(way, k): [counted(one, way) for one in some] for (way, k), some in walks.items()}
-    settings = [(way, k, crowd) for way in ways for k in ks for crowd in crowds]
-    drawn: dict[tuple[Way, int, int], list[float]] = {setting: [] for setting in settings}
-    for _ in range(DRAWS):
-        world, chosen = Prices.of(costs, rng), rng.choices(range(len(texts)), k=len(texts))
-        wholes = {setting: added([some[i] for i in chosen], setting[0]) for setting, some in counts.items()}
-        for way, k, crowd in settings:
-            drawn[way, k, crowd].append(speed(wholes[way, k], way, k, crowd, world).ratio)
-    found = []
-    for way, k, crowd in settings:
-        whole, ordered = total(walks[way, k]), sorted(drawn[way, k, crowd])
-        low, high = (at_share(ordered, share) for share in INTERVAL)
-        found.append(Estimate(way, k, crowd, speed(whole, way, k, crowd, prices), low, high, whole))
+    """Every way at every K and batch size, by the first of the fits. The interval draws texts, the same ones for all settings."""
+    rng, found = Random(seed), list[Estimate]()
+    drawn = [rng.choices(range(len(texts)), k=len(texts)) for _ in range(DRAWS)]
+    for way, k in [(way, k) for way in ways for k in ks]:
+        acceptance = Acceptance(fade=1.0)
+        walks = [walk(text, way.chain, k, acceptance) for text in texts]
+        whole, wholes = total(walks), [total(walks[i] for i in chosen) for chosen in drawn]
+        for batch in batches:
+            ratios = sorted(speed(one, way, k, batch, worlds[1 + i % (len(worlds) - 1)]).ratio for i, one in enumerate(wholes))
+            low, high = (at_share(ratios, share) for share in INTERVAL)
+            found.append(Estimate(way, k, batch, speed(whole, way, k, batch, worlds[0]), low, high, acceptance))
     return found
-
-
-def counted(done: Walk, way: Way) -> tuple[int, ...]:
-    """What `speed` wants to know, in a form that is added up quickly: it is, for every world and setting."""
-    asked = (done.asked.get(method, 0) for method in way.chain)
-    return (done.tokens, done.rounds, done.drafts, *asked, *(done.began.get(method, 0) for method in way.chain))
-
-
-def added(counts: list[tuple[int, ...]], way: Way) -> Walk:
-    tokens, rounds, drafts, *rest = map(sum, zip(*counts, strict=True))
-    asked, began = rest[: len(way.chain)], rest[len(way.chain) :]
-    done = Walk(len(counts), tokens, rounds, drafts)
-    done.asked, done.began = (dict(zip(way.chain, some, strict=True)) for some in (asked, began))
-    return done
 
 
 def best(estimates: Iterable[Estimate]) -> Estimate:
@@ -305,46 +254,20 @@ def best(estimates: Iterable[Estimate]) -> Estimate:
 # what it would take
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """E = sum_{i=0..K} a^i."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
-def best_k(acceptance: float, round_costs: Sequence[float]) -> int:
-    """The K of the fastest rounds when every draft stands with probability a; 0 when none is faster than plain.
-
-    `round_costs[K - 1]` is (draft_ms(K) + verify_ms(K + 1)) / plain_ms.
-    """
-    speeds = [1.0, *(expected_tokens(acceptance, k) / cost for k, cost in enumerate(round_costs, 1))]
-    return max(range(len(speeds)), key=speeds.__getitem__)
-
-
 def break_even(round_costs: Sequence[float]) -> tuple[float, int] | None:
-    """The lowest acceptance from which on some K pays, and that K; None when none would even if every draft stood.
+    """The lowest acceptance rate from which on some K pays, and that K; None when none would even if every draft were accepted.
 
-    The a of sum_{i=0..K} a^i = round_costs[K - 1], at the K where it is lowest.
+    `round_costs[K - 1]` is (draft_ms(K) + verify_ms(K + 1)) / plain_ms. It is the a of
+    sum_{i=0..K} a^i = round_costs[K - 1], at the K where it is lowest.
     """
     needed = [(a, k) for k, cost in enumerate(round_costs, 1) if (a := equal_acceptance(cost, k)) is not None]
     return min(needed) if needed else None
 
 
-def dearest_guess(estimates: Iterable[Estimate]) -> float:
-    """The most that a guess may cost, as a share of a plain step, for some K to pay at the acceptance found; below 0: none may.
+def dearest_draft(estimates: Iterable[Estimate]) -> float:
+    """The most that a draft may cost, as a share of a plain step, for some K to pay at the acceptance found; below 0: none may.
 
-    E * plain_ms = r * K * plain_ms + verify_ms + start_ms, solved for r, at the K where it is largest.
+    E * plain_ms = r * K * plain_ms + verify_ms + read_ms, solved for r, at the K where it is largest.
     """
-    found = []
-    for one in estimates:
-        now = one.speed
-        found.append((now.tokens_per_call * now.plain_ms - now.verify_ms - now.start_ms) / (one.k * now.plain_ms))
-    return max(found)
-
-
-def largest_crowd(pays: Mapping[int, bool]) -> int | None:
-    """The most texts at once up to which it pays without a gap; None when it does not pay at the fewest."""
-    largest = None
-    for crowd in sorted(pays):
-        if not pays[crowd]:
-            break
-        largest = crowd
-    return largest
+    speeds = [(one.k, one.speed) for one in estimates]
+    return max((now.tokens_per_call * now.plain_ms - now.verify_ms - now.read_ms) / (k * now.plain_ms) for k, now in speeds)

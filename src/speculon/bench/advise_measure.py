@@ -1,4 +1,4 @@
-"""What an advice is made of: guesses at every position of plainly written texts, and the times of steps and proposals."""
+"""What an advice is made of: drafts at every position of plainly generated texts, and the times of steps and proposals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speculon.bench.advise_maths import Costs, Cycle, Guess, Guesses, levelled
+from speculon.bench.advise_maths import Recorded, Text, Timed
 from speculon.bench.cell import stuck
-from speculon.bench.measure import Step, measure, recording
+from speculon.bench.measure import measure
 from speculon.bench.workloads import Case
-from speculon.control.policy import Timing
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Span, Verdict, ceil_div
-from speculon.core import Sequence as Text
+from speculon.control.cost import Costs
+from speculon.control.policy import Policy, Timing
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Span, Verdict, ceil_div
+from speculon.core import Sequence as Request
 from speculon.errors import BenchError, NeverFits, TooLong
+from speculon.proposers.registry import OFF
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
     from speculon.llm import LLM
     from speculon.proposers.compose import Proposers
 
-RUNS = 3  # per crowd, each over other prompts
+RUNS = 3  # per batch size, each over other prompts
 CYCLES = 5  # of all K within a run
-PLAIN = 2  # plain steps in each
-GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # drafts that are timed; what lies between is interpolated
+PLAIN, HALF = 2, 2  # steps in each cycle in which no sequence drafts, and every other one
+GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # drafts that are timed
 PLANTED = "planted"
+FIXED = "fixed"  # the policy of all settings with a K
+NO_SPECULATION = {"method": OFF, "policy": FIXED}
 
 Advance = Callable[[int], None]
 
@@ -36,37 +40,34 @@ def grid(most: int) -> tuple[int, ...]:
     return (*(k for k in GRID if k < most), most)
 
 
-# guesses
+# drafts
 
 
-class Shadow:
-    """A policy that has every method guess at each position, notes the guesses, and has none of them verified."""
+class Shadow(Policy):
+    """Has every method draft at each position, notes the drafts, and has none of them verified."""
 
     def __init__(self, methods: Sequence[str], k: int):
-        self.methods, self.k = tuple(methods), k
-        self.drafts: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}  # sequence id -> tokens written -> by method
+        self.methods, self.k, self.costs = tuple(methods), k, Costs()
+        self.drafts: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}  # sequence id -> tokens generated -> by method
 
-    def decide(self, seqs: list[Text], load: Load) -> list[Decision]:
+    def decide(self, seqs: list[Request], load: Load) -> list[Decision]:
         for seq in seqs:
             self.drafts.setdefault(seq.id, {})[seq.num_output] = {}
         return [ask(seq, self.methods, self.k) for seq in seqs]
 
-    def confirm(self, method: str, seqs: list[Text], ks: list[int]) -> list[int]:
-        return ks
-
-    def trim(self, seq: Text, method: str, draft: Draft) -> Draft:
+    def trim(self, seq: Request, method: str, draft: Draft) -> Draft:
         self.drafts[seq.id][seq.num_output][method] = draft.tokens
         return NO_DRAFT
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        """It is there to look."""
+        """It learns nothing."""
 
-    def forget(self, seq: Text) -> None:
-        self.drafts.setdefault(seq.id, {})  # also of a text that ended before it was decided for
+    def forget(self, seq: Request) -> None:
+        self.drafts.setdefault(seq.id, {})  # also of one that ended before it was decided for
 
 
-def ask(seq: Text, methods: tuple[str, ...], k: int) -> Decision:
-    """Every one of `methods` for K tokens, as far as the text has room."""
+def ask(seq: Request, methods: tuple[str, ...], k: int) -> Decision:
+    """Every one of `methods` for K drafts, as far as the sequence has room."""
     if seq.plain:  # it was not when it began
         raise BenchError(f"one of {', '.join(methods)} failed, so nothing can be said of it; the log says which")
     if seq.room <= 1 or not k or not methods:
@@ -77,36 +78,36 @@ def ask(seq: Text, methods: tuple[str, ...], k: int) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text written plainly, and what each method would have guessed."""
+    """A case generated plainly, and what each method would have drafted."""
 
     case: Case
-    guesses: Guesses
+    text: Text
     tokens: int
-    loops: bool  # ends repeating itself, and is not the one right answer: easy to guess, and flatters
+    loops: bool  # ends repeating itself, and is not the one right answer: easy to draft
 
 
-def shadow(llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, crowd: int, advance: Advance) -> list[Written]:
-    """Writes each case plainly, `crowd` at once: a text depends as little on others as on drafts."""
+def shadow(llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, batch: int, advance: Advance) -> list[Written]:
+    """Generates each case plainly, `batch` at once: a text depends as little on others as on drafts."""
     found: list[Written] = []
-    for first in range(0, len(cases), crowd):
-        some = list(cases[first : first + crowd])
+    for first in range(0, len(cases), batch):
+        some = list(cases[first : first + batch])
         policy = Shadow(methods, k)
         with in_place(llm.engine, policy=policy):
             made = measure(llm, some, asking(methods[0], k))
         for i, (case, seq) in enumerate(zip(some, sorted(policy.drafts), strict=True)):
-            text = made.token_ids[i]
-            guesses = [
-                {method: Guess(len(draft), agreeing(draft, text[at:])) for method, draft in here.items()}
+            tokens = made.token_ids[i]
+            drafts = [
+                {method: Recorded(len(draft), agreeing(draft, tokens[at:])) for method, draft in here.items()}
                 for at, here in policy.drafts[seq].items()
             ]
-            found.append(Written(case, guesses, len(text), stuck(made, i, case)))
+            found.append(Written(case, Text(len(case.prompt), drafts), len(tokens), stuck(made, i, case)))
         advance(1)
     return found
 
 
-def asking(method: str, k: int) -> dict[str, Any]:
-    """Of a request: by matching, so that its text is the plain one."""
-    return {"method": method, "num_speculative_tokens": k, "acceptance": "matching"}
+def asking(method: str, k: int, policy: str = FIXED) -> dict[str, Any]:
+    """Of a request: drafts are judged by matching, so that its text is the plain one."""
+    return {"method": method, "num_speculative_tokens": k, "policy": policy, "acceptance": "matching"}
 
 
 def agreeing(draft: Sequence[int], text: Sequence[int]) -> int:
@@ -128,52 +129,53 @@ def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
 # times
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one round times: proposals of `methods` for K tokens, then a step with K drafts."""
+class Turn(NamedTuple):
+    """What one round times: proposals of `methods` for K drafts, then a step with K drafts of every `stride`-th sequence."""
 
     methods: tuple[str, ...]
     k: int
+    stride: int = 1
 
 
-Timed = tuple[Turn, Step, dict[str, Proposal]]  # and its proposals, by method
+class Sweep(Policy):
+    """Goes through turns, one per round that decodes a whole batch; afterwards it decodes plainly."""
 
+    def __init__(self, turns: Sequence[Turn], batch: int):
+        self.turns, self._batch, self.costs = list(turns), batch, Costs()
+        self.timed: list[Timed] = []
+        self._planned = False
 
-class Sweep:
-    """A policy that goes through turns, one per round that decodes a whole crowd; afterwards it decodes plainly."""
+    def decide(self, seqs: list[Request], load: Load) -> list[Decision]:
+        self._planned = bool(self.turns) and len(seqs) == self._batch and all(seq.num_output for seq in seqs)
+        if not self._planned:
+            return [Decision(None, 0, Reason.COST) for _ in seqs]
+        turn = self.turns.pop(0)
+        return [ask(seq, turn.methods, turn.k if i % turn.stride == 0 else 0) for i, seq in enumerate(seqs)]
 
-    def __init__(self, turns: Sequence[Turn], crowd: int):
-        self._turns, self._crowd = iter(turns), crowd
-        self.log: list[Turn | None] = []  # per round
-
-    def decide(self, seqs: list[Text], load: Load) -> list[Decision]:
-        all_write = len(seqs) == self._crowd and all(seq.num_output for seq in seqs)
-        turn = next(self._turns, None) if all_write else None
-        self.log.append(turn)
-        return [ask(seq, turn.methods, turn.k) if turn else Decision(None, 0, Reason.COST) for seq in seqs]
-
-    def confirm(self, method: str, seqs: list[Text], ks: list[int]) -> list[int]:
-        return ks
-
-    def trim(self, seq: Text, method: str, draft: Draft) -> Draft:
+    def trim(self, seq: Request, method: str, draft: Draft) -> Draft:
         return NO_DRAFT
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        """It is told what to do."""
+        """A method that keeps nothing of a sequence reads nothing before it drafts."""
+        if not self._planned or timing.target_ms is None:
+            return
+        drafts = [len(span.draft.tokens) for span in spans]
+        keeping = {method for span in spans for method in span.seq.drafted}
+        calls = {name: call if name in keeping else call._replace(unread=0) for name, call in timing.proposals.items()}
+        self.timed.append(Timed(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms, calls))
 
-    def forget(self, seq: Text) -> None:
+    def forget(self, seq: Request) -> None:
         """It knows none."""
 
 
 class Planted:
-    """In the place of an engine's proposers: they guess, and are timed; drafts of no meaning are verified instead.
+    """In the place of an engine's proposers: they draft, and are timed; drafts of no meaning are verified instead.
 
-    So every text has exactly K drafts and goes on by one token: a row costs the same whatever it holds.
+    So every sequence has exactly K drafts and goes on by one token: a row costs the same whatever it holds.
     """
 
     def __init__(self, inner: Proposers, vocab_size: int):
         self._inner, self._vocab_size = inner, vocab_size
-        self.log: list[dict[str, Proposal]] = []  # per round, by method
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -182,7 +184,6 @@ class Planted:
         self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Any, confirm: Any
     ) -> tuple[list[Draft], list[Decision]]:
         self._inner.propose(spans, decisions, lease, trim, confirm)
-        self.log.append(self._inner.timings)
         return [self._draft(span, decision.k) for span, decision in zip(spans, decisions, strict=True)], decisions
 
     def _draft(self, span: Span, k: int) -> Draft:
@@ -190,75 +191,39 @@ class Planted:
         return Draft(tuple((last + 1 + i) % self._vocab_size for i in range(k)), (PLANTED,) * k)
 
 
-def time_costs(
-    llm: LLM, cases: Sequence[Case], methods: Sequence[str], ks: Sequence[int], crowds: Sequence[int], advance: Advance
-) -> Costs:
-    """Steps by rows, and proposals by method and K, for each crowd; all of them alternated, so that no drift favours any."""
-    costs, rng = Costs(), Random(0)
-    size, firsts = len(ks) + PLAIN, len(methods)
-    most = firsts + CYCLES * size + max(ks) + 2
-    for crowd in crowds:
-        cycles: list[Cycle] = []
+def time_rounds(
+    llm: LLM, cases: Sequence[Case], methods: Sequence[str], ks: Sequence[int], batches: Sequence[int], advance: Advance
+) -> list[Timed]:
+    """Steps by drafts, and proposals by method and K, for each batch size; all alternated, so that no drift favours any."""
+    timed, rng = list[Timed](), Random(0)
+    for batch in batches:
         for run in (-1, *range(RUNS)):  # the first is for warming up
-            some = [endless(cases[(max(run, 0) * crowd + i) % len(cases)], most, llm.engine.max_context) for i in range(crowd)]
-            check_room(llm, some)
             turns = [Turn((method,), ks[0]) for method in methods]  # their first proposals, each by itself
-            turns += [turn for _ in range(CYCLES) for turn in cycle_of(methods, ks, rng)]
-            timed = time_once(llm, some, turns, asking(methods[0], max(ks)))
-            if run >= 0:
-                for method, (_, step, _) in zip(methods, timed, strict=False):
-                    costs.start.setdefault(method, []).append(step.draft_ms / crowd)
-                rest = timed[firsts:]
-                cycles += [cycle_from(rest[i : i + size], crowd) for i in range(0, len(rest), size)]
+            turns += [turn for _ in range(CYCLES) for turn in cycle_of(methods, ks, batch, rng)]
+            most = len(turns) + max(ks) + 2
+            some = [endless(cases[(max(run, 0) * batch + i) % len(cases)], most, llm.engine.max_context) for i in range(batch)]
+            check_room(llm, some)
+            timed += time_once(llm, some, turns, asking(methods[0], max(ks)))[: len(turns) * (run >= 0)]
             advance(1)
-        book(costs, crowd, levelled(cycles))
-    check_complete(costs, methods, ks, crowds)
-    return costs
+    return timed
 
 
-def cycle_of(methods: Sequence[str], ks: Sequence[int], rng: Random) -> list[Turn]:
-    """Each K once and some plain steps, in an order of chance."""
+def cycle_of(methods: Sequence[str], ks: Sequence[int], batch: int, rng: Random) -> list[Turn]:
+    """Each K once, some plain steps, and some in which half of a batch drafts, in random order."""
     turns = [Turn(tuple(methods), k) for k in ks] + [Turn((), 0)] * PLAIN
+    turns += [Turn(tuple(methods), rng.choice(ks), 2) for _ in range(HALF) if batch > 1]
     rng.shuffle(turns)
     return turns
 
 
 def time_once(llm: LLM, cases: list[Case], turns: list[Turn], speculation: dict[str, Any]) -> list[Timed]:
-    """Each turn with its step and what its proposals took."""
+    """Each turn with its step and what its proposals took. Raises where one never ran."""
     policy, planted = Sweep(turns, len(cases)), Planted(llm.engine.proposers, llm.engine.target.vocab_size)
-    with recording(llm.engine) as steps, in_place(llm.engine, policy=policy, proposers=planted):
+    with in_place(llm.engine, policy=policy, proposers=planted):
         llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation={**speculation, "pool": ""})
-    rounds = zip(policy.log, steps, planted.log, strict=True)
-    return [(turn, step, timings) for turn, step, timings in rounds if turn and step.decoding]
-
-
-def cycle_from(timed: list[Timed], crowd: int) -> Cycle:
-    """What one cycle took, by what it was; a step that other limits cut is left out."""
-    cycle: Cycle = {}
-    for turn, step, proposals in timed:
-        if step.rows == crowd * (turn.k + 1):
-            cycle.setdefault((None, turn.k), []).append(step.step_ms - step.draft_ms)
-        for method, call in proposals.items():
-            if (call.texts, call.k) == (crowd, turn.k):
-                cycle.setdefault((method, call.k), []).append(call.ms)
-    return cycle
-
-
-def book(costs: Costs, crowd: int, cycles: list[Cycle]) -> None:
-    for cycle in cycles:
-        for (method, k), ms in cycle.items():
-            samples = costs.verify if method is None else costs.draft.setdefault(method, {})
-            samples.setdefault((crowd, k), []).extend(ms)
-
-
-def check_complete(costs: Costs, methods: Sequence[str], ks: Sequence[int], crowds: Sequence[int]) -> None:
-    """Raises where something was never timed."""
-    wanted = {(crowd, k) for crowd in crowds for k in ks}
-    for method in methods:
-        if missing := sorted(wanted - costs.draft.get(method, {}).keys()):
-            raise BenchError(f"{method} was never timed for {missing[0][0]} texts at once with {missing[0][1]} drafts each")
-    if missing := sorted({*wanted, *((crowd, 0) for crowd in crowds)} - costs.verify.keys()):
-        raise BenchError(f"never ran: {missing[0][0]} texts at once with {missing[0][1]} drafts each")
+    if policy.turns:
+        raise BenchError(f"{len(policy.turns)} of {len(turns)} rounds never ran with {len(cases)} sequences at once")
+    return policy.timed
 
 
 def endless(case: Case, tokens: int, context: int) -> Case:
@@ -270,8 +235,8 @@ def endless(case: Case, tokens: int, context: int) -> Case:
 
 
 def check_room(llm: LLM, cases: list[Case]) -> None:
-    """Raises where a crowd could not be written at once."""
+    """Raises where a batch does not fit into the page pool."""
     pool = llm.engine.pool
     pages = sum(ceil_div(len(case.prompt) + (case.params.max_tokens or 0), pool.block_size) for case in cases)
     if pages > pool.num_blocks:
-        raise NeverFits(f"{len(cases)} texts at once need {pages} KV pages, the pool has {pool.num_blocks}")
+        raise NeverFits(f"{len(cases)} sequences at once need {pages} KV pages, the pool has {pool.num_blocks}")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from speculon.bench import report
 from speculon.bench.advise import Advice
 from speculon.bench.advise_check import Check
-from speculon.bench.advise_maths import Estimate, Prices
-from speculon.bench.advise_settings import as_flags, as_toml
+from speculon.bench.advise_maths import Estimate, break_even, by_position
+from speculon.bench.advise_settings import as_flags, as_toml, next_command, whole
 from speculon.bench.advise_words import (
     ACCEPTANCE_LEGEND,
     COSTS_LEGEND,
@@ -29,48 +29,48 @@ from speculon.bench.advise_words import (
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
+FILE = "speculon.toml"
 MEASURED = (
-    "guesses: every method at every position of texts written plainly; rounds: walked over them, which is exact for greedy "
-    "and seeded texts. costs: median ms of whole engine steps and of proposals, alternated, levelled by cycle. ratio: expected "
-    "speed of decoding (the target's reading of prompts left out, the drafter's counted) / plain; low, high: 5 % and 95 % of "
-    "bootstrapped texts and times. checks: other prompts, alternated pairs, ratio of sums."
+    "drafts: every method at every position of texts generated plainly; rounds: walked over them, which is exact for greedy and "
+    "seeded texts. costs: the engine's cost model, fitted to whole steps and proposals, alternated. ratio of an estimate: "
+    "predicted speed of decoding (the target's reading of prompts left out, the drafter's counted) / plain; low, high: 5 % and "
+    "95 % of resampled texts and cost models. checks: held-out prompts, all candidates alternated with plain decoding, ratio of "
+    "sums; low, high: 5 % and 95 % of resampled groups of prompts and repeats; again: plain decoding / itself."
 )
 
 
-def to_dict(advice: Advice, argv: Sequence[str], llm: LLM) -> dict[str, Any]:
-    prices = Prices.of(advice.costs)
+def to_dict(advice: Advice, argv: Sequence[str], llm: LLM, path: Path | None = None) -> dict[str, Any]:
+    """`path` is the file that gets the settings; None: there is none."""
+    values, wish = whole(llm.config, advice.settings), advice.wish
+    looping, chosen = [one for one in advice.written if one.loops], advice.chosen
     return {
         "command": shlex.join(["speculon", *argv]),
         "helps": advice.helps,
         "answer": answer(advice),
         "settings": advice.settings,
-        "toml": as_toml(advice.settings),
-        "flags": as_flags(advice.settings),
-        "at_once": advice.wish.at_once,
+        "toml": as_toml(values),
+        "flags": as_flags(values),
+        "next": next_command(path, values),
+        "concurrency": wish.at_once,
         "up_to": advice.up_to if advice.helps else None,
-        "candidate": of_estimate(advice.candidate),
-        "estimates": [of_estimate(one) for one in advice.estimates],
-        "needs": {
-            way.name: [need(advice, way, crowd) for crowd in advice.wish.crowds] for way in advice.ways if len(way.chain) == 1
-        },
-        "groups": {name: [of_estimate(one) for one in some] for name, some in advice.groups.items()},
-        "looping": {
-            "texts": sum(text.loops for text in advice.written),
-            "estimates": [of_estimate(one) for one in advice.looping],
-        },
-        "texts": [{"name": text.case.name, "tokens": text.tokens, "loops": text.loops} for text in advice.written],
-        "lacking": advice.lacking,
+        "chosen": {"method": chosen.way.name, "policy": chosen.policy, "k": chosen.k},
+        "outcomes": {batch: found and found._asdict() for batch in wish.batches for found in [advice.outcome(chosen, batch)]},
         "checks": [of_check(check) for check in advice.checks],
+        "estimates": [of_estimate(one) for one in advice.estimates],
+        "break_even": {
+            w.name: [break_even(advice.round_costs(w, b)) for b in wish.batches] for w in advice.ways if not w.chain[1:]
+        },
+        "groups": {name: of_estimate(one) for name, one in advice.groups.items()},
+        "looping": {"texts": len(looping), "estimate": (found := advice.among(looping)) and of_estimate(found)},
+        "texts": [{"name": one.case.name, "tokens": one.tokens, "loops": one.loops} for one in advice.written],
+        "lacking": advice.lacking,
         "costs": {
-            "verify": [[crowd, k, prices.verify.at(crowd, k), len(ms)] for (crowd, k), ms in sorted(advice.costs.verify.items())],
-            "draft": {
-                method: [[crowd, k, prices.draft[method].at(crowd, k), len(ms)] for (crowd, k), ms in sorted(samples.items())]
-                for method, samples in advice.costs.draft.items()
-            },
-            "start": prices.start,
+            "state": advice.worlds[0].costs.state(),
+            "misfit": advice.worlds[0].misfit(advice.timed),
+            "rounds": len(advice.timed),
         },
         "measured": MEASURED,
-        "wish": asdict(advice.wish),
+        "wish": asdict(wish),
         "model": report.model_facts(llm),
         "machine": report.machine(),
         "versions": report.versions(),
@@ -84,29 +84,23 @@ def of_estimate(one: Estimate) -> dict[str, Any]:
         "method": one.way.name,
         "chain": one.way.chain,
         "k": one.k,
-        "at_once": one.texts,
+        "concurrency": one.batch,
         "low": one.low,
         "high": one.high,
-        "pays": one.pays,
-        "acceptance": one.walk.acceptance,
-        "per_position": one.walk.per_position,
-        "guess_cost": one.guess_cost,
+        "acceptance": one.acceptance.rate(),
+        "per_position": by_position(one.acceptance),
+        "draft_cost": one.draft_cost,
         **asdict(one.speed),
     }
 
 
-def need(advice: Advice, way: Any, crowd: int) -> dict[str, Any]:
-    needed = advice.break_even(way, crowd)
-    return {
-        "at_once": crowd,
-        "acceptance": needed and needed[0],  # null: impossible
-        "k": needed and needed[1],
-        "guess_cost": advice.dearest_guess(way, crowd),
-    }
-
-
 def of_check(check: Check) -> dict[str, Any]:
-    return {**asdict(check), "setting": of_estimate(check.setting), "at_its_tokens": check.at_its_tokens, "agrees": check.agrees}
+    results = [
+        {"method": one.candidate.way.name, "policy": one.candidate.policy, "k": one.candidate.k}
+        | {name: getattr(one, name) for name in ("ratio", "low", "high", "tokens_per_call")}
+        for one in check.results
+    ]
+    return {**asdict(check), "results": results}
 
 
 def title(said: dict[str, Any]) -> str:
@@ -118,15 +112,20 @@ def title(said: dict[str, Any]) -> str:
 
 
 def write(advice: Advice, said: dict[str, Any], folder: Path) -> list[Path]:
-    """`advise.json`, `advise.md` and, where matplotlib is installed, `advise.png`."""
+    """`advise.json`, `advise.md`, `speculon.toml` and, where matplotlib is installed, `advise.png`."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "advise.json", folder / "advise.md"]
-    files[0].write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     points = "\n".join(f"- {line}" for line in said["answer"])
     parts = [f"`{said['command']}`, {said['date'][:10]}: {title(said)}", points, f"```toml\n{said['toml']}```"]
     tables = [markdown(advice), f"{LEGEND}.", acceptance_markdown(advice), f"{ACCEPTANCE_LEGEND}."]
     tables += [costs_markdown(advice), f"{COSTS_LEGEND}."]
-    files[1].write_text("\n\n".join([*parts, *tables]) + "\n", encoding="utf-8")
+    texts = {
+        "advise.json": json.dumps(said, indent=1, allow_nan=False) + "\n",
+        "advise.md": "\n\n".join([*parts, *tables]) + "\n",
+        FILE: said["toml"],
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    files = [folder / name for name in texts]
     if find_spec("matplotlib"):
         from speculon.bench.advise_chart import draw
 

@@ -1,4 +1,4 @@
-"""Settings as a `[speculation]` table of speculon.toml, and as flags."""
+"""Settings as a speculon.toml, as flags, and as the next command."""
 
 from __future__ import annotations
 
@@ -12,36 +12,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speculon.config import SpeculationConfig
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.errors import ConfigError, InvalidParameter
-from speculon.proposers.registry import OFF
 
 TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
+KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
+OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}  # no part of what was measured
 
 
-def settings(base: SpeculationConfig, method: str, k: int, chain: tuple[str, ...]) -> dict[str, Any]:
-    """What is to be set for a method and K: all that differs from the defaults. A draft that nobody asks for is not loaded."""
+def settings(base: SpeculationConfig, method: str, policy: str, k: int | None, chain: tuple[str, ...]) -> dict[str, Any]:
+    """What is to be set for a method: policy and K, and all else that is not default. A draft that nobody asks for is not."""
     kept = base.model_dump(exclude_defaults=True, exclude={"method", "policy", "num_speculative_tokens", "draft"})
     drafts = {name: draft for name, draft in base.drafts.items() if name in chain}
-    if method == OFF:
-        return {"method": OFF}
-    found: dict[str, Any] = {"method": method, "num_speculative_tokens": k, **kept}
+    found: dict[str, Any] = {"method": method, "policy": policy, **({"num_speculative_tokens": k} if k else {}), **kept}
     if drafts:
         found["draft"] = base.draft if isinstance(base.draft, str) else drafts
     return found
 
 
+def whole(config: EngineConfig, speculation: Mapping[str, Any]) -> dict[str, Any]:
+    """A file that needs no arguments beside it: the model, the engine's settings that are not default, and `[speculation]`."""
+    engine = config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
+    return {"model": config.model, **engine, TABLE: dict(speculation)}
+
+
 def as_toml(values: Mapping[str, Any]) -> str:
-    """One table; what TOML cannot say raises `ConfigError`."""
-    text = f"[{TABLE}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items())
+    """Top-level values, then the table; what TOML cannot say raises `ConfigError`."""
+    text = f"{as_lines(values)}\n[{TABLE}]\n{as_lines(values[TABLE])}"
     try:
         read = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         read = {}
-    if read != {TABLE: dict(values)}:
+    if read != values:
         raise ConfigError(f"these settings cannot be written as TOML: {dict(values)!r}")
     return text
+
+
+def as_lines(values: Mapping[str, Any]) -> str:
+    return "".join(f"{name} = {toml_value(value)}\n" for name, value in values.items() if name != TABLE)
 
 
 def toml_value(value: Any) -> str:
@@ -53,22 +62,33 @@ def toml_value(value: Any) -> str:
 
 
 def as_flags(values: Mapping[str, Any]) -> str:
-    parts = []
-    for name, value in values.items():
-        said = json.dumps(value) if isinstance(value, Mapping) else str(value)
-        parts += [f"--{name.replace('_', '-')}", said]
+    parts: list[str] = []
+    for name, value in {**values, **values[TABLE]}.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            parts.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name != TABLE:
+            parts += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
     return shlex.join(parts)
+
+
+def next_command(path: Path | None, values: Mapping[str, Any]) -> str:
+    """What serves with these settings: by the file, which is read by itself only from the folder it is in; else by flags."""
+    if path is None:
+        return f"speculon serve {as_flags(values)}"
+    here = path.resolve() == Path(EngineConfig.file).resolve() and "SPECULON_CONFIG" not in os.environ
+    return "speculon serve" if here else f"SPECULON_CONFIG={shlex.quote(str(path))} speculon serve"
 
 
 def check_writable(path: Path) -> None:
     """Raises before anything is measured where the settings could not be written afterwards."""
-    merged(path, {"method": OFF})
+    merged(path, {"model": "", TABLE: {}})
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InvalidParameter("write", str(path), "cannot be written")
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Replaces the file's `[speculation]` and leaves all else as it is; the file is replaced whole or not at all."""
+    """Replaces these settings in the file and leaves all else as it is; the file is replaced whole or not at all."""
     text = merged(path, values)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -85,23 +105,28 @@ def merged(path: Path, values: Mapping[str, Any]) -> str:
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidParameter("write", str(path), "is no file" if path.is_dir() else "there is no such folder")
     old = path.read_text(encoding="utf-8") if path.exists() else ""
-    kept = without_table(old)
-    text = (kept.rstrip("\n") + "\n\n" if kept.strip() else "") + as_toml(values)
+    top, tables = kept_lines(old, values)
+    own, _, table = as_toml(values).partition(f"[{TABLE}]\n")
+    parts = [top.rstrip("\n") + "\n" * bool(top.strip()) + own.rstrip("\n"), tables.strip("\n"), f"[{TABLE}]\n{table}"]
+    text = "\n\n".join(part for part in parts if part.strip())
     try:
         before, after = tomllib.loads(old), tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if {**before, TABLE: dict(values)} != after:
-        raise ConfigError(f"{path}: its {TABLE} settings are spread in a way that cannot be replaced; write another file")
+    if {**before, **values} != after:
+        raise ConfigError(f"{path}: its settings are spread in a way that cannot be replaced; write another file")
     return text
 
 
-def without_table(text: str) -> str:
-    """The lines of a TOML file outside of `[speculation]` and its parts."""
-    kept, inside = [], False
+def kept_lines(text: str, values: Mapping[str, Any]) -> tuple[str, str]:
+    """The lines of a TOML file that stay: those before the first table without these values, and the other tables."""
+    top, tables, table = list[str](), list[str](), None
     for line in text.splitlines(keepends=True):
         if header := HEADER.match(line):
-            inside = header[1].strip("\"'") == TABLE
-        if not inside:
-            kept.append(line)
-    return "".join(kept)
+            table = header[1].strip("\"'")
+        key = KEY.match(line)
+        if table is None and not (key and key[1] in values):
+            top.append(line)
+        elif table not in (None, TABLE):
+            tables.append(line)
+    return "".join(top), "".join(tables)

@@ -1,193 +1,173 @@
-"""An advice in words and in tables."""
+"""An advice in words and in tables. Every speed in it is marked: measured, or predicted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from speculon.bench.advise import LOOKED_UP, Advice
-from speculon.bench.advise_check import Check
-from speculon.bench.advise_maths import Estimate, Prices, Way, best
+from speculon.bench.advise import LOOKED_UP, Advice, Outcome
+from speculon.bench.advise_check import Candidate, Check, Result
+from speculon.bench.advise_maths import Estimate, Way, best, break_even, by_position, dearest_draft
+from speculon.bench.advise_measure import grid as measured_ks
 from speculon.bench.tables import grid, number
 
-CLOSE = 0.03  # settings within this of the best are named beside it
 NOISY = 0.05  # of plain decoding against itself
-COLUMNS = ("method", "K", "x plain", "90 %", "tok/call", "accepted", "needed", "cost", "may cost")
+STRONG = 0.15  # of the measured speed: a prediction this far off, beyond both intervals, was wrong
+MISFIT = 0.2  # median error of the cost model that is worth a word
+COLUMNS = ("method", "K", "measured", "predicted", "90 %", "tok/call", "accepted", "needed", "cost", "max")
 LEGEND = (
-    "x plain: expected speed of decoding, at the best K; 90 %: where it lies if texts and times are drawn anew; tok/call: "
-    "tokens that a call of the target brings; accepted: of drafts whose forerunners all stood; needed: acceptance from which on "
-    "some K pays; cost: of a guess, as a share of a plain step; may cost: what would still pay at that acceptance"
+    "measured, predicted: decoding speed over plain; 90 %: where the prediction lies if texts and times are drawn anew; "
+    "tok/call: tokens per target call; accepted: of judged drafts; needed: acceptance rate from which on some K pays, by the "
+    "cost model; cost: of a draft, as a share of a plain step; max: the cost that would still pay at that acceptance rate"
 )
-
-ACCEPTANCE_LEGEND = "acceptance at each position of a draft, when those before it stood, at the most drafts looked at"
-COSTS_LEGEND = "ms (medians): of a step of the target by drafts of each text, and of a proposal by the drafts asked for"
+ACCEPTANCE_LEGEND = "acceptance rate at each position of a draft, when those before it were accepted, at the largest K"
+COSTS_LEGEND = "ms by the fitted cost model: of a step of the target with K drafts of each sequence, and of a proposal"
 
 
 def answer(advice: Advice) -> list[str]:
     """The whole answer, a sentence or two a line, the most important first."""
-    lines = [headline(advice), *why(advice), *thresholds(advice)]
-    if advice.helps:
-        lines += [depth(advice)]
-    return [*lines, *together(advice), *crowds(advice), *where(advice), *doubts(advice), *map(checked, advice.checks)]
+    lines = [headline(advice), *(checked(advice, check) for check in advice.checks), *other_concurrency(advice), why(advice)]
+    return [*lines, *thresholds(advice), *where(advice), *doubts(advice)]
 
 
 def headline(advice: Advice) -> str:
-    one, crowd = advice.candidate, at_once(advice.wish.at_once)
+    one, batch = advice.chosen, advice.wish.at_once
+    found, estimate = advice.outcome(one, batch), advice.predicted(one, batch)
+    assert found is not None, "what is chosen was measured, or predicted"
+    predicted = f"predicted {times(estimate)}" if estimate else "not predicted, since its policy sets K"
+    over = f"over plain decoding at concurrency {batch}; {predicted if found.measured else 'not measured live'}."
     if advice.helps:
-        return f"Yes, draft here: {setting(one)} is expected to be {times(one)} as fast as plain decoding, {crowd}."
-    best_try = f"the best setting, {setting(one)}, is expected to be {times(one)} as fast as plain decoding, {crowd}"
-    if advice.overruled:
-        return f"No, leave drafting off: {best_try}, but measured live it was not faster. The measurement counts."
-    if one.open:
-        return f"No, leave drafting off: {best_try}, which is not told from noise. More prompts may settle it."
-    return f"No, leave drafting off: nothing helps; {best_try}."
+        return f"Yes: use {one.label}. {speed(found).capitalize()} {over}"
+    some = f"the fastest of {len(advice.checks[0].results)} settings measured" if found.measured else "the best prediction"
+    noise = " The interval includes 1: more prompts may settle it." if found.ratio > 1 else ""
+    return f"No: leave speculation off. {one.label} is {some}: {speed(found)} {over}{noise}"
 
 
-def why(advice: Advice) -> list[str]:
-    one = advice.candidate
-    now = one.speed
-    cost = (now.verify_ms + now.draft_ms + now.start_ms) / now.plain_ms
-    return [
-        f"A call of the target brings {now.tokens_per_call:.2f} tokens and costs {cost:.2f} plain steps: {now.verify_ms:.1f} ms "
-        f"to check, {now.draft_ms + now.start_ms:.1f} ms to draft, where a plain step takes {now.plain_ms:.1f} ms."
-    ]
+def speed(found: Outcome) -> str:
+    return f"{'measured' if found.measured else 'predicted'} {times(found)}"
 
 
-def thresholds(advice: Advice) -> list[str]:
-    """From which acceptance on each method pays, and up to which cost of a guess."""
-    return [threshold(advice, way) for way in advice.ways if len(way.chain) == 1]
-
-
-def threshold(advice: Advice, way: Way) -> str:
-    crowd = advice.wish.at_once
-    one, needed, most = best(advice.at(crowd, way.name)), advice.break_even(way, crowd), advice.dearest_guess(way, crowd)
-    if one.walk.acceptance is None:
-        return f"`{way.name}` never had a guess in these texts."
-    found = f"found: {one.walk.acceptance:.0%}"
-    if needed is None:
-        return (
-            f"`{way.name}` could not pay even if every guess stood ({found}): a guess costs {one.guess_cost:.2f} of a plain "
-            f"step, and checking has its price, too. It takes a drafter that is much smaller than its target."
-        )
-    begins = f"`{way.name}` pays from an acceptance of {needed[0]:.0%} on (K = {needed[1]}), where it has a guess; {found}"
-    if way.name in LOOKED_UP:
-        return f"{begins}. Its guesses are free."
-    if most <= 0:
-        return f"{begins}. So not even a free guess would pay: checking costs more than these guesses bring."
-    return f"{begins}. At that, a guess may cost {most:.2f} of a plain step; it costs {one.guess_cost:.2f}."
-
-
-def depth(advice: Advice) -> str:
-    one = advice.candidate
-    rivals = [each.k for each in advice.at(one.texts, one.way.name) if each is not one and each.ratio > one.ratio * (1 - CLOSE)]
-    edge = f" It is the largest that was looked at: try --num-speculative-tokens {2 * one.k}." if one.k == advice.wish.k else ""
-    beside = f"; within {CLOSE:.0%} of it: {listed(map(str, rivals))}" if rivals else ""
-    return f"K = {one.k} is best for `{one.way.name}`{beside}.{edge}"
-
-
-def together(advice: Advice) -> list[str]:
-    """Whether lookups and a draft model are better together than apart."""
-    joined = next((way for way in advice.ways if len(way.chain) > 1), None)
-    if joined is None:
-        return []
-    both, *alone = (
-        best(advice.at(advice.wish.at_once, name))
-        for name in (joined.name, *(way.name for way in advice.ways if way.chain[0] in joined.chain and len(way.chain) == 1))
-    )
-    other = best(alone)
-    verdict = (
-        "together"
-        if both.low > 1 and both.ratio > other.ratio * (1 + CLOSE)
-        else "neither"
-        if max(both.ratio, other.ratio) <= 1
-        else "it hardly matters"
-        if abs(both.ratio / other.ratio - 1) <= CLOSE
-        else "not together"
-    )
-    parts = listed(f"`{one.way.name}` alone {one.ratio:.2f}x (K = {one.k})" for one in alone)
-    return [f"Lookup and draft model, {verdict}: `{joined.name}` {both.ratio:.2f}x (K = {both.k}), {parts}."]
-
-
-def crowds(advice: Advice) -> list[str]:
-    """Up to how many texts at once it pays, and what is best beyond."""
-    wish = advice.wish
-    if len(wish.crowds) == 1:
-        return []
-    if advice.helps and advice.up_to is None:
-        return ["Whether it pays for other crowds is not told from noise."]
-    if not advice.helps or advice.up_to is None:
-        good = [crowd for crowd in wish.crowds if best(advice.at(crowd)).pays]
-        return (
-            [f"It would pay for {listed(map(str, good))} at once."] if good else ["Nor does it pay for any other crowd measured."]
-        )
-    beyond = [crowd for crowd in wish.crowds if crowd > advice.up_to]
-    if not beyond:
-        return [f"It pays for all crowds measured, up to {advice.up_to} texts at once."]
-    said = []
-    for crowd in beyond:
-        same, other = advice.at_all(advice.candidate, advice.at(crowd))[0], best(advice.at(crowd))
-        instead = (
-            f"{setting(other)} would pay ({times(other)})"
-            if other.pays and (other.way, other.k) != (same.way, same.k)
-            else "nothing pays"
-        )
-        live = advice.live(crowd)
-        found = f", but {live.ratio:.2f}x was measured" if live and same.ratio > 1 >= live.ratio else ""
-        said.append(f"at {crowd} it is {times(same)} as fast{found}; {instead}")
-    return [f"It pays for up to {advice.up_to} at once; {'; '.join(said)}."]
-
-
-def where(advice: Advice) -> list[str]:
-    """The advised setting by where the prompts come from, when that makes a difference to the answer."""
-    crowd = advice.wish.at_once
-    here = {name: one for name, some in advice.groups.items() for one in some if one.texts == crowd}
-    if len(here) < 2:
-        return []
-    said = listed(f"{name} {one.ratio:.2f}x ({one.low:.2f} to {one.high:.2f})" for name, one in here.items())
-    split = len({one.ratio > 1 for one in here.values()}) > 1
-    advice_for_each = " Requests of the losing kind had better turn it off for themselves." if split and advice.helps else ""
-    return [f"By kind of text, with {setting(advice.candidate)}: {said}.{advice_for_each}"]
-
-
-def doubts(advice: Advice) -> list[str]:
-    """What the figures do not rest on, or should not."""
-    said = []
-    if loops := [text for text in advice.written if text.loops]:
-        share = f"{len(loops)} of {len(advice.written)} texts end repeating themselves, which is easily guessed"
-        with_loops = next(one for one in advice.looping if one.texts == advice.wish.at_once)
-        apart = f"{share}; they are left out. Over them alone it would be {times(with_loops)}"
-        said.append(f"{share}, and too few do not: these figures flatter." if advice.rests_on_loops else f"{apart}.")
-    if len(advice.written) < 4:
-        said.append(f"{len(advice.written)} text{'s' * (len(advice.written) > 1)} measured: the interval knows little of others.")
-    said += [f"`{method}` was not looked at: {reason}." for method, reason in advice.lacking.items()]
-    return said
-
-
-def checked(check: Check) -> str:
-    one = check.setting
-    kind = "other" if check.held_out else "the same, for want of other,"
-    said = (
-        f"Checked live on {check.texts} {kind} prompts, {at_once(one.texts)}: predicted {times(one)}, measured "
-        f"{check.ratio:.2f}x ({check.low:.2f} to {check.high:.2f}). Tokens per call: {one.speed.tokens_per_call:.2f} "
-        f"predicted, {check.tokens_per_call:.2f} measured, with which {check.at_its_tokens:.2f}x would have been predicted; "
-        f"plain decoding against itself: {check.again:.2f}x."
-    )
-    if not check.agrees:
-        said += " PREDICTION AND MEASUREMENT DISAGREE: do not rely on the prediction."
+def checked(advice: Advice, check: Check) -> str:
+    """What was measured at one concurrency, in descending order, and which predictions were wrong."""
+    ranked = sorted(check.results, key=lambda result: -result.ratio)
+    estimates = [advice.predicted(result.candidate, check.concurrency) for result in ranked]
+    told = [f"{one.candidate.label} {times(one)}{beside(one, estimate)}" for one, estimate in zip(ranked, estimates, strict=True)]
+    kind = "held-out prompts" if check.held_out else "prompts, the same as for the prediction"
+    said = f"Measured at concurrency {check.concurrency} on {check.texts} {kind}: {'; '.join(told)}; "
+    said += f"plain decoding against itself {check.again:.2f}x."
+    wrong = [one.candidate.label for one, estimate in zip(ranked, estimates, strict=True) if not agrees(one, estimate)]
+    if wrong:
+        said += f" PREDICTION AND MEASUREMENT DISAGREE for {listed(wrong)}: the measurement counts."
     if abs(check.again - 1) > NOISY:
         said += " The machine was not quiet: measure again."
     return said
 
 
+def beside(result: Result, estimate: Estimate | None) -> str:
+    """The prediction, and what it would have been with the tokens per call of these prompts: the rest is the costs' error."""
+    if estimate is None:
+        return ""
+    at_these = estimate.ratio * result.tokens_per_call / estimate.speed.tokens_per_call
+    return f" (predicted {estimate.ratio:.2f}x, and {at_these:.2f}x at the tokens per call of these prompts)"
+
+
+def agrees(result: Result, estimate: Estimate | None) -> bool:
+    """Whether prediction and measurement could be the same number, or are close."""
+    if estimate is None or result.low <= estimate.high and estimate.low <= result.high:
+        return True
+    return abs(estimate.ratio / result.ratio - 1) <= STRONG
+
+
+def why(advice: Advice) -> str:
+    one, now = advice.forecast, advice.forecast.speed
+    edge = f" K = {one.k} is the largest that was looked at: try --num-speculative-tokens {2 * one.k}." * (one.k == advice.wish.k)
+    return (
+        f"By the cost model, a target call with {setting(one)} yields {now.tokens_per_call:.2f} tokens and takes "
+        f"{now.round_ms / now.plain_ms:.2f} plain steps: {now.verify_ms:.1f} ms to verify, {now.draft_ms + now.read_ms:.1f} ms "
+        f"to draft; a plain step takes {now.plain_ms:.1f} ms.{edge}"
+    )
+
+
+def other_concurrency(advice: Advice) -> list[str]:
+    """The chosen setting at each other concurrency, and what is predicted to be faster there."""
+    parts = [at_concurrency(advice, batch) for batch in advice.wish.batches if batch != advice.wish.at_once]
+    if not parts:
+        return []
+    paying = [batch for batch in advice.wish.batches if advice.wish.at_once <= batch <= (advice.up_to or 0)]
+    some = "" if all(map(advice.check_at, paying)) else ", in part by prediction" if advice.checks else ", by prediction"
+    upto = f" It pays up to concurrency {advice.up_to}{some}." if advice.helps else ""
+    return [f"{advice.chosen.label} at other concurrency: {'; '.join(parts)}.{upto}"]
+
+
+def at_concurrency(advice: Advice, batch: int) -> str:
+    found, live = advice.outcome(advice.chosen, batch), advice.check_at(batch)
+    verdict = "pays" if found and found.pays else "does not pay" if found and found.high < 1 else "may not pay"
+    said = f"{batch}: {f'{speed(found)}, {verdict}' if found else 'neither measured nor predicted'}"
+    if live:
+        fastest = live.fastest
+        return said if fastest.candidate == advice.chosen else f"{said} ({fastest.candidate.label} measured {times(fastest)})"
+    other = best(advice.at(batch))
+    better = other.low > 1 and (found is None or other.ratio > found.ratio)
+    return f"{said} ({setting(other)} predicted {times(other)})" if better else said
+
+
+def thresholds(advice: Advice) -> list[str]:
+    """From which acceptance rate on each method is predicted to pay, and up to which cost of a draft."""
+    return [threshold(advice, way) for way in advice.ways if len(way.chain) == 1]
+
+
+def threshold(advice: Advice, way: Way) -> str:
+    batch, estimates = advice.wish.at_once, advice.at(advice.wish.at_once, way.name)
+    one, needed, most = best(estimates), break_even(advice.round_costs(way, batch)), dearest_draft(estimates)
+    rate = one.acceptance.rate()
+    if rate is None:
+        return f"`{way.name}` never had a draft in these texts."
+    found = f"found: {rate:.0%}"
+    if needed is None:
+        return (
+            f"By the cost model `{way.name}` could not pay even if every draft were accepted ({found}): a draft costs "
+            f"{one.draft_cost:.2f} of a plain step, and verification has its cost, too. A much smaller drafter is needed."
+        )
+    begins = f"By the cost model `{way.name}` pays from an acceptance rate of {needed[0]:.0%} on (K = {needed[1]}); {found}"
+    if way.name in LOOKED_UP:
+        return f"{begins}."
+    if most <= 0:
+        return f"{begins}. At that rate not even a free draft pays: verification costs more than these drafts gain."
+    return f"{begins}. At that rate a draft may cost {most:.2f} of a plain step; it costs {one.draft_cost:.2f}."
+
+
+def where(advice: Advice) -> list[str]:
+    """The forecast by where the prompts come from."""
+    groups = advice.groups
+    if len(groups) < 2:
+        return []
+    said = listed(f"{name} {times(one)}" for name, one in groups.items())
+    losing = [name for name, one in groups.items() if one.high < 1]
+    more = f" Turn it off in requests of {listed(losing)}." if losing and advice.helps else ""
+    return [f"Predicted by prompt group, with {setting(advice.forecast)}: {said}.{more}"]
+
+
+def doubts(advice: Advice) -> list[str]:
+    """What the figures do not rest on, or should not."""
+    said, loops = [], [one for one in advice.written if one.loops]
+    if alone := advice.among(loops):
+        left_out = f"; they are left out. Over them alone {times(alone)} is predicted."
+        more = ", and too few do not: these figures are too high." if advice.rests_on_loops else left_out
+        said.append(f"{len(loops)} of {len(advice.written)} texts end repeating themselves, which is easily drafted{more}")
+    if len(advice.written) < 4:
+        said.append(f"{len(advice.written)} text{'s' * (len(advice.written) > 1)} measured: the interval knows little of others.")
+    if (misfit := advice.worlds[0].misfit(advice.timed)) > MISFIT:
+        said.append(f"The cost model is off by {misfit:.0%} for half of the steps: predictions are rough.")
+    said += [f"`{method}` was not looked at: {reason}." for method, reason in advice.lacking.items()]
+    return said
+
+
 def setting(one: Estimate) -> str:
-    return f"`{one.way.name}`, K = {one.k}"
+    return Candidate(one.way, one.k).label
 
 
-def times(one: Estimate) -> str:
+def times(one: Any) -> str:
     return f"{one.ratio:.2f}x ({one.low:.2f} to {one.high:.2f})"
-
-
-def at_once(crowd: int) -> str:
-    return "one text at a time" if crowd == 1 else f"{crowd} texts at once"
 
 
 def listed(parts: Iterable[str]) -> str:
@@ -198,47 +178,68 @@ def listed(parts: Iterable[str]) -> str:
 # tables
 
 
-def rows(advice: Advice, crowd: int) -> list[tuple[str, ...]]:
-    """In the order of `COLUMNS`: each way at its best K."""
-    return [row(advice, best(advice.at(crowd, way.name))) for way in advice.ways]
+def rows(advice: Advice, batch: int) -> list[tuple[str, ...]]:
+    """In the order of `COLUMNS`: each way at the K that was measured fastest, else at its best K by prediction."""
+    found = [row(advice, shown(advice, way, batch)) for way in advice.ways]
+    live, one = advice.check_at(batch), advice.by_policy
+    result = live.of(one) if live else None
+    if result:
+        blank = ("-",) * (len(COLUMNS) - 6)
+        found.append((*label_of(one), f"{result.ratio:.2f}x", "-", "-", f"{result.tokens_per_call:.2f}", *blank))
+    return found
+
+
+def label_of(one: Candidate) -> tuple[str, str]:
+    """The first two columns."""
+    return (f"{one.way.name}+{one.policy}", "-") if one.k is None else (one.way.name, str(one.k))
+
+
+def shown(advice: Advice, way: Way, batch: int) -> Estimate:
+    """The estimate for the K that was measured fastest, else the best one."""
+    live = advice.check_at(batch)
+    measured = [result for result in live.results if result.candidate.way == way and result.candidate.k] if live else []
+    k = max(measured, key=lambda result: result.ratio).candidate.k if measured else None
+    return best(advice.at(batch, way.name, k))
 
 
 def row(advice: Advice, one: Estimate) -> tuple[str, ...]:
     single = len(one.way.chain) == 1
-    needed = advice.break_even(one.way, one.texts) if single else None
+    needed = break_even(advice.round_costs(one.way, one.batch)) if single else None
+    candidate = Candidate(one.way, one.k)
+    found = advice.outcome(candidate, one.batch)
     return (
-        one.way.name,
-        str(one.k),
-        f"{one.ratio:.2f}",
+        *label_of(candidate),
+        f"{found.ratio:.2f}x" if found and found.measured else "-",
+        f"{one.ratio:.2f}x",
         f"{one.low:.2f}-{one.high:.2f}",
         f"{one.speed.tokens_per_call:.2f}",
-        number(one.walk.acceptance, ".0%"),
-        f"{needed[0]:.0%}" if needed else "impossible" if single else "-",
-        f"{one.guess_cost:.2f}",
-        f"{max(0.0, advice.dearest_guess(one.way, one.texts)):.2f}" if single else "-",
+        number(one.acceptance.rate(), ".0%"),
+        f"{needed[0]:.0%}" if needed else "never" if single else "-",
+        f"{one.draft_cost:.2f}",
+        f"{max(0.0, dearest_draft(advice.at(one.batch, one.way.name))):.2f}" if single else "-",
     )
 
 
 def markdown(advice: Advice) -> str:
-    """Every crowd in one table."""
-    body = [(str(crowd), *cells) for crowd in advice.wish.crowds for cells in rows(advice, crowd)]
-    return grid(("at once", *COLUMNS), body)
+    """Every concurrency in one table."""
+    body = [(str(batch), *cells) for batch in advice.wish.batches for cells in rows(advice, batch)]
+    return grid(("concurrency", *COLUMNS), body)
 
 
 def acceptance_markdown(advice: Advice) -> str:
     """Position by position."""
-    deepest = advice.wish.k
     ways = [way for way in advice.ways if len(way.chain) == 1]
-    found = [(way.name, advice.at(advice.wish.at_once, way.name, deepest)[0].walk.per_position) for way in ways]
-    body = [(name, *(f"{a:.0%}" for a in shares), *["-"] * (deepest - len(shares))) for name, shares in found]
-    return grid(("position", *map(str, range(1, deepest + 1))), body)
+    deepest = advice.wish.k
+    found = [(way.name, by_position(advice.at(advice.wish.at_once, way.name, deepest)[0].acceptance)) for way in ways]
+    most = max((len(rates) for _, rates in found), default=0)
+    body = [(name, *(f"{rate:.0%}" for rate in rates), *["-"] * (most - len(rates))) for name, rates in found]
+    return grid(("position", *(str(i + 1) for i in range(most))), body)
 
 
 def costs_markdown(advice: Advice) -> str:
-    """A row for the target and for each method at each crowd."""
-    prices, crowds = Prices.of(advice.costs), advice.wish.crowds
-    ks = sorted({k for _, k in advice.costs.verify})
-    body = [("target", str(crowd), *(f"{prices.verify.at(crowd, k):.2f}" for k in ks)) for crowd in crowds]
-    for method, ms in prices.draft.items():
-        body += [(method, str(crowd), "-", *(f"{ms.at(crowd, k):.2f}" for k in ks if k)) for crowd in crowds]
-    return grid(("ms", "at once", *(f"K = {k}" for k in ks)), body)
+    """A row for the target and for each method at each concurrency."""
+    costs, batches, ks = advice.worlds[0].costs, advice.wish.batches, measured_ks(advice.wish.k)
+    methods = dict.fromkeys(method for way in advice.ways for method in way.chain)
+    body = [("target", str(b), f"{costs.step(b):.2f}", *(f"{costs.step(b, b, b * k):.2f}" for k in ks)) for b in batches]
+    body += [(name, str(b), "-", *(f"{costs.proposal(name, b, k):.2f}" for k in ks)) for name in methods for b in batches]
+    return grid(("ms", "concurrency", *(f"K = {k}" for k in (0, *ks))), body)

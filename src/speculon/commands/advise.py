@@ -83,15 +83,15 @@ def run(task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, 
     split = Split.of(cases)
     with counting(as_json, "measuring", total(split, wish), still=True) as advance:
         advice = advise(llm, split, wish, advance)
-    said = advise_report.to_dict(advice, sys.argv[1:], llm)
     out = out or (None if as_json else FOLDER)
+    said = advise_report.to_dict(advice, sys.argv[1:], llm, path or (out and out / advise_report.FILE))
     files = advise_report.write(advice, said, out) if out else []
     if path:
-        advise_settings.write(path, advice.settings)
+        advise_settings.write(path, advise_settings.whole(llm.config, advice.settings))
     if as_json:
         return print_json(said)
     show(advice, said, [*files, *([path] if path else [])])
-    if out and len(files) < 3:
+    if out and len(files) < 4:
         errors().print("no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False)
 
 
@@ -101,21 +101,22 @@ def show(advice: Advice, said: dict[str, Any], files: list[Path]) -> None:
     console.print(first, style="bold green" if advice.helps else "bold yellow", markup=False)
     for line in rest:
         console.print(f"- {line}", markup=False)
-    for crowd in advice.wish.crowds:
-        console.print("", as_table(advice, crowd), sep="\n")
+    for batch in advice.wish.batches:
+        console.print("", as_table(advice, batch), sep="\n")
     console.print(f"\n{advise_words.LEGEND}.", style="dim", markup=False)
     console.print(f"\nspeculon.toml:\n\n{said['toml']}\nor: {said['flags']}\n", markup=False, soft_wrap=True)
+    console.print(f"next: {said['next']}\n", style="bold", markup=False, soft_wrap=True)
     console.print(advise_report.title(said), style="dim", markup=False, soft_wrap=True)
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)
 
 
-def as_table(advice: Advice, crowd: int) -> Table:
+def as_table(advice: Advice, batch: int) -> Table:
     style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": None}
-    table = Table(title=advise_words.at_once(crowd), **style, pad_edge=False, collapse_padding=True)
+    table = Table(title=f"concurrency {batch}", **style, pad_edge=False, collapse_padding=True)
     for name in advise_words.COLUMNS:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    chosen = advice.candidate
-    for row in advise_words.rows(advice, crowd):
-        table.add_row(*row, style="green" if advice.helps and row[0] == chosen.way.name else "")
+    chosen = advise_words.label_of(advice.chosen)
+    for row in advise_words.rows(advice, batch):
+        table.add_row(*row, style="green" if advice.helps and row[:2] == chosen else "")
     return table

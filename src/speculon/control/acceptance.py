@@ -39,8 +39,8 @@ class Beta:
     hits: float = 0.0
     tries: float = 0.0
 
-    def observe(self, hits: float, tries: float, prior: float) -> None:
-        self.hits, self.tries = FADE * self.hits + hits, FADE * self.tries + tries
+    def observe(self, hits: float, tries: float, prior: float, fade: float = FADE) -> None:
+        self.hits, self.tries = fade * self.hits + hits, fade * self.tries + tries
         self.mean = (self.hits + PRIOR_DRAFTS * prior) / (self.tries + PRIOR_DRAFTS)
 
 
@@ -49,10 +49,11 @@ class Acceptance:
 
     What follows the first rejected draft, or the end of a sequence, was never judged and counts for nothing. The prior of a
     position is the mean over positions; the prior of that is `wider`, what is known of the same method elsewhere.
+    With `fade` = 1 nothing is discounted.
     """
 
-    def __init__(self, wider: Acceptance | None = None) -> None:
-        self._wider = wider
+    def __init__(self, wider: Acceptance | None = None, fade: float = FADE) -> None:
+        self._wider, self._fade = wider, fade
         self._at: defaultdict[tuple[int, int], Beta] = defaultdict(Beta)
         self._survivals: dict[int, tuple[float, ...]] = {}  # by shift, until the next observation
         self.seen = 0.0  # judged drafts, not discounted
@@ -70,6 +71,11 @@ class Acceptance:
         if place != ANY:
             return self.overall(bucket)
         return self._wider.overall(bucket) if self._wider else self.overall() if bucket else PRIOR
+
+    def rate(self, position: int = ANY) -> float | None:
+        """Accepted / judged drafts at a position, or at all, without a prior; None where none was judged."""
+        found = self._at.get((position, 0))
+        return found.hits / found.tries if found and found.tries else None
 
     def chances(self, buckets: Sequence[int], shift: int = 0) -> list[float]:
         """Of the first drafts, which are of these buckets, in a sequence of this shift."""
@@ -95,7 +101,7 @@ class Acceptance:
         for position, (bucket, hit) in enumerate(zip(buckets, fates(accepted), strict=False)):
             for each in (bucket, 0) if bucket else (0,):
                 for place in (ANY, min(position, POSITIONS - 1)):
-                    self._at[place, each].observe(hit, 1.0, self._prior(place, each))
+                    self._at[place, each].observe(hit, 1.0, self._prior(place, each), self._fade)
 
     def state(self) -> list[Place]:
         return [(*key, beta.hits, beta.tries) for key, beta in self._at.items()]

@@ -101,8 +101,8 @@ class Costs:
     def known(self) -> bool:
         return bool(self._step.parts)
 
-    def step(self, sequences: int, drafting: int = 0, rows: int = 0) -> float:
-        """ms without its proposals. Raises `ValueError` before any was measured."""
+    def step(self, sequences: int, drafting: float = 0, rows: float = 0) -> float:
+        """ms without its proposals; D and R may be means. Raises `ValueError` before any was measured."""
         return self._step.at((1.0, sequences, drafting, rows), batch(sequences, drafting))
 
     def row(self, sequences: int) -> float:
@@ -160,6 +160,6 @@ class Costs:
             cost.measured = len(parts)
 
 
-def batch(sequences: int, drafting: int) -> tuple[int, int]:
+def batch(sequences: int, drafting: float) -> tuple[int, int]:
     """The steps that take alike."""
     return sequences, PLAIN if not drafting else ALL if drafting == sequences else SOME
