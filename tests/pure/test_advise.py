@@ -339,7 +339,7 @@ def test_a_batch_in_which_rows_are_dear_ends_it() -> None:
     advice = advise(texts_of(0.7), rounds_of(draft=0.02, row=0.1, more=0.05), [DRAFT])
     assert advice.helps and advice.up_to == 4
     line = next(line for line in answer(advice) if "at other concurrency" in line)
-    assert "8: predicted 0." in line and "(`draft_model`, K = 1 predicted 1." in line
+    assert "8: predicted 0." in line and "(`draft_model`, K = 1: predicted 1." in line
     assert line.endswith("It pays up to concurrency 4, by prediction.")
     everywhere = advise(texts_of(0.85), rounds_of(draft=0.02, row=0.01), [DRAFT])
     assert everywhere.up_to == 8
@@ -466,7 +466,7 @@ def test_a_measured_concurrency_names_what_was_faster_there() -> None:
     measure(advice, result(one, 1.4))
     measure(advice, result(one, 1.1, 0.2), result(policy, 1.3), batch=8)
     line = next(line for line in answer(advice) if "at other concurrency" in line)
-    assert "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput` measured 1.30x (1.25 to 1.35))" in line
+    assert "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to 1.35))" in line
 
 
 def test_a_noisy_machine_and_a_wrong_prediction_are_said() -> None:

@@ -222,7 +222,7 @@ def ways_of(llm: LLM, wish: Wish) -> tuple[list[Way], dict[str, str]]:
 
 
 def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None:
-    """The candidates at the concurrency asked for; then, where one pays, that one at the highest at which it is to pay."""
+    """The candidates at the concurrency asked for; where one pays, then at the highest concurrency at which it is to pay."""
     wish = advice.wish
     cases = split.held_out
     if not advice.rests_on_loops:
@@ -239,11 +239,12 @@ def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None
         one = advice.chosen
         far = max(wish.batches) if one.k is None else advice.up_to or wish.at_once
         if far > wish.at_once:
-            measured(far, list(dict.fromkeys([one, advice.by_policy])))
+            there = best(advice.at(far))
+            measured(far, list(dict.fromkeys([one, advice.by_policy, Candidate(there.way, there.k)])))
 
 
 def total(split: Split, wish: Wish) -> int:
     """Measurements there will be, at most."""
     cases = len(split.held_out) or len(split.measured)
-    checked = checks_total(cases, wish.at_once, CHECKED, wish.repeats) + checks_total(cases, max(wish.batches), 2, wish.repeats)
+    checked = checks_total(cases, wish.at_once, CHECKED, wish.repeats) + checks_total(cases, max(wish.batches), 3, wish.repeats)
     return -(-len(split.measured) // SHADOW_BATCH) + len(wish.batches) * (RUNS + 1) + checked

@@ -51,7 +51,9 @@ def checked(advice: Advice, check: Check) -> str:
     """What was measured at one concurrency, in descending order, and which predictions were wrong."""
     ranked = sorted(check.results, key=lambda result: -result.ratio)
     estimates = [advice.predicted(result.candidate, check.concurrency) for result in ranked]
-    told = [f"{one.candidate.label} {times(one)}{beside(one, estimate)}" for one, estimate in zip(ranked, estimates, strict=True)]
+    told = [
+        f"{one.candidate.label}: {times(one)}{beside(one, estimate)}" for one, estimate in zip(ranked, estimates, strict=True)
+    ]
     kind = "held-out prompts" if check.held_out else "prompts, the same as for the prediction"
     said = f"Measured at concurrency {check.concurrency} on {check.texts} {kind}: {'; '.join(told)}; "
     said += f"plain decoding against itself {check.again:.2f}x."
@@ -64,11 +66,12 @@ def checked(advice: Advice, check: Check) -> str:
 
 
 def beside(result: Result, estimate: Estimate | None) -> str:
-    """The prediction, and what it would have been with the tokens per call of these prompts: the rest is the costs' error."""
+    """The prediction, and what it would have been at the tokens per call of these prompts: the rest is the costs' error."""
     if estimate is None:
         return ""
-    at_these = estimate.ratio * result.tokens_per_call / estimate.speed.tokens_per_call
-    return f" (predicted {estimate.ratio:.2f}x, and {at_these:.2f}x at the tokens per call of these prompts)"
+    share = result.tokens_per_call / estimate.speed.tokens_per_call
+    more = f" ({estimate.ratio * share:.2f}x at the tokens per call of these prompts)" if abs(share - 1) > NOISY else ""
+    return f", predicted {estimate.ratio:.2f}x{more}"
 
 
 def agrees(result: Result, estimate: Estimate | None) -> bool:
@@ -105,10 +108,10 @@ def at_concurrency(advice: Advice, batch: int) -> str:
     said = f"{batch}: {f'{speed(found)}, {verdict}' if found else 'neither measured nor predicted'}"
     if live:
         fastest = live.fastest
-        return said if fastest.candidate == advice.chosen else f"{said} ({fastest.candidate.label} measured {times(fastest)})"
+        return said if fastest.candidate == advice.chosen else f"{said} ({fastest.candidate.label}: measured {times(fastest)})"
     other = best(advice.at(batch))
     better = other.low > 1 and (found is None or other.ratio > found.ratio)
-    return f"{said} ({setting(other)} predicted {times(other)})" if better else said
+    return f"{said} ({setting(other)}: predicted {times(other)})" if better else said
 
 
 def thresholds(advice: Advice) -> list[str]:
@@ -128,7 +131,8 @@ def threshold(advice: Advice, way: Way) -> str:
             f"By the cost model `{way.name}` could not pay even if every draft were accepted ({found}): a draft costs "
             f"{one.draft_cost:.2f} of a plain step, and verification has its cost, too. A much smaller drafter is needed."
         )
-    begins = f"By the cost model `{way.name}` pays from an acceptance rate of {needed[0]:.0%} on (K = {needed[1]}); {found}"
+    rate_needed = f"from an acceptance rate of {needed[0]:.0%} on" if needed[0] >= 0.005 else "at any acceptance rate"
+    begins = f"By the cost model `{way.name}` pays {rate_needed} (K = {needed[1]}); {found}"
     if way.name in LOOKED_UP:
         return f"{begins}."
     if most <= 0:
