@@ -18,7 +18,7 @@ from speculon.bench import advise as advise_module
 from speculon.bench import advise_check as check_module
 from speculon.bench import advise_report
 from speculon.bench.advise import Advice, Wish, advise, ways_of
-from speculon.bench.advise_check import Candidate
+from speculon.bench.advise_check import Candidate, Check, Result
 from speculon.bench.advise_maths import Fit, Timed, Way, best, total, walk
 from speculon.bench.advise_measure import CYCLES, HALF, PLAIN, RUNS, asking, grid, shadow, time_rounds
 from speculon.bench.advise_prompts import Split
@@ -272,6 +272,24 @@ def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytes
     assert best(advice.at(1)).low > 1 and advice.settings == {"method": "off"} and len(advice.checks) == 1
     assert "measured 0.50x (0.40 to 0.60) over plain decoding" in said[0]
     assert "PREDICTION AND MEASUREMENT DISAGREE" in said[1]
+
+
+@pytest.mark.parametrize("policy, higher", [(True, [2, 4]), (False, [4])])
+def test_higher_concurrency_is_measured_where_a_setting_helps(
+    own: LLM, monkeypatch: pytest.MonkeyPatch, policy: bool, higher: list[int]
+) -> None:
+    """A fixed K at the highest at which it is predicted to pay, the policy at each: of it nothing is predicted."""
+    plant(monkeypatch, draft=0.0, row=0.0)
+
+    def found(llm: LLM, batch: int, candidates: Any, *_: Any) -> Check:
+        ratios = {one: 1.5 if (one.k is None) is policy else 1.2 for one in candidates}
+        results = (Result(one, ratio, ratio - 0.1, ratio + 0.1, 2.0) for one, ratio in ratios.items())
+        return Check(batch, tuple(results), 1.0, 2, True)
+
+    monkeypatch.setattr(advise_module, "check", found)
+    advice = advise(own, split(own, temperature=30.0), Wish((1, 2, 4), k=K))
+    assert [check.concurrency for check in advice.checks] == [1, *higher] and advice.up_to == 4
+    assert advice.settings["policy"] == ("goodput" if policy else "fixed") and not any("neither" in s for s in answer(advice))
 
 
 # the command

@@ -222,7 +222,7 @@ def ways_of(llm: LLM, wish: Wish) -> tuple[list[Way], dict[str, str]]:
 
 
 def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None:
-    """The candidates at the concurrency asked for; where one pays, then at the highest concurrency at which it is to pay."""
+    """The candidates at the concurrency asked for; where one pays, at the highest at which it is to pay, or at all above."""
     wish = advice.wish
     cases = split.held_out
     if not advice.rests_on_loops:
@@ -235,16 +235,15 @@ def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None
         advice.checks.append(check(llm, batch, candidates, cases, held_out, wish.repeats, advance))
 
     measured(wish.at_once, advice.candidates)
-    if advice.helps:
-        one = advice.chosen
-        far = max(wish.batches) if one.k is None else advice.up_to or wish.at_once
-        if far > wish.at_once:
-            there = best(advice.at(far))
-            measured(far, list(dict.fromkeys([one, advice.by_policy, Candidate(there.way, there.k)])))
+    one, highest = advice.chosen, advice.up_to or 0
+    for batch in [batch for batch in wish.batches if wish.at_once < batch and (batch == highest or highest and not one.k)]:
+        other = best(advice.at(batch))
+        measured(batch, list(dict.fromkeys([one, advice.by_policy, Candidate(other.way, other.k)])))
 
 
 def total(split: Split, wish: Wish) -> int:
     """Measurements there will be, at most."""
     cases = len(split.held_out) or len(split.measured)
-    checked = checks_total(cases, wish.at_once, CHECKED, wish.repeats) + checks_total(cases, max(wish.batches), 3, wish.repeats)
+    checked = checks_total(cases, wish.at_once, CHECKED, wish.repeats)
+    checked += sum(checks_total(cases, batch, 3, wish.repeats) for batch in wish.batches if batch > wish.at_once)
     return -(-len(split.measured) // SHADOW_BATCH) + len(wish.batches) * (RUNS + 1) + checked

@@ -18,11 +18,6 @@ DPI = 110
 
 
 def draw(advice: Advice, title: str, path: Path) -> Path:
-    lay_out(advice, title).savefig(path, dpi=DPI)
-    return path
-
-
-def lay_out(advice: Advice, title: str) -> Figure:
     figure = Figure(figsize=SIZE, layout="constrained")
     by_k, acceptance, by_concurrency = figure.subplots(1, 3)
     draw_depths(by_k, advice)
@@ -33,7 +28,8 @@ def lay_out(advice: Advice, title: str) -> Figure:
     handles, labels = by_k.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9)
-    return figure
+    figure.savefig(path, dpi=DPI)
+    return path
 
 
 def draw_depths(panel: Any, advice: Advice) -> None:

@@ -41,7 +41,7 @@ MEASURED = (
 
 def to_dict(advice: Advice, argv: Sequence[str], llm: LLM, path: Path | None = None) -> dict[str, Any]:
     """`path` is the file that gets the settings; None: there is none."""
-    values, wish = whole(llm.config, advice.settings), advice.wish
+    values, wish, fit = whole(llm.config, advice.settings), advice.wish, advice.worlds[0]
     looping, chosen = [one for one in advice.written if one.loops], advice.chosen
     return {
         "command": shlex.join(["speculon", *argv]),
@@ -64,11 +64,7 @@ def to_dict(advice: Advice, argv: Sequence[str], llm: LLM, path: Path | None = N
         "looping": {"texts": len(looping), "estimate": (found := advice.among(looping)) and of_estimate(found)},
         "texts": [{"name": one.case.name, "tokens": one.tokens, "loops": one.loops} for one in advice.written],
         "lacking": advice.lacking,
-        "costs": {
-            "state": advice.worlds[0].costs.state(),
-            "misfit": advice.worlds[0].misfit(advice.timed),
-            "rounds": len(advice.timed),
-        },
+        "costs": {"state": fit.costs.state(), "misfit": fit.misfit(advice.timed), "rounds": len(advice.timed)},
         "measured": MEASURED,
         "wish": asdict(wish),
         "model": report.model_facts(llm),
