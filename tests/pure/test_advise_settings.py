@@ -1,0 +1,121 @@
+"""The prompts of an advice, and what it writes: settings as TOML, as flags, and the next command."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speculon.bench.advise_prompts import Split, read_lines
+from speculon.bench.advise_settings import as_flags, as_toml, merged, next_command, settings, whole, write
+from speculon.bench.workloads import Case
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+from speculon.errors import BenchError, ConfigError, InvalidParameter
+
+# prompts
+
+
+def test_lines_are_prompts_and_chats() -> None:
+    chat = '[{"role": "user", "content": "hi"}]'
+    lines = f'"one"\n\n{{"prompt": "two"}}\n{{"messages": {chat}}}\n{chat}\n'
+    messages = [{"role": "user", "content": "hi"}]
+    assert [sample.content for sample in read_lines("a.jsonl", lines)] == ["one", "two", messages, messages]
+
+
+@pytest.mark.parametrize("line", ["no json", "3", "{}", '""', '{"prompt": ""}', "[]", '[{"content": "x"}]'])
+def test_a_line_that_is_no_prompt_is_refused_by_its_place(line: str) -> None:
+    with pytest.raises(InvalidParameter, match=r"prompt-file = 'a.jsonl:2'"):
+        read_lines("a.jsonl", f'"fine"\n{line}\n')
+
+
+def test_half_of_every_group_is_held_out() -> None:
+    def some(name: str, n: int) -> list[Case]:
+        return [Case(f"{name}{i}", [1], SamplingParams()) for i in range(n)]
+
+    split = Split.of({"a": some("a", 3), "b": some("b", 2), "c": some("c", 1)})
+    assert [case.name for case in split.measured] == ["a0", "b0", "c0", "a2"]
+    assert [case.name for case in split.held_out] == ["a1", "b1"]
+    with pytest.raises(BenchError):
+        Split.of({"a": []})
+
+
+# settings
+
+
+def loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculationConfig:
+    monkeypatch.setenv("SPECULON_CONFIG", str(path))
+    return EngineConfig().speculation
+
+
+def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = SpeculationConfig(draft={"draft_model": 'odd "name" \\ é 🙂'}, memory_limit_gb=2.5, options={"x": [1, True]})
+    found = settings(base, "auto", "fixed", 3, ("suffix", "draft_model"))
+    path = tmp_path / "speculon.toml"
+    path.write_text(
+        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n[speculation.options]\ny = 1\n'
+        "[serve]\nport = 9000\n"
+    )
+    write(path, whole(EngineConfig(model="some/model", dtype="bfloat16", threads=2), found))
+    read = loads(path, monkeypatch)
+    assert read == base.model_copy(update={"method": "auto", "policy": "fixed", "num_speculative_tokens": 3})
+    config = EngineConfig()
+    assert (config.model, config.dtype, config.threads, config.block_size) == ("some/model", "bfloat16", 2, 32)
+    assert config.serve.port == 9000 and "# kept" in path.read_text()
+    write(path, {"model": "demo", "speculation": {"method": "off"}})
+    assert loads(path, monkeypatch) == SpeculationConfig(method="off") and EngineConfig().model == "demo"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
+    values = whole(
+        EngineConfig(events="x.jsonl"), settings(SpeculationConfig(draft="d"), "auto", "goodput", None, ("draft_model",))
+    )
+    assert values == {"model": "demo", "speculation": {"method": "auto", "policy": "goodput", "draft": "d"}}
+    assert as_toml(values).startswith('model = "demo"\n\n[speculation]\nmethod = "auto"\n')
+
+
+def test_flags_say_the_same() -> None:
+    speculation = {"method": "auto", "num_speculative_tokens": 3, "draft": "a folder/draft", "join": False}
+    said = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
+    assert said == [
+        "--model", "demo", "--compile", "--method", "auto", "--num-speculative-tokens", "3",
+        "--draft", "a folder/draft", "--no-join",
+    ]  # fmt: skip
+
+
+def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPECULON_CONFIG", raising=False)
+    values = {"model": "demo", "speculation": {"method": "off"}}
+    assert next_command(Path("a folder/speculon.toml"), values) == "SPECULON_CONFIG='a folder/speculon.toml' speculon serve"
+    assert next_command(Path("speculon.toml"), values) == "speculon serve"
+    assert next_command(None, values) == "speculon serve --model demo --method off"
+    monkeypatch.setenv("SPECULON_CONFIG", "other.toml")
+    assert next_command(Path("speculon.toml"), values) == "SPECULON_CONFIG=speculon.toml speculon serve"
+
+
+def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "speculon.toml"
+    for text in ('speculation = { method = "off", join = [\n1] }\n', 'speculation.method = "off"\n', "no toml ="):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="speculon.toml"):
+            write(path, {"model": "demo", "speculation": {"method": "suffix"}})
+        assert path.read_text() == text
+    for wrong in (tmp_path, tmp_path / "none" / "x.toml"):
+        with pytest.raises(InvalidParameter, match="^write = "):
+            merged(wrong, {"model": "demo", "speculation": {"method": "off"}})
+
+
+@given(st.dictionaries(st.sampled_from(["method", "draft"]), st.text(max_size=8), min_size=1))
+def test_any_string_survives_toml(values: Mapping[str, str]) -> None:
+    assert tomllib.loads(as_toml({"model": "x", "speculation": values})) == {"model": "x", "speculation": values}
+
+
+def test_what_toml_cannot_say_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be written as TOML"):
+        as_toml({"speculation": {"options": {"x": None}}})
