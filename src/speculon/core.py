@@ -316,6 +316,13 @@ class Sequence:
 Proposed = tuple[str, list[Sequence], list[Draft]]  # of one call of a method, before anything is joined to a draft or trimmed
 
 
+class Estimate(NamedTuple):
+    """What a policy expects of a draft that it lets through, in tokens."""
+
+    tokens: float  # of the drafts, those accepted
+    price: float  # what the time of their rows brings otherwise
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """Consecutive positions of one sequence inside one flat forward: a prompt chunk, or [last token, d_1..d_K]."""
@@ -324,6 +331,7 @@ class Span:
     start: int  # position of the first row in its sequence = tokens already in pages
     length: int  # rows without the drafts
     draft: Draft = NO_DRAFT
+    estimate: Estimate | None = None  # of the draft, where its policy has one
     row: int = 0  # first row in the flat batch
     score: range = range(0)  # its rows among the R scored ones
     samples: bool = field(init=False)  # whether it reaches the sequence's last token, so that its last rows are sampled

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculon.core import Proposal, Reason, SpanKind
+from speculon.core import Estimate, Proposal, Reason, SpanKind
 from speculon.errors import RecordError
 
 VERSION = 1
@@ -64,10 +64,14 @@ class TextRound(_Line):
     sample: int = 0
     policy: str
     methods: dict[str, int] | None = None  # that may draft for it, and their most drafts; with its first line in a part
+    prompt_class: str | None = None  # with its first line in a part, as the next two
+    marker: str | None = None  # of the prompt, that makes its class favourable
+    cold_matches: int | None = None  # continuations that must match before a lookup's drafts are verified
     prompt: int = 0  # rows of its prompt, whose end gave the first token: no round that could speculate
     asked: tuple[Asked, ...] = ()
     drafts: tuple[tuple[str, int], ...] = ()  # verified: (source, number), from the first position on
     accepted: int = 0
+    estimate: Estimate | None = None  # what its policy expected of the drafts, and their price, in tokens
     kind: SpanKind | None = None
     tokens: int  # committed
     reason: Reason | None = None  # why it was plain

@@ -98,6 +98,7 @@ class RequestOutput:
                 "logprobs": one.logprobs and [asdict(lp) for lp in one.logprobs],
                 "reasons": one.reasons,
                 "changes": one.changes,
+                "prompt": one.stats.prompt(),
                 "speculation": one.speculation and one.speculation.to_dict(),
             }
             for one in self.outputs

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from speculon.core import Decision, Draft, Reason, Verdict
+from speculon.core import Decision, Draft, Estimate, Reason, Verdict
 
 PLAIN = "plain"  # how a round goes without a draft
 EARLIER = "earlier"  # why a method drafts in the place of another: it is asked before it, and had a draft again
@@ -57,6 +57,8 @@ class SpeculationStats:
     span_kinds: dict[str, int]
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
+    expected: float  # accepted drafts as the policy estimated them; 0.0 under policies that estimate nothing
+    price: float  # tokens that the time of the drafts' rows was worth to it
     saved_ms: float | None  # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
     # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were only watched
     shadow: dict[str, dict[str, Any]]
@@ -91,6 +93,9 @@ class RequestStats:
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     saved_ms: float | None = None
+    expected: float = 0.0  # accepted drafts, as the policy estimated before they were verified
+    price: float = 0.0  # tokens that the time of the drafts' rows was worth to it
+    prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # class, marker, cold matches -> sequences that ended
     last: tuple[str, str] | None = field(default=None, compare=False)  # how the last round went, and why so: of one text
 
     @property
@@ -180,6 +185,15 @@ class RequestStats:
         """Changes of mind as plain data, the most frequent first."""
         return [{"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()]
 
+    def expect(self, estimate: Estimate | None) -> None:
+        if estimate is not None:
+            self.expected += estimate.tokens
+            self.price += estimate.price
+
+    def prompt(self) -> dict[str, Any] | None:
+        """Class and marker of the prompt, and the continuations that had to match before lookups were verified; None at first."""
+        return next(({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None)
+
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
         """Its shares of a round in which anybody was drafted for, and what its tokens of that round would have taken plainly."""
         self.draft_ms += draft_ms
@@ -219,6 +233,8 @@ class RequestStats:
             span_kinds=dict(self.kinds),
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
+            expected=self.expected,
+            price=self.price,
             saved_ms=self.saved_ms,
             shadow={method: self._in_shadow(method, rounds) for method, rounds in self.watched.items()},
         )

@@ -104,10 +104,10 @@ class Acceptance:
                     self._at[place, each].observe(hit, 1.0, self._prior(place, each), self._fade)
 
     def state(self) -> list[Place]:
-        return [(*key, beta.hits, beta.tries) for key, beta in self._at.items()]
+        return sorted(((*key, beta.hits, beta.tries) for key, beta in self._at.items()), reverse=True)  # ANY first
 
     def restore(self, state: list[Place]) -> None:
-        for place, bucket, hits, tries in sorted(state, reverse=True):  # that of all positions first, which is the others' prior
+        for place, bucket, hits, tries in state:
             self._at[place, bucket].observe(min(hits, tries), tries, self._prior(place, bucket))
         self.seen = self._at[ANY, 0].tries
 

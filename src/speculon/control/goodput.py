@@ -29,9 +29,9 @@ from typing import Any
 
 from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance, buckets_of
 from speculon.control.cost import OF_LATE, Costs
-from speculon.control.policy import Estimate, Policy, Timing
+from speculon.control.policy import Policy, Timing
 from speculon.control.shadow import Shadow
-from speculon.core import Ask, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence, Span, SpanKind, Verdict
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no sign
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing

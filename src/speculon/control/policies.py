@@ -11,9 +11,9 @@ from speculon.control.adaptive import Adaptive
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed, Solo
 from speculon.control.goodput import Goodput
-from speculon.control.policy import Estimate, Learning, Policy, Timing
+from speculon.control.policy import Learning, Policy, Timing
 from speculon.control.shadow import ShadowPolicy
-from speculon.core import Decision, Draft, Load, Sequence, Span, Verdict
+from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Verdict
 
 COSTS = "costs"  # the name of their line in what is kept across restarts
 

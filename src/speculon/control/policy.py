@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from speculon.core import Decision, Draft, Load, Proposal, Sequence, Span, Verdict
+from speculon.core import Decision, Draft, Estimate, Load, Proposal, Sequence, Span, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,6 @@ class Timing:
 
     target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
     proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
-
-
-class Estimate(NamedTuple):
-    """What a policy expected of the draft that it let through, in tokens."""
-
-    tokens: float  # of its drafts, those accepted
-    price: float  # of its rows: what their time brings otherwise
 
 
 class Policy(Protocol):

@@ -221,7 +221,7 @@ class Engine:
             trim, confirm = self.policy.trim, self.policy.confirm
             drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim, confirm)
             for span, draft in zip(plan.decoding, drafts, strict=True):
-                span.draft = draft
+                span.draft, span.estimate = draft, self.policy.estimate(span.seq) if draft.tokens else None
             draft_ms = watch.lap("propose")
             out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
@@ -354,6 +354,7 @@ class Engine:
         for span, decision, verdict in zip(spans, decisions, verdicts, strict=True):
             plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
             row_ms = step_ms / (batch + sum(lengths))
+            span.seq.stats.expect(span.estimate)
             span.seq.stats.spend(draft_ms / asking if decision.method else 0.0, row_ms * span.rows, plainly)
 
     def _forget(self, ended: Ended) -> None:
@@ -361,6 +362,7 @@ class Engine:
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
+            seq.stats.prompts[seq.shape.name, seq.shape.marker, seq.cold_matches] += 1
             self.counters.totals.add(seq.stats)
             request = self._requests[seq.request_id]
             request.stats.add(seq.stats)

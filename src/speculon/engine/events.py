@@ -197,6 +197,7 @@ class Events:
         if seq.id not in self._known:
             self._known.add(seq.id)
             told["methods"] = {method: seq.most(method) for method in seq.methods}
+            told |= {"prompt_class": seq.shape.name, "marker": seq.shape.marker, "cold_matches": seq.cold_matches}
         if planned is None or decision is None:
             told["prompt"] = span.length
         elif asked := self._asked(seq, planned, bool(span.draft.tokens)):
@@ -204,6 +205,7 @@ class Events:
         if span.draft.tokens:
             told["drafts"] = [(source, len(list(some))) for source, some in groupby(span.draft.sources)]
             told["accepted"] = verdict.accepted
+            told |= {"estimate": [round(value, 3) for value in span.estimate]} if span.estimate else {}
         told |= {"kind": verdict.kind} if verdict.kind else {}
         told |= {"reason": decision.reason} if decision and decision.reason else {}
         return told | ({"finish": verdict.finish.reason} if verdict.finish else {})

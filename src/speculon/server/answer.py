@@ -163,7 +163,7 @@ class Answer:
         """The `speculation` object; with its reasons and changes also where no round ran."""
         stats = self.stats
         done = stats.speculation()
-        why = {"reasons": dict(stats.reasons), "changes": stats.change_list()}
+        why = {"reasons": dict(stats.reasons), "changes": stats.change_list(), "prompt": stats.prompt()}
         return {"method": self.job.method, **why, **(done.to_dict() if done else {})}
 
     def first(self) -> list[dict[str, Any]]:

@@ -112,6 +112,12 @@ class EngineCollector(Collector):
         changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
         yield counter("changes", "rounds that went another way than the text's last", changes, "from", "to", "reason")
         yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
+        expected: dict[tuple[str, ...], float] = {(): totals.expected}
+        yield counter("expected_accepted_tokens", "accepted drafts as policies estimated them, before verification", expected)
+        yield counter("draft_price_tokens", "tokens that the time of these drafts' rows was worth", {(): totals.price})
+        prompts: dict[tuple[str, ...], float] = {(name, marker, str(n)): count for (name, marker, n), count in totals.prompts.items()}
+        about = "sequences that ended, by class of prompt, its marker, and matches before lookups are verified"
+        yield counter("prompts", about, prompts, "class", "marker", "cold_matches")
         saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
         yield gauge("saved_seconds", "saved by speculation, by its own estimate; negative where it cost more", saved)
         yield gauge("history_pools", "pools of earlier answers, as of the last text that ended", counters.pools)
