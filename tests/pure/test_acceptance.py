@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
-from speculon.control.acceptance import PRIOR, Acceptance, SequenceAcceptance, buckets_of
+from speculon.control.acceptance import PRIOR, Acceptance, SequenceAcceptance
 
 
 def learned(truth: float, rounds: int = 400, k: int = 8, seed: int = 1) -> Acceptance:
     random, known = Random(seed), Acceptance()
     for _ in range(rounds):
         accepted = next((i for i in range(k) if random.random() >= truth), k)
-        known.observe([0] * min(accepted + 1, k), accepted)
+        known.observe(min(accepted + 1, k), accepted)
     return known
 
 
@@ -25,21 +25,10 @@ def test_acceptance_is_learned(truth: float) -> None:
 def test_what_was_never_judged_counts_for_nothing() -> None:
     known, blind = Acceptance(), Acceptance()
     for _ in range(50):
-        known.observe([0] * 3, 2)
-        blind.observe([0] * 8, 2)  # planted: what follows the first rejected draft counts as rejected
+        known.observe(3, 2)
+        blind.observe(8, 2)  # planted: what follows the first rejected draft counts as rejected
     assert known.chance(5) == pytest.approx(known.chance(15)) and known.chance(5) > blind.chance(5) + 0.3
     assert known.chance(0) > 0.9 and known.chance(2) < 0.1
-
-
-def test_a_drafters_confidence_parts_its_drafts() -> None:
-    buckets = buckets_of((0.0, 0.01, 0.3, 0.6, 0.72, 0.8, 0.9, 0.99), 8)
-    assert buckets == sorted(set(buckets))
-    known, sure, unsure = Acceptance(), buckets_of((0.95,), 1), buckets_of((0.2,), 1)
-    for _ in range(100):
-        known.observe(sure, 1)
-        known.observe(unsure, 0)
-    assert known.chances(sure)[0] > 0.9 and known.chances(unsure)[0] < 0.1
-    assert known.chance(0) == pytest.approx(0.5, abs=0.1), "of any confidence"
 
 
 def test_optimism_ends_with_experience() -> None:
@@ -58,25 +47,25 @@ def test_survival_is_the_product_of_the_chances() -> None:
 def test_a_class_begins_with_what_is_known_of_all() -> None:
     wider = learned(0.2)
     inner = Acceptance(wider)
-    assert inner.chance(0) == pytest.approx(wider.overall())
+    assert inner.chance(0) == pytest.approx(wider.chance())
     for _ in range(300):
-        inner.observe([0], 1)
+        inner.observe(1, 1)
     assert inner.chance(0) > 0.9 and wider.chance(0) > 0.8, "the class tells all of them, too"
 
 
 def test_a_sequence_that_departs_from_its_class_is_found_out() -> None:
     known, good, bad = learned(0.8, 1000), SequenceAcceptance(), SequenceAcceptance()
     for number in range(60):
-        bad.observe(known, [0], int(number % 5 == 4))
-        good.observe(known, [0] * 4, 4)
+        bad.observe(known, 1, int(number % 5 == 4))
+        good.observe(known, 4, 4)
     assert bad.shift < 0 < good.shift
-    assert known.chances([0], bad.shift)[0] < 0.5 < 0.85 < known.chances([0], good.shift)[0]
-    assert known.chances([0], SequenceAcceptance().shift)[0] == known.chance(0)
+    assert known.chances(1, bad.shift)[0] < 0.5 < 0.85 < known.chances(1, good.shift)[0]
+    assert known.chances(1, SequenceAcceptance().shift)[0] == known.chance(0)
 
 
 def test_one_draft_of_a_sequence_hardly_moves_it() -> None:
     one = SequenceAcceptance()
-    one.observe(learned(0.8), [0], 0)
+    one.observe(learned(0.8), 1, 0)
     assert -1 <= one.shift <= 0
 
 

@@ -144,7 +144,7 @@ def test_nothing_is_discounted_in_an_advice() -> None:
     kept, fading = Acceptance(fade=1.0), Acceptance()
     for hits in (1,) * 100 + (0,) * 100:
         for one in (kept, fading):
-            one.observe([0], hits)
+            one.observe(1, hits)
     assert kept.rate() == 0.5 and fading.rate() < FADE**99
 
 

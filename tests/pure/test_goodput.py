@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 from statistics import mean
@@ -138,8 +138,8 @@ def test_the_wrong_sign_of_the_price_would_be_seen() -> None:
 class Unjudged(Acceptance):
     """Planted: positions behind the first rejected draft count as rejected."""
 
-    def observe(self, buckets: Sequence[int], accepted: int) -> None:
-        super().observe([*buckets, *[0] * (8 - len(buckets))], accepted)
+    def observe(self, judged: int, accepted: int) -> None:
+        super().observe(8, accepted)
 
 
 def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_what_was_learned_outlives_a_process() -> None:
     [
         [],
         {"greedy": 3},
-        *({"": {"model": [place]}} for place in ([99, 0, 0.0, 1.0], [0, 99, 0.0, 1.0], [0, 0, -1.0, 1.0], ["x"])),
+        *({"": {"model": [place]}} for place in ([99, 0.0, 1.0], [0, -1.0, 1.0], [0, 0.0], ["x"])),
     ],
 )
 def test_what_no_policy_told_is_refused(state: object) -> None:

@@ -94,7 +94,7 @@ def walk(text: Text, chain: Sequence[str], k: int, acceptance: Acceptance) -> Wa
         rounds, drafts, accepted = rounds + 1, drafts + length, accepted + right
         if length:
             drafting += 1
-            acceptance.observe([0] * min(length, right + (at + right < len(text.drafts))), right)
+            acceptance.observe(min(length, right + (at + right < len(text.drafts))), right)
         at += right + 1
     return Walk(rounds, len(text.drafts), drafting, drafts, accepted, tuple(asked.values()), tuple(unread.values()))
 

@@ -27,7 +27,7 @@ from math import ceil, log2
 from operator import mul
 from typing import Any
 
-from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance, buckets_of
+from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
 from speculon.control.cost import OF_LATE, Costs
 from speculon.control.policy import Policy, Timing
 from speculon.control.shadow import Shadow
@@ -92,9 +92,9 @@ class Running:
         usual = self.cls.length if self.cls.ended else self.seq.room
         return max(1.0, min(self.seq.room, max(usual / 2, usual - self.seq.num_output)) * (1 - self.added.found))
 
-    def learn(self, method: str, buckets: list[int], accepted: int) -> None:
-        self.own[method].observe(self.cls.of(method), buckets, accepted)
-        self.cls.of(method).observe(buckets, accepted)
+    def learn(self, method: str, judged: int, accepted: int) -> None:
+        self.own[method].observe(self.cls.of(method), judged, accepted)
+        self.cls.of(method).observe(judged, accepted)
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ class Goodput(Policy):
         """The part of a draft that is worth its rows; none where the model is to gain more, or where it is only watched."""
         now, one = self._now, self._running[seq.id]
         split = parts(seq, draft, method)
-        chances = (chance for name, _, buckets in split for chance in one.cls.of(name).chances(buckets, one.own[name].shift))
+        chances = (chance for name, _, count in split for chance in one.cls.of(name).chances(count, one.own[name].shift))
         curve, lookup, best, most, net = list(accumulate(chances, mul)), method in now.lookups, 0, 0.0, -now.first
         if lookup and seq.id in now.offers:  # what the model would gain if nobody else asked it
             most = self._weigh(now, now.offers[seq.id].method, [one])[1]
@@ -276,13 +276,13 @@ class Goodput(Policy):
         """Learns from the drafts that were verified, and from those that were only watched."""
         ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
         judged = min(verdict.accepted + (not ended), len(draft.tokens))
-        for name, before, buckets in parts(one.seq, draft) if judged else ():
+        for name, before, count in parts(one.seq, draft) if judged else ():
             if before < judged:
-                one.learn(name, buckets[: judged - before], min(len(buckets), verdict.accepted - before))
+                one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
         for fate in self._shadow.settle(one.seq):
             if not fate.overlaps:
                 one.missing = max(0, one.missing - (fate.accepted > 0))
-                one.learn(fate.method, buckets_of(fate.confidence, fate.judged), fate.accepted)
+                one.learn(fate.method, fate.judged, fate.accepted)
 
     def _book(self, one: Running, draft: Draft, gained: int, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
@@ -326,13 +326,12 @@ def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -
     return found
 
 
-def parts(seq: Sequence, draft: Draft, method: str = "") -> Iterator[tuple[str, int, list[int]]]:
-    """(name, drafts before it, buckets) of one proposal and of what was chained to it, which is learned under its own name."""
-    name, own = method or draft.sources[0], draft.own(seq.methods)
-    buckets = buckets_of(draft.confidence, len(draft.tokens))
-    yield name, 0, buckets[:own]
-    if own < len(buckets):
-        yield f"{name}+{draft.sources[own]}", own, buckets[own:]
+def parts(seq: Sequence, draft: Draft, method: str = "") -> Iterator[tuple[str, int, int]]:
+    """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under its own name."""
+    name, own, count = method or draft.sources[0], draft.own(seq.methods), len(draft.tokens)
+    yield name, 0, own
+    if own < count:
+        yield f"{name}+{draft.sources[own]}", own, count - own
 
 
 def plain(seq: Sequence, reason: Reason) -> Decision:

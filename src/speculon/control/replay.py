@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
+from speculon.control.acceptance import POSITIONS, Acceptance
 from speculon.control.cost import Costs
 from speculon.control.simulate import FALLS, STANDS, UNKNOWN, Text
 from speculon.core import NO_DRAFT, Draft, Reason, SpanKind
@@ -80,7 +81,7 @@ class Replay:
             self.asked[method] += seen
         for everybody in self.asked.values():
             everybody.sort(key=lambda seen: seen.work)
-        self._rates = {method: by_position(seen) for method, seen in self.asked.items()}
+        self._acceptance = {method: acceptance_of(seen) for method, seen in self.asked.items()}
         steps = [(*batch_of(r), r.target_ms) for r in rounds if decoding(r)]
         if not steps:
             raise RecordError("the record has no round of decoding alone: nothing is known of what a step costs")
@@ -142,8 +143,8 @@ class Replay:
     def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
         if (fate := draft.tokens[position]) != UNKNOWN:
             return float(fate)
-        rates = self._rates[draft.sources[position]]
-        return rates[min(position, len(rates) - 1)]
+        acceptance = self._acceptance[draft.sources[position]]
+        return acceptance.rate(min(position, POSITIONS - 1)) or acceptance.rate() or 0.0
 
     def _reach(self, rounds: list[Round]) -> Reached:
         done = Reached()
@@ -252,11 +253,11 @@ def notes(replay: Replay, recording: Recording, steps: Sequence[tuple[int, int, 
 # numbers
 
 
-def by_position(seen: list[Seen]) -> list[float]:
-    """P(the draft at each position stands | those before it did), as far as any was judged; nothing stands where none was."""
-    deepest = max(one.judged for one in seen)
-    tries = [sum(one.judged > i for one in seen) for i in range(deepest)]
-    return [sum(one.accepted > i for one in seen) / n for i, n in enumerate(tries)] or [0.0]
+def acceptance_of(seen: list[Seen]) -> Acceptance:
+    found = Acceptance(fade=1.0)
+    for one in seen:
+        found.observe(one.judged, one.accepted)
+    return found
 
 
 def around(seen: list[Seen], place: int) -> list[Seen]:

@@ -115,7 +115,7 @@ class EngineCollector(Collector):
         expected: dict[tuple[str, ...], float] = {(): totals.expected}
         yield counter("expected_accepted_tokens", "accepted drafts as policies estimated them, before verification", expected)
         yield counter("draft_price_tokens", "tokens that the time of these drafts' rows was worth", {(): totals.price})
-        prompts: dict[tuple[str, ...], float] = {(name, marker, str(n)): count for (name, marker, n), count in totals.prompts.items()}
+        prompts: dict[tuple[str, ...], float] = {(*map(str, prompt),): count for prompt, count in totals.prompts.items()}
         about = "sequences that ended, by class of prompt, its marker, and matches before lookups are verified"
         yield counter("prompts", about, prompts, "class", "marker", "cold_matches")
         saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
