@@ -13,15 +13,15 @@ from statistics import median
 from time import thread_time_ns
 from typing import Any
 
+from speculon.bench.simulate import Text, Way, World, play
 from speculon.config import SpeculationConfig
-from speculon.control.policies import POLICIES
-from speculon.control.simulate import Text, Way, World, play
+from speculon.control.policies import POLICIES, Policies
 from speculon.core import Draft
 
 CROWDS = (1, 8, 64, 256)
 WAYS = {
-    "suffix": Way(lambda number, text: 0.5, lambda texts, k: 0.02 * texts),
-    "ngram": Way(lambda number, text: 0.4, lambda texts, k: 0.02 * texts),
+    "suffix": Way(lambda number, text: 0.5, lambda texts, k: 0.02 * texts, lookup=True),
+    "ngram": Way(lambda number, text: 0.4, lambda texts, k: 0.02 * texts, lookup=True),
     "model": Way(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
 }
 
@@ -64,15 +64,16 @@ class Timed:
 
 
 def measure(policy: str, texts: int, rounds: int) -> dict[str, float]:
-    timed = Timed(POLICIES[policy](SpeculationConfig()))
+    policies = Policies(SpeculationConfig())
+    timed = Timed(policies.of(policy))
     world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, WAYS, lambda number: texts)
-    play(timed, world, rounds)  # type: ignore[arg-type]
+    play(timed, world, rounds, costs=policies.costs)  # type: ignore[arg-type]
     return {name: round(median(us[rounds // 4 :]), 1) for name, us in timed.us.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", default="auto", choices=sorted(POLICIES))
+    parser.add_argument("--policy", default="goodput", choices=sorted(POLICIES))
     parser.add_argument("--rounds", type=int, default=200)
     asked = parser.parse_args()
     for texts in CROWDS:

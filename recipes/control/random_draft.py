@@ -1,4 +1,4 @@
-"""What a draft model of random weights costs under the policy `auto`, once it is known: shares of the time of decoding steps.
+"""What a draft model of random weights costs under the policy `goodput`, once it is known: shares of the time of decoding steps.
 
 python -m recipes.control.random_draft               # prose with the demo model, 1 and 8 texts at once
 """
@@ -38,7 +38,7 @@ def shares(steps: list[Step]) -> dict[str, float]:
 
 
 def run(method: str, texts: int, prompts: int, max_tokens: int, threads: int | None) -> dict[str, Any]:
-    speculation = {"draft": random_draft(), "policy": "auto", "method": method}
+    speculation = {"draft": random_draft(), "policy": "goodput", "method": method}
     llm = LLM("demo", speculation=speculation, max_num_seqs=texts, prefix_cache=False, threads=threads)
     cases = build("prose", llm.tokenizer, Size(prompts, max_tokens, llm.engine.max_context))
     measure(llm, cases[:texts], {"method": "off"})  # for warming up

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speculon.bench.simulate import Way, World, play
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead, within
 from speculon.control.fixed import Fixed
 from speculon.control.policy import Timing
-from speculon.control.simulate import Way, World, play
 from speculon.core import Draft, Load, Reason, Sequence, Span, Verdict
 from speculon.errors import ConfigError, InvalidParameter
 from tests.builders import make_sequence

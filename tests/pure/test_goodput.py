@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from speculon.bench.simulate import Played, Text, Way, World, play
 from speculon.control import goodput as module
 from speculon.control.acceptance import Acceptance
 from speculon.control.cost import Costs, Prices
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
-from speculon.control.simulate import Played, Text, Way, World, play
 from speculon.core import Decision, Draft, Load, PromptShape, Reason
 from tests.builders import make_sequence
 

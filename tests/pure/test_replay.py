@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from speculon.bench.replay import BEYOND, OTHERS, OWN, Replay
+from speculon.bench.simulate import Played, play
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
 from speculon.control.policy import Policy
-from speculon.control.replay import BEYOND, OTHERS, OWN, Replay
-from speculon.control.simulate import Played, play
 from speculon.core import Reason, SpanKind
 from speculon.errors import RecordError
 from speculon.events import Asked, Header, Recording, Round, TextRound

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from speculon.bench.replay import Replay
 from speculon.config import SamplingParams
-from speculon.control.replay import Replay
 from speculon.core import Draft, Sequence
 from speculon.engine.engine import Engine
 from speculon.events import read

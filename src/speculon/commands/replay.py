@@ -10,11 +10,11 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
+from speculon.bench.replay import BEYOND, OTHERS, Replay
+from speculon.bench.simulate import play
 from speculon.commands.screen import print_json
 from speculon.config import MAX_DRAFTS, SpeculationConfig
 from speculon.control.policies import POLICIES, Policies
-from speculon.control.replay import BEYOND, OTHERS, Replay
-from speculon.control.simulate import play
 from speculon.errors import InvalidParameter
 from speculon.events import read
 

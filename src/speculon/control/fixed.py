@@ -12,13 +12,18 @@ def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST
 
     Where the request wants it, a draft that ends before that is gone on with, unless `join` is False.
     """
-    if seq.plain:
-        return Decision(None, 0, seq.off)
-    if seq.room <= 1:  # the last token needs no draft: the target's own one is enough
-        return Decision(None, 0, Reason.MAX_TOKENS)
+    if (why := unable(seq)) is not None:
+        return Decision(None, 0, why)
     most = min(limit, seq.room - 1)
     asks = [Ask(method, min(seq.most(method), most)) for method in seq.methods]
     return Decision.of(asks, unused, max(ask.k for ask in asks) if join and seq.join else 0)
+
+
+def unable(seq: Sequence) -> Reason | None:
+    """Why nothing may draft for a sequence under any policy."""
+    if seq.plain:
+        return seq.off
+    return Reason.MAX_TOKENS if seq.room <= 1 else None  # the last token needs no draft: the target's own one is enough
 
 
 class Fixed(Policy):

@@ -29,6 +29,7 @@ from typing import Any
 
 from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
 from speculon.control.cost import OF_LATE, Costs
+from speculon.control.fixed import unable
 from speculon.control.policy import Policy, Timing
 from speculon.control.shadow import Shadow
 from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence, Span, SpanKind, Verdict
@@ -75,11 +76,7 @@ class Running:
     added: Added
     missing: int  # continuations that must match before a lookup's drafts are verified
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))  # by method
-    asked: bool = False  # whether lookups were, in this round
-
-    @property
-    def able(self) -> bool:
-        return self.seq.room > 1 and not self.seq.plain
+    asked: bool = False  # whether lookups were asked in this round
 
     def most(self, method: str) -> int:
         return min(self.seq.most(method), self.seq.room - 1)
@@ -129,7 +126,7 @@ class Goodput(Policy):
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         if not self.costs.known:
-            return [plain(seq, Reason.COLD) for seq in seqs]
+            return [Decision(None, 0, unable(seq) or Reason.COLD) for seq in seqs]
         running = [self._running.get(seq.id) or self._meet(seq) for seq in seqs]
         now = self._now = self._begin(running, max(len(seqs), load.running))
         refused = self._offer(now)
@@ -150,7 +147,7 @@ class Goodput(Policy):
         tokens, ms = batch + sum(one.added.tokens for one in running), plain_ms + sum(one.added.ms for one in running)
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
         for one in running:
-            for method in one.seq.methods if one.able else ():
+            for method in one.seq.methods if unable(one.seq) is None else ():
                 if method not in one.seq.lookups:
                     now.models.setdefault(method, []).append(one)
                 elif method not in now.lookups:
@@ -217,13 +214,13 @@ class Goodput(Policy):
         if seq.id in now.offers:
             asks.append(now.offers[seq.id])
         if not asks:
-            return plain(seq, refused)
+            return Decision(None, 0, unable(seq) or refused)
         chained = not probe and seq.join is not False and not now.lookups.keys().isdisjoint(seq.methods)
         return Decision.of(asks, reach=max(map(one.most, seq.methods)) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, .. LONGEST_GAPth."""
-        if method not in now.lookups or not one.able:
+        if method not in now.lookups or unable(one.seq):
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
         gap: int = 2 ** ceil(log2(min(LONGEST_GAP, max(1.0, price / gain))))
@@ -332,11 +329,3 @@ def parts(seq: Sequence, draft: Draft, method: str = "") -> Iterator[tuple[str, 
     yield name, 0, own
     if own < count:
         yield f"{name}+{draft.sources[own]}", own, count - own
-
-
-def plain(seq: Sequence, reason: Reason) -> Decision:
-    if seq.plain and seq.off is not None:
-        reason = seq.off
-    elif seq.room <= 1:
-        reason = Reason.MAX_TOKENS
-    return Decision(None, 0, reason)

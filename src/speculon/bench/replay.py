@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
+from speculon.bench.simulate import FALLS, STANDS, UNKNOWN, Text
 from speculon.control.acceptance import POSITIONS, Acceptance
 from speculon.control.cost import Costs
-from speculon.control.simulate import FALLS, STANDS, UNKNOWN, Text
 from speculon.core import NO_DRAFT, Draft, Reason, SpanKind
 from speculon.errors import RecordError
 from speculon.events import Recording, Round, TextRound

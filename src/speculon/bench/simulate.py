@@ -1,7 +1,7 @@
 """A world without a model: how often each method's drafts stand and what everything costs is given, a policy plays in it.
 
 So policies are compared in seconds, on costs that were measured, at any load, with drafters that change in the middle.
-`World` is made of formulas; `control.replay` makes one of a record.
+`World` is made of formulas; `bench.replay` makes one of a record.
 """
 
 from __future__ import annotations
