@@ -36,6 +36,7 @@ from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no sign
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
+WEIGH_GAP = 2  # rounds between two weighings of models while none pays: each takes 0.5 % of a step of 8 sequences
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
 
 
@@ -120,6 +121,7 @@ class Goodput(Policy):
         self._running: dict[int, Running] = {}
         self._shadow = Shadow()  # drafts that were not worth their rows are compared with what is generated anyway
         self._budget_ms = 0.0  # for probes
+        self._refused: Reason | None = None  # why no model paid when they were last weighed
         self._now = Round()
 
     # before the drafts
@@ -129,8 +131,10 @@ class Goodput(Policy):
             return [Decision(None, 0, unable(seq) or Reason.COLD) for seq in seqs]
         running = [self._running.get(seq.id) or self._meet(seq) for seq in seqs]
         now = self._now = self._begin(running, max(len(seqs), load.running))
-        refused = self._offer(now)
-        return [self._decision(now, one, refused) for one in running]
+        if self._refused is None or now.number % WEIGH_GAP == 0:
+            self._refused = self._offer(now)
+        plain = Decision(None, 0, self._refused or Reason.COOLDOWN)
+        return [self._decision(now, one, plain) for one in running]
 
     def _meet(self, seq: Sequence) -> Running:
         """A sequence begins where those of its class ended."""
@@ -157,8 +161,8 @@ class Goodput(Policy):
     def _priced(self, rate: float, batch: int) -> Round:
         return Round(self._now.number + 1, batch, rate, rate * self.costs.row(batch), rate * self.costs.first(batch))
 
-    def _offer(self, now: Round) -> Reason:
-        """Sets what the model that gains most is to draft, and a probe of another; returns why nothing is drafted."""
+    def _offer(self, now: Round) -> Reason | None:
+        """Sets what the model that gains most is to draft, and a probe of another; returns why none gains anything."""
         best, used, refused = 0.0, "", Reason.COOLDOWN
         for method, group in now.models.items():
             offers, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
@@ -168,7 +172,7 @@ class Goodput(Policy):
                 refused = self._refusal(method, group)
         for method in now.models.keys() - {used}:
             self._probe(now, method)
-        return refused
+        return None if best else refused
 
     def _weigh(self, now: Round, method: str, group: list[Running], sure: bool = False) -> tuple[dict[int, Ask], float]:
         """One proposal for these sequences at its best K, and the tokens that it gains: 0 where it does not pay.
@@ -207,24 +211,25 @@ class Goodput(Policy):
             self._budget_ms -= ms
             now.probe, now.offers[one.seq.id] = one.seq.id, Ask(method, k)
 
-    def _decision(self, now: Round, one: Running, refused: Reason) -> Decision:
+    def _decision(self, now: Round, one: Running, plain: Decision) -> Decision:
         seq, probe = one.seq, now.probe == one.seq.id
+        if (why := unable(seq)) is not None:
+            return Decision(None, 0, why)
         asks = [Ask(method, one.most(method)) for method in seq.methods if not probe and self._due(now, one, method)]
         one.asked = bool(asks)
         if seq.id in now.offers:
             asks.append(now.offers[seq.id])
         if not asks:
-            return Decision(None, 0, unable(seq) or refused)
+            return plain
         chained = not probe and seq.join is not False and not now.lookups.keys().isdisjoint(seq.methods)
         return Decision.of(asks, reach=max(map(one.most, seq.methods)) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, .. LONGEST_GAPth."""
-        if method not in now.lookups or unable(one.seq):
+        if method not in now.lookups:
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
-        gap: int = 2 ** ceil(log2(min(LONGEST_GAP, max(1.0, price / gain))))
-        return now.number % gap == 0
+        return gain >= price or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
 
     # after the lookups, and after the drafts
 
