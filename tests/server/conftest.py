@@ -19,7 +19,7 @@ LIMIT = 256  # tokens that a text may have there
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     """`speculon serve` of the demo model; it has to end cleanly, too."""
     folder: Path = tmp_path_factory.mktemp("server")
-    options = ("--threads", "1", "--max-request-tokens", str(LIMIT), "--events", EVENTS)
+    options = ("--threads", "1", "--policy", "fixed", "--max-request-tokens", str(LIMIT), "--events", EVENTS)
     with started(folder, "--model", "demo", *options, program=REAL) as server:
         server.ready()
         yield server

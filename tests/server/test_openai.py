@@ -118,11 +118,11 @@ def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Out
     assert (metric("draft_tokens"), metric("accepted_tokens")) == (told["drafted"], told["accepted"])
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "solo", "auto"])
+@pytest.mark.parametrize("policy", ["adaptive", "solo", "goodput"])
 def test_a_request_may_say_how_far(client: openai.OpenAI, policy: str) -> None:
     texts = {complete(client, temperature=0, max_tokens=40, **way).choices[0].text for way in ({}, spec(policy=policy))}
     assert len(texts) == 1
-    with pytest.raises(openai.BadRequestError, match="known are fixed, adaptive, solo, shadow, auto"):
+    with pytest.raises(openai.BadRequestError, match="known are fixed, adaptive, solo, shadow, goodput"):
         complete(client, **spec(policy="reckless"))
 
 

@@ -265,7 +265,7 @@ def test_speed_tells_a_key_nothing_of_another(client: openai.OpenAI, real: Outsi
 @pytest.mark.timeout(240)  # two loads of the model
 def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    arguments = ("--model", "demo", "--threads", "1", "--policy", "auto", "--state", str(folder), "--method", "suffix")
+    arguments = ("--model", "demo", "--threads", "1", "--policy", "goodput", "--state", str(folder), "--method", "suffix")
 
     def at(url: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -278,13 +278,13 @@ def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) 
     fixed = {"policy": "fixed"}
     with started(tmp_path / "first", *arguments, program=REAL) as server, at(server.ready()) as client:
         cold = calls(client, "a", user="alice", speculation=fixed)
-        calls(client, "a", user="bob", speculation={"policy": "auto"})
+        calls(client, "a", user="bob", speculation={"policy": "goodput"})
         assert server.end() == 0, server.stderr
     (pools,) = folder.glob("pools-*")
     assert len(pools.read_text().splitlines()) == 4 and "alice" not in pools.read_text()
     with started(tmp_path / "second", *arguments, program=REAL) as server, at(url := server.ready()) as client:
         wait_until(lambda: restored(url, "pools") == 2)
-        assert restored(url, "policies") == 1
+        assert restored(url, "policies") == 2, "costs, and goodput"
         others, own = (calls(client, key, user="alice", speculation=fixed) for key in "ba")
         assert others == cold > 2 * own
         assert httpx.delete(url + ROUTE, headers=by("a"), trust_env=False).status_code == 204

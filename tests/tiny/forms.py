@@ -72,4 +72,7 @@ def check(name: str, text: str) -> None:
 
 
 def engine_of(target: Target | None = None, eos: str | None = "</s>", **settings: Any) -> Engine:
-    return Engine(target or tiny_target("llama"), words(eos), EngineConfig(**{"block_size": 4, **settings}))
+    """Under policy `fixed` unless `speculation` names another."""
+    speculation = {"policy": "fixed", **settings.pop("speculation", {})}
+    config = EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)
+    return Engine(target or tiny_target("llama"), words(eos), config)

@@ -117,7 +117,9 @@ class Result:
 
 
 def make_engine(target: Target, **settings: Any) -> Engine:
-    return Engine(target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}))
+    """Under policy `fixed` unless `speculation` names another: what is drafted must not depend on the clock."""
+    speculation = {"policy": "fixed", **settings.pop("speculation", {})}
+    return Engine(target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}, speculation=speculation))
 
 
 def drain(engine: Engine, results: dict[Key, Result] | None = None, steps: int = 2000) -> dict[Key, Result]:

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), prefix_cache=False)
+    return LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed"})
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def drafting(folder: Path) -> LLM:
     """The target is its own draft: what it guesses greedily always stands."""
-    return LLM(str(folder), prefix_cache=False, speculation={"draft": str(folder)})
+    return LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "draft": str(folder)})
 
 
 def small(**fields: Any) -> Plan:
@@ -203,7 +203,7 @@ WARM: dict[str, Any] = {"workloads": ("warm",), "prompts": 4, "max_tokens": 96, 
 def test_a_loop_is_cold_at_its_first_edit_in_every_mode_and_repeat_and_warm_after_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
     plan = small(modes=("suffix:4", "ngram:4", "suffix:8"), **WARM)
     seen = watch_pools(llm, plan, monkeypatch)
     assert len(seen) == plan.measurements
@@ -212,19 +212,19 @@ def test_a_loop_is_cold_at_its_first_edit_in_every_mode_and_repeat_and_warm_afte
 
 
 def test_a_planted_pool_that_is_the_same_every_time_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
     seen = watch_pools(llm, small(modes=("suffix:4",), **WARM), monkeypatch, pool=lambda time: "always")
     assert "suffix:4, repeat 0 of warm, 1" in not_cold([each for each in seen if each[0].startswith("suffix")], edits=2)
 
 
 def test_other_workloads_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"method": "suffix"})
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
     plan = small(workloads=("code", "edit", "prose", "mixed"), modes=("suffix:4",), prompts=3, max_tokens=96)
     assert {pools for *_, pools in watch_pools(llm, plan, monkeypatch)} == {0}
 
 
 def test_users_that_would_be_forgotten_are_refused(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, speculation={"suffix_pools": 3})
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "suffix_pools": 3})
     plan = small(workloads=("warm",), modes=("suffix:4", "suffix:8"), concurrency=(2,), prompts=4, max_tokens=96)
     with pytest.raises(InvalidParameter, match="suffix_pools = 3: 2 users in 2 modes take 4"):
         run(llm, plan)
@@ -437,7 +437,7 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
 
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=False)
     assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
     widen_target(llm.engine.target, 1)
     stock = Stock(llm, 1).model

@@ -34,7 +34,7 @@ from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.folders import make_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-FLAGS = ["--method", "ngram", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
+FLAGS = ["--method", "ngram", "--policy", "fixed", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
 PROMPT = "\x1b[?2004h> "  # with pasted lines kept together
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), speculation={"draft": str(folder)}, max_batch_tokens=64)
+    return LLM(str(folder), speculation={"draft": str(folder), "policy": "fixed"}, max_batch_tokens=64)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_every_character_has_the_source_of_the_token_that_completed_it(seed: int
 def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 100})
     expected = llm.session(params).send("Write a class.").outputs[0]
-    flags = ["--draft", str(folder), "--temperature", "0", "--max-tokens", "100", "--ignore-eos"]
+    flags = ["--draft", str(folder), "--policy", "fixed", "--temperature", "0", "--max-tokens", "100", "--ignore-eos"]
     done = chat(folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm")
     assert SGR.sub("", done.stdout) == drawn(expected.text) + "\n"
     counts = {source: expected.sources.count(source) for source in ("draft_model", "suffix", None)}
@@ -357,7 +357,7 @@ class Terminal:
 
 def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) -> None:
     stderr = tmp_path / "stderr"
-    flags = ["--draft", str(folder), "--temperature", "0", "--ignore-eos", "--threads", "1", "--show-drafts"]
+    flags = ["--draft", str(folder), "--policy", "fixed", "--temperature", "0", "--ignore-eos", "--threads", "1", "--show-drafts"]
     terminal = Terminal(stderr, "chat", "--model", str(folder), *flags)
     terminal.read(PROMPT)
     terminal.interrupt("dropped")

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder))
+    return LLM(str(folder), speculation={"policy": "fixed"})
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,10 @@ def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
     flags = ["--method", "ngram", "--policy", "fixed", "--events", str(record), "-p", PROMPT * 3, *GREEDY]
     assert speculon("generate", "--model", str(folder), *flags).exit_code == 0
     gc.collect()  # in a process of its own its end does that
-    done = speculon("replay", str(record), "--policy", "auto,fixed:2,fixed", "--json")
+    done = speculon("replay", str(record), "--policy", "goodput,fixed:2,fixed", "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and told["record"]["model"] == str(folder)
-    names = ["as recorded", "at fitted costs", "plain", "auto", *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16))]
+    names = ["as recorded", "at fitted costs", "plain", "goodput", *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16))]
     assert [one["policy"] for one in told["policies"]] == names
     assert {one["tokens"] for one in told["policies"]} == {23} and told["policies"][2]["rounds"] == 23
     shown = speculon("replay", str(record))
@@ -155,7 +155,7 @@ def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
         (["novel.txt"], "RecordError: novel.txt, line 1: no record of rounds begins like this"),
         (
             ["novel.txt", "--policy", "telepathy"],
-            "InvalidParameter: policy = 'telepathy': known are fixed, adaptive, solo, shadow, auto",
+            "InvalidParameter: policy = 'telepathy': known are fixed, adaptive, solo, shadow, goodput",
         ),
         (["novel.txt", "--policy", "fixed:0"], "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64"),
     ],

@@ -28,7 +28,7 @@ DRAFTERS = [SAME, OTHER, ("auto", 1), ("ngram", None), ("off", None)]
 def make(drafter: tuple[str, int | None] = SAME, **settings: Any) -> SpeculativeDecoder:
     method, seed = drafter
     draft = None if seed is None else tiny_model("llama", seed)
-    settings = {"block_size": 4, "num_speculative_tokens": K, **settings}
+    settings = {"block_size": 4, "policy": "fixed", "num_speculative_tokens": K, **settings}
     return SpeculativeDecoder(tiny_model("llama"), draft, method=method, **settings)
 
 

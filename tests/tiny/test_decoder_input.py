@@ -41,7 +41,7 @@ def test_neither_model_is_modified() -> None:
     target, draft = build("llama", 0), build("llama", 1)
     target.train()
     before = state(target), state(draft)
-    decoder = SpeculativeDecoder(target, draft, method="draft_model", block_size=4)
+    decoder = SpeculativeDecoder(target, draft, method="draft_model", policy="fixed", block_size=4)
     assert by_steps(decoder, GREEDY) == decoder.generate(PROMPT, GREEDY).token_ids
     assert (state(target), state(draft)) == before
     shared = {w.data_ptr() for w in target.parameters()}
@@ -60,7 +60,8 @@ def test_a_modified_model_is_seen(change: Callable[[PreTrainedModel], Any]) -> N
 
 def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None:
     target = tiny_model("llama")
-    padded = SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB + 32), method="draft_model", block_size=4)
+    larger = build("llama", 1, vocab_size=VOCAB + 32)
+    padded = SpeculativeDecoder(target, larger, method="draft_model", policy="fixed", block_size=4)
     assert by_steps(padded, SEEDED) == plain(SEEDED) and padded.stats and padded.stats.drafted > 0
     with pytest.raises(ModelError, match=f"its vocabulary has {VOCAB - 1} ids, the target's {VOCAB}"):
         SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB - 1), method="draft_model")
@@ -68,7 +69,7 @@ def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None
 
 def test_a_draft_of_another_kind_and_dtype_guesses_too() -> None:
     draft = build("qwen3", 2).to(torch.bfloat16)
-    decoder = SpeculativeDecoder(tiny_model("llama"), draft, method="draft_model", block_size=4)
+    decoder = SpeculativeDecoder(tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4)
     assert decoder.engine.proposers._built["draft_model"].model.dtype is torch.bfloat16  # type: ignore[attr-defined]
     assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats and decoder.stats.drafted > 0
 
@@ -81,10 +82,10 @@ def test_a_draft_on_another_device_is_refused_by_name() -> None:
 def test_a_draft_may_be_a_path_for_the_decoder_and_an_object_for_llm(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    decoder = SpeculativeDecoder(model, str(folder), method="draft_model", block_size=4)
+    decoder = SpeculativeDecoder(model, str(folder), method="draft_model", policy="fixed", block_size=4)
     decoder.generate([5, 6, 7], GREEDY)
     assert decoder.acceptance_rate == 1.0
-    llm = LLM(str(folder), speculation={"method": "draft_model", "draft": model})
+    llm = LLM(str(folder), speculation={"method": "draft_model", "policy": "fixed", "draft": model})
     done = llm.generate([[5, 6, 7]], GREEDY)[0].speculation
     assert done and done.acceptance_rate == 1.0, "and LLM takes an object"
     with pytest.raises(ModelError, match="the target's 4096"):

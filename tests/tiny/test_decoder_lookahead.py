@@ -215,7 +215,7 @@ ADAPTIVE = {"policy": "adaptive"}
     [
         pytest.param({}, None, K, K, id="fixed"),
         pytest.param({"num_speculative_tokens": None}, None, 4, 4, id="fixed, no number"),
-        pytest.param({"policy": "auto", "num_speculative_tokens": None}, None, 16, 16, id="auto"),
+        pytest.param({"policy": "goodput", "num_speculative_tokens": None}, None, 16, 16, id="goodput"),
         pytest.param({**ADAPTIVE, "num_speculative_tokens": None}, (5, 2, 12), 5, 4, id="adaptive"),
         pytest.param({**ADAPTIVE, "num_speculative_tokens": 3}, (3, 2, 3), 3, 3, id="adaptive, 3 at most"),
         pytest.param({**ADAPTIVE, "num_speculative_tokens": 1}, (1, 1, 1), 1, 1, id="adaptive, 1 at most"),

@@ -147,7 +147,7 @@ def test_alone_every_length_is_accepted(k: int, tmp_path: Path) -> None:
     assert not wrong_rows(watch, head_of(), whole("greedy"))
 
 
-@pytest.mark.parametrize("policy", ["solo", "adaptive", "auto", "shadow"])
+@pytest.mark.parametrize("policy", ["solo", "adaptive", "goodput", "shadow"])
 def test_switched_off_and_on_it_goes_on_where_it_was(policy: str, tmp_path: Path) -> None:
     """Under `solo` the long text is drafted for alone, rests while others are beside it, and is drafted for again."""
     head = write_eagle3(tmp_path, deep_model().config)

@@ -89,7 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "few pages": {"num_blocks": 40},
     "chunked": {"max_batch_tokens": 7, "max_num_seqs": 3},
-    "auto": {"speculation": {"policy": "auto", "method": "ngram"}},
+    "goodput": {"speculation": {"policy": "goodput", "method": "ngram"}},
 }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from speculon.bench.replay import Replay
 from speculon.config import SamplingParams
+from speculon.control.policies import POLICIES
 from speculon.core import Draft, Sequence
 from speculon.engine.engine import Engine
 from speculon.events import read
@@ -108,7 +109,7 @@ def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
     return results
 
 
-@pytest.mark.parametrize("policy", ["fixed", "adaptive", "solo", "auto", "shadow"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
 def test_joined_drafts_of_every_accepted_length_give_the_plain_text(mode: str, setting: str, policy: str) -> None:

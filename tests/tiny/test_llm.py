@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(str(folder), max_num_seqs=8)
+    return LLM(str(folder), max_num_seqs=8, speculation={"policy": "fixed"})
 
 
 def test_a_string_a_list_and_token_ids_say_the_same(llm: LLM):
@@ -170,7 +170,7 @@ def test_environment_and_file_are_read_and_a_keyword_wins(folder: Path, tmp_path
     (tmp_path / "speculon.toml").write_text("block_size = 8\nmax_num_seqs = 3\n[speculation]\nmethod = 'off'\n")
     monkeypatch.setenv("SPECULON_CONFIG", str(tmp_path / "speculon.toml"))
     monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "4")
-    llm = LLM(str(folder), num_blocks=50)
+    llm = LLM(str(folder), num_blocks=50, rehearse=False)
     assert (llm.config.block_size, llm.config.max_num_seqs, llm.config.num_blocks) == (8, 4, 50)
     assert set(llm.generate(PROMPT, GREEDY)[0].reasons) == {"off_config"}
     monkeypatch.setenv("SPECULON_BLOCKSIZE", "4")

@@ -55,7 +55,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(folder: Path, **speculation: Any) -> LLM:
-    return LLM(str(folder), num_blocks=64, speculation={"method": "draft_model", "draft": str(folder), **speculation})
+    return LLM(str(folder), num_blocks=64, speculation={"policy": "fixed", "method": "draft_model", "draft": str(folder), **speculation})
 
 
 def at_limit(folder: Path, policy: str, missing: int) -> LLM:
@@ -72,7 +72,7 @@ def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> Non
 
 
 def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
-    plain = LLM(str(folder), num_blocks=64, speculation={"method": "off"}).generate(PROMPT, PARAMS)[0]
+    plain = LLM(str(folder), num_blocks=64, rehearse=False, speculation={"method": "off"}).generate(PROMPT, PARAMS)[0]
     start(folder)
     assert len(loaded) == 1
     llm = at_limit(folder, "fallback", missing=1)

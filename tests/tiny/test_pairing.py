@@ -116,9 +116,9 @@ def test_the_models_that_ship_find_each_other() -> None:
 
 def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
-    plain = LLM(str(household / "target"), speculation={"method": "off"}).generate("def add(", params)[0]
+    plain = LLM(str(household / "target"), rehearse=False, speculation={"method": "off"}).generate("def add(", params)[0]
     with caplog.at_level(logging.INFO, logger="speculon"):
-        llm = LLM(str(household / "target"), speculation={"draft": "auto", "num_speculative_tokens": 3})
+        llm = LLM(str(household / "target"), speculation={"policy": "fixed", "draft": "auto", "num_speculative_tokens": 3})
     assert sum(message.startswith("draft auto: ") for message in caplog.messages) == 9
     assert set(llm.config.speculation.drafts) == {"eagle3", "draft_model"}
     for method in ("eagle3", "draft_model"):
@@ -130,7 +130,7 @@ def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.Log
 
 def test_an_engine_that_finds_none_goes_on_with_look_ups(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="speculon"):
-        llm = LLM(str(household / "target"), speculation={"draft": f"auto:{household / 'empty'}"})
+        llm = LLM(str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"})
     assert f"draft auto: no drafter for {household / 'target'}: look-ups only" in caplog.messages
     params = SamplingParams(temperature=0, max_tokens=4)
     for method in ("eagle3", "draft_model"):

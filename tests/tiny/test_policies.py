@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import sleep
 from typing import Any
@@ -51,18 +51,18 @@ def texts(results: dict[Key, Result]) -> Texts:
 
 def unknown_to(engine: Engine) -> bool:
     """Whether no policy remembers a text."""
-    return all(
-        not getattr(known, name)
-        for policy in engine.policy._made.values()
-        for known in (policy, getattr(policy, "shadow", policy))
-        for name in ("texts", "_texts", "_own")
-        if hasattr(known, name)
-    )
+    kept: dict[str, Callable[[Any], list[dict[int, Any]]]] = {
+        "adaptive": lambda policy: [policy.texts],
+        "shadow": lambda policy: [policy.shadow._texts],
+        "goodput": lambda policy: [policy._running, policy._shadow._texts],
+    }
+    made = engine.policy._made
+    return not any(remembered for name in made if name in kept for remembered in kept[name](made[name]))
 
 
 def test_both_tables_have_the_same_policies() -> None:
     assert NAMES == list(USUAL_DRAFTS)
-    assert {"fixed", "adaptive", "solo", "shadow", "auto"} <= set(NAMES)
+    assert {"fixed", "adaptive", "solo", "shadow", "goodput"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -122,7 +122,7 @@ def test_each_request_may_say_its_own_policy(mode: str) -> None:
 
 
 def test_a_policy_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, auto"):
+    with pytest.raises(InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, goodput"):
         make_engine(tiny_target(LLAMA)).add_request([5], SamplingParams(), {"policy": "reckless"})
 
 
@@ -329,7 +329,7 @@ def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch:
     (request,) = under("shadow", "greedy", "scripted")[:1]
     engine.add_request(request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id)
     result = drain(engine)[request.id, 0]
-    cost = engine._plain_cost.per_row(1)
+    cost = engine.policy.costs.plain(1)
     assert cost is not None and cost < 150 and result.stats.draft_ms > 4 * 200
     assert result.stats.saved_ms is not None and result.stats.saved_ms < -3 * 200
 

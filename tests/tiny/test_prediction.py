@@ -173,7 +173,7 @@ def test_a_fault_costs_the_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_requests_own_number_bounds_its_drafts() -> None:
     text = plain("greedy")["q0", 0]
     assert max(one(0, {"prediction": text, "num_speculative_tokens": 3}).stats.drafted_at) == 2
-    assert max(one(0, {"prediction": text}).stats.drafted_at) > EngineConfig().speculation.most()
+    assert max(one(0, {"prediction": text}).stats.drafted_at) > EngineConfig().speculation.most("fixed")
 
 
 def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
@@ -252,7 +252,7 @@ def test_drafts_are_shared_out(wanted: list[int], most: int, granted: list[int])
 def llm() -> LLM:
     if MISSING:
         pytest.skip("the demo weights are not in this checkout")
-    return LLM("demo", dtype="float32", device="cpu")
+    return LLM("demo", dtype="float32", device="cpu", speculation={"policy": "fixed"})
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import pytest
 
 from speculon import LLM
 from speculon.config import SamplingParams
-from speculon.control.auto import Auto
+from speculon.control.goodput import COLD, Goodput
+from speculon.core import Reason
 from speculon.engine import rehearsal
 from speculon.engine.engine import Engine
 from speculon.engine.rehearsal import NAME, rehearse
@@ -29,26 +30,36 @@ def drafting() -> Iterator[None]:
 
 
 def engine(**settings: Any) -> Engine:
-    speculation = {**DRAFT, "policy": "auto", "num_speculative_tokens": 4}
+    speculation = {**DRAFT, "policy": "goodput", "num_speculative_tokens": 4}
     return make_engine(tiny_target("llama"), speculation=speculation, **settings)
 
 
-def beliefs(engine: Engine) -> Auto:
-    learner = engine.policy.of("auto")
-    assert isinstance(learner, Auto)
-    return learner
+def goodput_of(engine: Engine) -> Goodput:
+    policy = engine.policy.of("goodput")
+    assert isinstance(policy, Goodput) and policy.costs is engine.policy.costs
+    return policy
 
 
 def test_afterwards_costs_are_known_and_nothing_of_texts() -> None:
     new = engine()
-    assert not beliefs(new).costs.known
+    assert not goodput_of(new).costs.known
     rehearse(new)
-    learned = beliefs(new)
-    assert learned.costs.known and learned.costs.at(8, 0, 0) > 0
-    assert {"suffix", "draft_model"} <= learned.methods.keys()
-    for name, known in learned.methods.items():
-        assert known.cost.at(1, 4) > 0, name
-        assert known.acceptance.state()["seen"] == 0 and not known.kinds, name
+    policy = goodput_of(new)
+    costs = policy.costs
+    assert costs.known and costs.step(8) > 0 and costs.plain(1) is not None and costs.plain(8) is not None
+    for name in ("suffix", "draft_model"):
+        assert costs.calls(name) >= COLD and costs.proposal(name, 1, 4) > 0, name
+    assert not policy._methods and not policy._classes and not policy._running
+    assert policy.state() == {"": {}}
+
+
+def test_afterwards_no_round_is_cold() -> None:
+    new, cold = engine(), engine()
+    rehearse(new)
+    for one in (new, cold):
+        one.add_request(PROMPT, GREEDY, None, "a")
+    mine, theirs = drain(new)["a", 0].stats, drain(cold)["a", 0].stats
+    assert Reason.COLD not in mine.reasons and theirs.reasons[Reason.COLD] > 0
 
 
 def test_nothing_else_stays() -> None:
@@ -97,11 +108,11 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "times"), [("auto", None, 1), ("fixed", None, 0), ("fixed", True, 1), ("auto", False, 0)]
+    ("policy", "asked", "times"), [("goodput", None, 1), (None, None, 1), ("fixed", None, 0), ("fixed", True, 1), ("goodput", False, 0), (None, False, 0)]
 )
-def test_who_rehearses(policy: str, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_rehearses(policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.llm.rehearse", seen.append)
-    llm = LLM("demo", speculation={"policy": policy}, rehearse=asked, kv_memory_gb=0.05)
+    llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, state: Path | None, **speculation: Any) -> LLM:
-    return LLM(str(folder), num_blocks=64, state=state, rehearse=False, speculation={"method": "suffix", **speculation})
+    return LLM(str(folder), num_blocks=64, state=state, rehearse=False, speculation={"policy": "fixed", "method": "suffix", **speculation})
 
 
 def calls(llm: LLM, text: list[int] | None = None, **speculation: Any) -> int:
@@ -38,7 +38,7 @@ def test_the_next_engine_drafts_from_what_the_last_one_wrote(folder: Path, tmp_p
     cold = calls(first, text, pool="me")
     first.close()
     second = start(folder, tmp_path)
-    assert second.engine.counters.restored == {"pools": 1, "policies": 0} and second.engine.counters.pools == 1
+    assert second.engine.counters.restored == {"pools": 1, "policies": 1} and second.engine.counters.pools == 1
     assert calls(second, text, pool="you") == cold > 2 * calls(second, text, pool="me")
     assert second.forget_pools("me") == 1 and second.forget_pools("me") == 0
     third = start(folder, tmp_path)  # while the second one lives: what is deleted is gone from the folder at once
@@ -53,13 +53,13 @@ def test_the_next_engine_knows_what_steps_cost(folder: Path, tmp_path: Path) -> 
         (output,) = llm.generate([PROMPT], PARAMS, speculation={"pool": ""})
         return output.reasons.get(Reason.COLD, 0)
 
-    first = start(folder, tmp_path, policy="auto")
+    first = start(folder, tmp_path, policy="goodput")
     assert cold(first) > 0
     first.close()
-    second = start(folder, tmp_path, policy="auto")
-    assert second.engine.counters.restored["policies"] == 1 and cold(second) == 0
+    second = start(folder, tmp_path, policy="goodput")
+    assert second.engine.counters.restored["policies"] == 2 and cold(second) == 0
     second.close()
-    other = start(folder, tmp_path, policy="auto", draft={"draft_model": str(folder)})
+    other = start(folder, tmp_path, policy="goodput", draft={"draft_model": str(folder)})
     assert cold(other) > 0, "with another drafter nothing is known yet"
     other.close()
 

@@ -235,7 +235,7 @@ def test_a_form_can_be_a_flag() -> None:
 
 def test_rounds_by_hand_add_up_to_the_text() -> None:
     """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
-    decoder = SpeculativeDecoder(tiny_model("llama"), method="ngram", tokenizer=words().inner, block_size=4)
+    decoder = SpeculativeDecoder(tiny_model("llama"), method="ngram", policy="fixed", tokenizer=words().inner, block_size=4)
     params = SamplingParams(max_tokens=60, seed=3, structured=FORMS["nested"])
     prompt = [1, 30, 31]
     text, finish, rounds = list(prompt), None, 0
