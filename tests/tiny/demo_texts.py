@@ -82,7 +82,9 @@ class Demo:
     def write(self, crowd: int, speculation: list[Speculation], count: int | None = None) -> tuple[list[list[int]], int]:
         """The texts of our engine, `crowd` at a time, the n-th asking for `speculation[n % len]`; and accepted drafts."""
         texts: list[list[int]] = [[] for _ in self.prompts[:count]]
-        engine = Engine(self.target, self.tokenizer, EngineConfig(max_num_seqs=crowd, speculation={"policy": "fixed", "draft": "demo-draft"}))
+        engine = Engine(
+            self.target, self.tokenizer, EngineConfig(max_num_seqs=crowd, speculation={"policy": "fixed", "draft": "demo-draft"})
+        )
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         for i in range(len(texts)):
             engine.add_request(self.prompts[i], params, speculation[i % len(speculation)], str(i))

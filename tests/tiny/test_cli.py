@@ -126,7 +126,7 @@ def test_values_that_are_tables() -> None:
 
 
 def test_one_text_is_shown_and_then_explained(folder: Path, llm: LLM) -> None:
-    done = speculon("generate", "--model", str(folder), "--method", "ngram", "-p", PROMPT, *GREEDY)
+    done = speculon("generate", "--model", str(folder), "--method", "ngram", "--policy", "fixed", "-p", PROMPT, *GREEDY)
     expected = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0]
     assert (done.exit_code, done.stdout) == (0, expected.text + "\n")
     assert done.stderr.count("\n") == 1

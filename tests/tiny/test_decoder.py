@@ -68,6 +68,17 @@ def test_rounds_and_whole_texts_are_the_plain_text(drafter: tuple[str, int | Non
         assert_untouched(decoder)
 
 
+@pytest.mark.parametrize("params", MODES)
+def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
+    """Nobody names a policy, a method or K."""
+    for draft in (None, tiny_model("llama", 0), tiny_model("llama", 1)):
+        decoder = SpeculativeDecoder(tiny_model("llama"), draft)
+        assert (decoder.config.speculation.policy, decoder.config.speculation.method) == ("goodput", "auto")
+        for _ in range(2):
+            assert by_steps(decoder, params) == decoder.generate(PROMPT, params).token_ids == plain(params)
+            assert_untouched(decoder)
+
+
 def test_the_plain_text_is_that_of_the_stock_model() -> None:
     ids = torch.tensor([PROMPT])
     limit = {"max_new_tokens": GREEDY.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}

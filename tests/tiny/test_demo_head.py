@@ -20,7 +20,9 @@ HEAD = "demo-eagle3"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed", "method": "off", "draft": HEAD})
+    return LLM(
+        "demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed", "method": "off", "draft": HEAD}
+    )
 
 
 def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -> None:

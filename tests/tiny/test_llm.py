@@ -30,6 +30,17 @@ def test_a_string_a_list_and_token_ids_say_the_same(llm: LLM):
     assert len(set(texts)) == 1 and texts[0]
 
 
+def test_by_default_the_texts_are_the_plain_ones(folder: Path, llm: LLM):
+    """Nobody names a policy, a method or K; twice, for the second time there are earlier answers."""
+    default = LLM(str(folder))
+    assert default.config.speculation.policy == "goodput" and default.engine.policy.costs.known
+    prompts = [PROMPT, "a", PROMPT + PROMPT]
+    for params in (GREEDY, GREEDY.model_copy(update={"temperature": 0.9, "seed": 3})):
+        plain = [out.token_ids for out in llm.generate(prompts, params, speculation={"method": "off"})]
+        for _ in range(2):
+            assert [out.token_ids for out in default.generate(prompts, params)] == plain
+
+
 def test_results_come_in_the_order_of_the_prompts_each_with_its_own_settings(llm: LLM):
     prompts = [PROMPT, "a", "class Stack:"]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 5, 12)]

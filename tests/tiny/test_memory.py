@@ -55,7 +55,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(folder: Path, **speculation: Any) -> LLM:
-    return LLM(str(folder), num_blocks=64, speculation={"policy": "fixed", "method": "draft_model", "draft": str(folder), **speculation})
+    return LLM(
+        str(folder), num_blocks=64, speculation={"policy": "fixed", "method": "draft_model", "draft": str(folder), **speculation}
+    )
 
 
 def at_limit(folder: Path, policy: str, missing: int) -> LLM:
@@ -217,7 +219,7 @@ from pathlib import Path
 from speculon import LLM, SamplingParams
 target, draft = sys.argv[1:]
 llm = LLM(target, num_blocks=512, max_num_seqs=8, max_batch_tokens=256, threads=1,
-          speculation={"method": "draft_model", "draft": draft, "suffix_pools": 0})
+          speculation={"policy": "fixed", "method": "draft_model", "draft": draft, "suffix_pools": 0})
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 prompts = [[3 + (i * 7 + j) % 300 for j in range(1000)] for i in range(9)]
 llm.generate(prompts, params)

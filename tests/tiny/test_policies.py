@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 
 from speculon import SpeculativeDecoder
-from speculon.config import USUAL_DRAFTS, SamplingParams
+from speculon.config import USUAL_DRAFTS, EngineConfig, SamplingParams
 from speculon.control import shadow as shadow_module
 from speculon.control.policies import POLICIES
+from speculon.core import Reason
 from speculon.engine.engine import Engine
+from speculon.engine.rehearsal import rehearse
 from speculon.errors import InvalidParameter
 from speculon.proposers import registry
+from speculon.text import Tokenizer
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, doubting, use_draft
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, Texts, assert_same, crowd, plain
+from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, crowd, plain
 from tests.tiny.test_requests import check_account
 
 LLAMA = "llama"
@@ -366,6 +369,74 @@ def test_a_step_that_fails_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch)
     assert results[request.id, 0].tokens == truth[request.id, 0]
     assert difference(results, done, "scripted") == []
     check_account(done[request.id, 0])
+
+
+# goodput, at costs that are given and not measured
+
+METHODS = ("scripted", "ngram", "suffix", "draft_model")
+CHEAP = {"": [10.0, 0.5, 0.0, 0.05], **dict.fromkeys(METHODS, [0.01, 0.01, 0.0, 0.0])}
+DEAR = {"": [1.0, 0.0, 5.0, 5.0], **dict.fromkeys(METHODS, [50.0, 1.0, 0.0, 0.0])}
+
+
+def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    engine = make_engine(tiny_target(LLAMA), **settings)
+    engine.policy.costs.restore(given)
+    monkeypatch.setattr(engine.policy.costs, "observe", lambda *_: None)
+    return engine
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_text(
+    mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(plain(mode))
+    engine = at_costs(CHEAP, monkeypatch, speculation={"policy": "goodput", "num_speculative_tokens": 4}, **SETTINGS[setting])
+    for request in crowd(mode):
+        engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
+    results = drain(engine)
+    assert_same(crowd(mode), results, plain(mode))
+    assert accepted_lengths(results) == set(range(5))
+    assert sum(result.stats.accepted for result in results.values()) > 100 and unknown_to(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(plain(mode))
+    engine = at_costs(DEAR, monkeypatch)
+    for request in under("goodput", mode):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    results = drain(engine)
+    assert_same(crowd(mode), results, plain(mode))
+    assert not any(result.stats.rounds for result in results.values()) and unknown_to(engine)
+
+
+# the defaults
+
+
+@pytest.mark.parametrize("costs", [None, CHEAP], ids=["measured", "cheap drafts"])
+@pytest.mark.parametrize("mode", MODES)
+def test_by_default_the_texts_are_the_plain_ones(
+    mode: str, costs: dict[str, list[float]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody names a policy, a method or K. Each prompt comes twice: the second time there is an earlier answer."""
+    engine = Engine(tiny_target(LLAMA), Tokenizer(Letters()), EngineConfig())
+    assert (engine.config.speculation.policy, engine.proposers.default) == ("goodput", "auto")
+    rehearse(engine)
+    assert engine.policy.costs.known
+    if costs:
+        engine.policy.costs.restore(costs)
+        monkeypatch.setattr(engine.policy.costs, "observe", lambda *_: None)
+    for _ in range(2):
+        for request in crowd(mode):
+            engine.add_request(request.prompt, request.params, request_id=request.id)
+        results = drain(engine)
+        assert_same(crowd(mode), results, plain(mode))
+        assert unknown_to(engine) and engine.counters.proposals["suffix"] > 0
+        assert not any(Reason.COLD in result.stats.reasons for result in results.values())
+    if costs:
+        tokens = sum(len(result.tokens) for result in results.values())
+        assert sum(result.stats.accepted for result in results.values()) > tokens / 8
 
 
 # a text that goes on step by step

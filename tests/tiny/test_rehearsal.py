@@ -108,7 +108,8 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "times"), [("goodput", None, 1), (None, None, 1), ("fixed", None, 0), ("fixed", True, 1), ("goodput", False, 0), (None, False, 0)]
+    ("policy", "asked", "times"),
+    [("goodput", None, 1), (None, None, 1), ("fixed", None, 0), ("fixed", True, 1), ("goodput", False, 0), (None, False, 0)],
 )
 def test_who_rehearses(policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Engine] = []

@@ -23,7 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, state: Path | None, **speculation: Any) -> LLM:
-    return LLM(str(folder), num_blocks=64, state=state, rehearse=False, speculation={"policy": "fixed", "method": "suffix", **speculation})
+    return LLM(
+        str(folder),
+        num_blocks=64,
+        state=state,
+        rehearse=False,
+        speculation={"policy": "fixed", "method": "suffix", **speculation},
+    )
 
 
 def calls(llm: LLM, text: list[int] | None = None, **speculation: Any) -> int:
