@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiny.demo_texts import CROWD, MISSING, TIE, TOKENS, Demo, Speculation, asked, report
+from tests.tiny.demo_texts import CROWD, GOODPUT, MISSING, TIE, TOKENS, Demo, Speculation, asked, report
 
 PROMPTS = 200
 ALLOWED = PROMPTS // 200  # texts that may differ, each at a tie
@@ -52,3 +52,11 @@ def test_drafts_change_no_token(
     texts, accepted = demo.write(crowd, speculation)
     check(f"{name}, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)
     assert accepted > PROMPTS
+
+
+@pytest.mark.parametrize("crowd", [1, CROWD])
+def test_under_goodput_it_changes_no_token(
+    demo: Demo, plain: list[list[int]], crowd: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, accepted = demo.write(crowd, GOODPUT)
+    check(f"policy goodput, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)

@@ -55,6 +55,7 @@ def random_body(chance: random.Random, prompts: list[list[int]]) -> dict[str, An
         "speculation": {
             "method": chance.choice(["off", "ngram", "draft_model", "auto"]),
             "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16]),
+            "policy": chance.choice(["fixed", "goodput"]),
             "stats": True,
         },
     }

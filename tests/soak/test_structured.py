@@ -34,9 +34,10 @@ def plain(llm: LLM) -> list[RequestOutput]:
     [
         {"method": "off"},
         {},
-        {"method": "ngram"},
-        {"method": "draft_model"},
-        {"method": "draft_model", "num_speculative_tokens": 8},
+        {"policy": "fixed"},
+        {"policy": "fixed", "method": "ngram"},
+        {"policy": "fixed", "method": "draft_model"},
+        {"policy": "fixed", "method": "draft_model", "num_speculative_tokens": 8},
     ],
     ids=str,
 )

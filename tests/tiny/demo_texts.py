@@ -118,6 +118,9 @@ def report(name: str, found: list[Difference], count: int) -> str:
     return f"{name}: {len(found)} of {count} texts differ{gaps}"
 
 
+GOODPUT: list[Speculation] = [{"policy": "goodput"}]  # the engine's default, which decides by the clock
+
+
 def asked() -> Iterator[tuple[str, list[Speculation]]]:
     """The modes: every K by itself, and a different K for each text of the crowd."""
     ngram: list[Speculation] = [{"method": "ngram", "num_speculative_tokens": k} for k in DRAFTS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiny.demo_texts import CROWD, DRAFTS, MISSING, TIE, Demo, Speculation, asked
+from tests.tiny.demo_texts import CROWD, DRAFTS, GOODPUT, MISSING, TIE, Demo, Speculation, asked
 
 pytestmark = pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout")
 OFF: list[Speculation] = [{"method": "off"}]
@@ -42,6 +42,14 @@ def test_a_crowd_with_drafts_writes_the_plain_text(
 @pytest.mark.parametrize("k", DRAFTS)
 def test_alone_with_drafts_it_writes_the_plain_text(demo: Demo, plain: list[list[int]], k: int) -> None:
     texts, _ = demo.write(1, [{"method": "ngram", "num_speculative_tokens": k}], count=4)
+    assert not real_differences(demo, texts, plain)
+
+
+@pytest.mark.parametrize(("texts_at_once", "count"), [(CROWD, None), (1, 4)])
+def test_under_goodput_it_writes_the_plain_text(
+    demo: Demo, plain: list[list[int]], texts_at_once: int, count: int | None
+) -> None:
+    texts, _ = demo.write(texts_at_once, GOODPUT, count)
     assert not real_differences(demo, texts, plain)
 
 
