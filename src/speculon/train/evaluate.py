@@ -24,7 +24,7 @@ MOST = 8  # drafts of a round, at most
 def evaluate(speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], watch: Watch) -> dict[str, Any]:
     """Greedy texts after held-out prompts, one at a time, each up to where it begins to repeat itself: loops are easy."""
     watch.tell("drafting on held-out texts")
-    asked = {**speculation, "num_speculative_tokens": min(MOST, speculation["num_speculative_tokens"])}
+    asked = {**speculation, "policy": "fixed", "num_speculative_tokens": min(MOST, speculation["num_speculative_tokens"])}
     llm = LLM(settings.target, device=settings.device, speculation=asked)
     room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
     total = RequestStats()
