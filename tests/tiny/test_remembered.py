@@ -34,7 +34,7 @@ def remembered(llm: LLM) -> int:
 
 def test_the_demo_remembers_no_round(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=24))
-    perform(llm, Task("x", case, False, "auto"), 4, 2, Console(quiet=True))
+    perform(llm, Task("x", case, False), "auto:4", 2, Console(quiet=True))
     assert remembered(llm) == 0
     llm.generate([case.prompt], case.params, speculation={"method": "auto"})  # the planted error: no pool named
     assert remembered(llm) == 1
