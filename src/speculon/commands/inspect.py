@@ -107,7 +107,7 @@ def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str
     """As an engine would hold them together, with what it promises of memory."""
     from speculon.llm import LLM
 
-    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell).engine
+    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, rehearse=False).engine
     return loaded(engine.target) | {"memory": engine.promise.to_dict()}
 
 
