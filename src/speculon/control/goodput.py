@@ -140,7 +140,8 @@ class Goodput(Policy):
         """A sequence begins where those of its class ended."""
         cls = self._class(seq.shape.name)
         seq.cold_matches = 0 if seq.shape.favourable or cls.added.found > OF_LATE else COLD
-        return self._running.setdefault(seq.id, Running(seq, cls, replace(cls.added), seq.cold_matches))
+        added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))  # lookups are asked at first: it may repeat what they know
+        return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
 
     def _class(self, name: str) -> PromptClass:
         return self._classes.setdefault(name, PromptClass(self._methods))
@@ -229,7 +230,7 @@ class Goodput(Policy):
         if method not in now.lookups:
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
-        return gain >= price or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
+        return method in one.seq.given or gain >= price or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
 
     # after the lookups, and after the drafts
 
@@ -255,10 +256,10 @@ class Goodput(Policy):
                 best, most = k, net
         if now.probe == seq.id:
             best = len(curve)
-        elif lookup and one.missing and method not in seq.given:
+        if cold := lookup and one.missing > 0 and method not in seq.given:
             best = 0
         if not best:
-            self._shadow.watch(seq, method, draft.cut(draft.own(seq.methods)))
+            self._shadow.watch(seq, method, draft.cut(COLD if cold else draft.own(seq.methods)))
         now.estimates[seq.id] = Estimate(sum(curve[:best]), now.first + best * now.row)
         return draft.cut(best)
 
