@@ -70,12 +70,12 @@ class Acceptance:
     def survival(self, shift: int = 0) -> tuple[float, ...]:
         """S_1..S_POSITIONS, S_j = P(d_1..d_j accepted), before anything is drafted.
 
-        Each chance is taken a standard deviation of its estimate higher: the bonus of UCB (Auer 2002).
+        The first chance is taken a standard deviation of its estimate higher: the bonus of UCB (Auer 2002).
         """
         if shift not in self._survivals:
-            tries = PRIOR_DRAFTS + self.seen
-            bounds = [min(1.0, c + sqrt(c * (1 - c) / tries)) for c in map(self.chance, range(POSITIONS))]
-            self._survivals[shift] = tuple(accumulate(shifted(bounds, shift), mul))
+            first, *others = map(self.chance, range(POSITIONS))
+            bound = min(1.0, first + sqrt(first * (1 - first) / (PRIOR_DRAFTS + self.seen)))
+            self._survivals[shift] = tuple(accumulate(shifted((bound, *others), shift), mul))
         return self._survivals[shift]
 
     def observe(self, judged: int, accepted: int) -> None:

@@ -46,7 +46,7 @@ class Added:
 
     tokens: float = 0.0
     ms: float = 0.0
-    found: float = 0.0  # share of rounds in which a lookup's draft was kept
+    copied: float = 0.0  # tokens of a round, its correction or bonus too, where a lookup drafted; else 0
     gain: float = PRIOR  # tokens that a lookup's proposal brings, less the price of its rows
 
     def move(self, to: Added, weight: float = OF_LATE) -> None:
@@ -88,7 +88,8 @@ class Running:
     def left(self) -> float:
         """Tokens that it may yet generate without lookups."""
         usual = self.cls.length if self.cls.ended else self.seq.room
-        return max(1.0, min(self.seq.room, max(usual / 2, usual - self.seq.num_output)) * (1 - self.added.found))
+        share = 1 - self.added.copied / (1 + self.added.tokens)  # of tokens that lookups have no part in
+        return max(1.0, share * min(self.seq.room, max(usual / 2, usual - self.seq.num_output)))
 
     def learn(self, method: str, judged: int, accepted: int) -> None:
         self.own[method].observe(self.cls.of(method), judged, accepted)
@@ -139,7 +140,7 @@ class Goodput(Policy):
     def _meet(self, seq: Sequence) -> Running:
         """A sequence begins where those of its class ended."""
         cls = self._class(seq.shape.name)
-        seq.cold_matches = 0 if seq.shape.favourable or cls.added.found > OF_LATE else COLD
+        seq.cold_matches = 0 if seq.shape.favourable or cls.added.copied > OF_LATE else COLD
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))  # lookups are asked at first: it may repeat what they know
         return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
 
@@ -296,7 +297,8 @@ class Goodput(Policy):
         ms, lookup = rows / now.rate, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
             ms += self.costs.proposal(method, call.texts, call.k) / call.texts
-        one.added.move(Added(max(0, gained), ms, lookup, gained - rows if lookup else gain))
+        gained = max(0, gained)  # -1: it ended with this round
+        one.added.move(Added(gained, ms, (1 + gained) * lookup, gained - rows if lookup else gain))
 
     def forget(self, seq: Sequence) -> None:
         if one := self._running.pop(seq.id, None):
