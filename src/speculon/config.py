@@ -180,6 +180,11 @@ class AdaptiveConfig(Checked):
             raise InvalidParameter("initial", self.initial, f"goes from min, {self.min}, to max, {self.max}")
         return self
 
+    def within(self, most: int) -> AdaptiveConfig:
+        """The same settings for at most `most` drafts, which is 1 or more."""
+        bounds = {name: min(getattr(self, name), most) for name in ("initial", "min", "max")}
+        return AdaptiveConfig(**{**self.model_dump(), **bounds})
+
 
 def as_adaptive(name: str) -> Any:
     """The field of `AdaptiveConfig` as a setting beside others."""

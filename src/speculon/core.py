@@ -6,7 +6,7 @@ V vocabulary, D hidden (or head) width, L layers, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -180,6 +180,14 @@ class Proposal(NamedTuple):
     k: int  # the most drafts of one text
     ms: float
     unread: int = 0  # tokens of them that it had not seen, beyond the last of each: it reads them before it drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a round took, in ms."""
+
+    target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
-from speculon.control.adaptive import Adaptive, AdaptiveLookahead, within
+from speculon.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.control.fixed import Fixed
 from speculon.core import Decision, Draft, Event, Plan, Reason, Sequence, Span, Verdict
 from speculon.engine.admission import check_draft, read_ids
@@ -125,7 +125,7 @@ class SpeculativeDecoder:
         asked = self.config.speculation
         self._policy = "fixed" if asked.policy == "adaptive" else asked.policy  # without a controller
         if asked.policy == "adaptive" and asked.most():
-            self.adaptive = AdaptiveLookahead(within(asked.adaptive, asked.most()))
+            self.adaptive = AdaptiveLookahead(asked.adaptive.within(asked.most()))
 
     # how many drafts
 

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 import torch
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.control.policy import Learning
 from speculon.core import Event, FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
 from speculon.engine.rehearsal import rehearse
@@ -168,7 +167,7 @@ class LLM:
         self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
         self.engine = Engine(target, self.tokenizer, self.config)
         self.engine.keep_state()
-        wanted = isinstance(self.engine.policy.default, Learning) if self.config.rehearse is None else self.config.rehearse
+        wanted = self.engine.policy.default.state() is not None if self.config.rehearse is None else self.config.rehearse
         if wanted and not self.engine.counters.restored["policies"]:  # else it is known what rounds cost
             rehearse(self.engine)
         self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from speculon.bench.simulate import Way, World, play
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
-from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead, within
+from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from speculon.control.fixed import Fixed
-from speculon.control.policy import Timing
-from speculon.core import Draft, Load, Reason, Sequence, Span, Verdict
+from speculon.core import Draft, Load, Reason, Sequence, Span, Timing, Verdict
 from speculon.errors import ConfigError, InvalidParameter
 from tests.builders import make_sequence
 
@@ -72,14 +71,14 @@ class Bankers(AdaptiveLookahead):
         before = self._cooldown
         super().observe(proposed, accepted)
         if not before:
-            self._lookahead = max(self.config.min, min(self.config.max, round(self._mean + 1)))
+            self.lookahead = max(self.config.min, min(self.config.max, round(self.mean_accepted + 1)))
 
 
 class FromNothing(AdaptiveLookahead):
     """Planted: the first observation is weighed against a mean of nothing."""
 
     def observe(self, proposed: int, accepted: int) -> None:
-        self._observations += 1
+        self.observations += 1
         super().observe(proposed, accepted)
 
 
@@ -279,7 +278,7 @@ def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(kind:
 
 @pytest.mark.parametrize(("most", "bounds"), [(1, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))])
 def test_settings_within_a_limit(most: int, bounds: tuple[int, int, int]) -> None:
-    config = within(AdaptiveConfig(alpha=0.3, cooldown_steps=2), most)
+    config = AdaptiveConfig(alpha=0.3, cooldown_steps=2).within(most)
     assert (config.initial, config.min, config.max) == bounds and (config.alpha, config.cooldown_steps) == (0.3, 2)
 
 

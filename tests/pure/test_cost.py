@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from speculon.control.cost import Costs
-from speculon.control.policy import Timing
-from speculon.core import Draft, Proposal, Span
+from speculon.core import Draft, Proposal, Span, Timing
 from tests.builders import make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from speculon.commands.screen import account
 from speculon.control import shadow as shadow_module
-from speculon.control.policy import Timing
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Timing, Verdict
 from speculon.telemetry import EngineCounters, RequestStats, log_line
 from tests.builders import make_sequence
 
@@ -47,7 +46,7 @@ def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
 def test_the_fate_of_a_draft(draft: tuple[int, ...], written: tuple[int, ...], drafted: int, accepted: int, judged: int) -> None:
     shadow, seq = Shadow(), make_sequence([A, B])
     shadow.watch(seq, "any", guess(*draft))
-    assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, None, False)]
+    assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, False)]
     assert len(shadow) == 0 and shadow.settle(seq, ended=True) == [], "it is told once"
 
 
@@ -59,7 +58,7 @@ def test_a_text_that_ends_early_censors_the_rest(written: tuple[int, ...], draft
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", guess(A, B, C, confidence=(0.9, 0.8, 0.7)))
     assert write(shadow, seq, *written) == []
-    assert shadow.settle(seq, ended=True) == [Judged("any", drafted, accepted, drafted, (0.9, 0.8, 0.7)[:drafted], False)]
+    assert shadow.settle(seq, ended=True) == [Judged("any", drafted, accepted, drafted, False)]
 
 
 def test_a_draft_of_which_nothing_is_known_is_no_draft() -> None:
@@ -97,14 +96,14 @@ def test_several_tokens_at_once_settle_as_single_ones_do() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", guess(A, B, X))
     seq.tokens += [A, B, C, A]
-    assert shadow.settle(seq) == [Judged("any", 3, 2, 3, None, False)]
+    assert shadow.settle(seq) == [Judged("any", 3, 2, 3, False)]
 
 
 def test_a_step_that_is_repeated_watches_its_draft_once() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", guess(A, B))
     shadow.watch(seq, "any", guess(A, X))
-    assert write(shadow, seq, A, B) == [Judged("any", 2, 1, 2, None, False)]
+    assert write(shadow, seq, A, B) == [Judged("any", 2, 1, 2, False)]
 
 
 def test_what_is_kept_of_a_text_is_bounded_and_without_probabilities() -> None:

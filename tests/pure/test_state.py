@@ -17,8 +17,7 @@ import pytest
 
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.control.policies import Policies
-from speculon.control.policy import Timing
-from speculon.core import Draft, Load, PromptShape, Proposal, Span, SpanKind, Verdict
+from speculon.core import Draft, Load, PromptShape, Proposal, Span, SpanKind, Timing, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State
 from speculon.errors import ConfigError

@@ -13,8 +13,8 @@ from speculon.bench.cell import stuck
 from speculon.bench.measure import measure
 from speculon.bench.workloads import Case
 from speculon.control.cost import Costs
-from speculon.control.policy import Policy, Timing
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Span, Verdict, ceil_div
+from speculon.control.policy import Policy
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Span, Timing, Verdict, ceil_div
 from speculon.core import Sequence as Request
 from speculon.errors import BenchError, NeverFits, TooLong
 from speculon.proposers.registry import OFF

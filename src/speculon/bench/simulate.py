@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 
 from speculon.cascade import ask_in_turn
 from speculon.control.cost import Costs
-from speculon.control.policy import Policy, Timing
-from speculon.core import NO_DRAFT, Decision, Draft, Load, PromptShape, Proposal, Reason, Span, SpanKind, Verdict
+from speculon.control.policy import Policy
+from speculon.core import NO_DRAFT, Decision, Draft, Load, PromptShape, Proposal, Reason, Span, SpanKind, Timing, Verdict
 
 ENDLESS = 1 << 30
 FALLS, STANDS, UNKNOWN = range(3)  # the tokens of drafts say their fate; what is written is STANDS, so that all can be judged

@@ -10,8 +10,8 @@ from math import floor
 
 from speculon.config import AdaptiveConfig
 from speculon.control.fixed import ask_all
-from speculon.control.policy import Policy, Timing
-from speculon.core import Decision, Load, Sequence, Span, Verdict
+from speculon.control.policy import Policy
+from speculon.core import Decision, Load, Sequence, Span, Timing, Verdict
 
 __all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]
 
@@ -29,31 +29,11 @@ class AdaptiveLookahead:
 
     def __init__(self, config: AdaptiveConfig | None = None):
         self.config = config or AdaptiveConfig()
-        self._lookahead: int
-        self._cooldown: int  # observations until it is looked at again
-        self._mean: float
-        self._observations: int
-        self._updates: int
+        self.lookahead = 0  # tokens to draft
+        self.mean_accepted = 0.0  # s; 0.0 before any observation
+        self.observations = self.updates = 0  # updates: how often the lookahead has changed
+        self._cooldown = 0  # observations until the mean is looked at again
         self.reset()
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens to draft."""
-        return self._lookahead
-
-    @property
-    def mean_accepted(self) -> float:
-        """s; 0.0 before any observation."""
-        return self._mean
-
-    @property
-    def observations(self) -> int:
-        return self._observations
-
-    @property
-    def updates(self) -> int:
-        """How often the lookahead has changed."""
-        return self._updates
 
     def observe(self, proposed: int, accepted: int) -> None:
         """A round that verified `proposed` drafts, `accepted` of which stood; more than proposed count as all."""
@@ -61,19 +41,21 @@ class AdaptiveLookahead:
             raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
         reached = float(min(accepted, proposed))
         alpha = self.config.alpha
-        self._mean = alpha * reached + (1 - alpha) * self._mean if self._observations else reached
-        self._observations += 1
+        self.mean_accepted = alpha * reached + (1 - alpha) * self.mean_accepted if self.observations else reached
+        self.observations += 1
         if self._cooldown:
             self._cooldown -= 1
             return
-        wanted = max(self.config.min, min(self.config.max, floor(self._mean + 1 + 0.5)))  # `round` would go to the even one
-        self._updates += wanted != self._lookahead
-        self._lookahead, self._cooldown = wanted, self.config.cooldown_steps
+        wanted = max(
+            self.config.min, min(self.config.max, floor(self.mean_accepted + 1 + 0.5))
+        )  # `round` would go to the even one
+        self.updates += wanted != self.lookahead
+        self.lookahead, self._cooldown = wanted, self.config.cooldown_steps
 
     def reset(self) -> None:
         """As if new."""
-        self._lookahead, self._cooldown = self.config.initial, self.config.cooldown_steps
-        self._mean, self._observations, self._updates = 0.0, 0, 0
+        self.lookahead, self._cooldown = self.config.initial, self.config.cooldown_steps
+        self.mean_accepted, self.observations, self.updates = 0.0, 0, 0
 
 
 class Adaptive(Policy):
@@ -119,9 +101,3 @@ def counts(lookahead: AdaptiveLookahead, drafted: int, accepted: int) -> bool:
     """Whether a round is evidence: it had a draft, and none that was cut short and would pull the mean down."""
     cut_short = accepted == drafted < lookahead.lookahead
     return drafted > 0 and (not cut_short or accepted >= lookahead.mean_accepted)
-
-
-def within(config: AdaptiveConfig, most: int) -> AdaptiveConfig:
-    """The same settings for at most `most` drafts, which is 1 or more."""
-    bounds = {name: min(getattr(config, name), most) for name in ("initial", "min", "max")}
-    return AdaptiveConfig(**{**config.model_dump(), **bounds})

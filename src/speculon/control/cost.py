@@ -7,8 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from speculon.control.policy import Timing
-from speculon.core import Proposal, Span
+from speculon.core import Proposal, Span, Timing
 
 NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %, as docs/benchmarks/2-cores shows
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps

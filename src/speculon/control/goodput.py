@@ -30,9 +30,9 @@ from typing import Any
 from speculon.control.acceptance import POSITIONS, PRIOR, STATE, Acceptance, SequenceAcceptance
 from speculon.control.cost import OF_LATE, Costs
 from speculon.control.fixed import unable
-from speculon.control.policy import Policy, Timing
+from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
-from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence, Span, SpanKind, Verdict
+from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence, Span, SpanKind, Timing, Verdict
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no sign
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
@@ -139,13 +139,10 @@ class Goodput(Policy):
 
     def _meet(self, seq: Sequence) -> Running:
         """A sequence begins where those of its class ended."""
-        cls = self._class(seq.shape.name)
+        cls = self._classes.setdefault(seq.shape.name, PromptClass(self._methods))
         seq.cold_matches = 0 if seq.shape.favourable or cls.added.copied > OF_LATE else COLD
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))  # lookups are asked at first: it may repeat what they know
         return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
-
-    def _class(self, name: str) -> PromptClass:
-        return self._classes.setdefault(name, PromptClass(self._methods))
 
     def _begin(self, running: list[Running], batch: int) -> Round:
         """The prices, and who may draft for whom."""
@@ -177,10 +174,7 @@ class Goodput(Policy):
         return None if best else refused
 
     def _weigh(self, now: Round, method: str, group: list[Running], sure: bool = False) -> tuple[dict[int, Ask], float]:
-        """One proposal for these sequences at its best K, and the tokens that it gains: 0 where it does not pay.
-
-        With `sure` every draft is taken for accepted.
-        """
+        """One proposal for these sequences at its best K, and the tokens that it gains; `sure`: as if all were accepted."""
         price = self.costs.prices(method, len(group))
         call, depth, each = now.rate * price.call, now.rate * price.depth, now.row + now.rate * price.draft
         gains, best, most = list[list[float]](), 0, 0.0
@@ -246,8 +240,8 @@ class Goodput(Policy):
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where the model is to gain more, or where it is only watched."""
         now, one = self._now, self._running[seq.id]
-        split = parts(seq, draft, method)
-        chances = (chance for name, _, count in split for chance in one.cls.of(name).chances(count, one.own[name].shift))
+        each = ((one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method))
+        chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
         curve, lookup, best, most, net = list(accumulate(chances, mul)), method in now.lookups, 0, 0.0, -now.first
         if lookup and seq.id in now.offers:  # what the model would gain if nobody else asked it
             most = self._weigh(now, now.offers[seq.id].method, [one])[1]
@@ -315,8 +309,9 @@ class Goodput(Policy):
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
         for name, some in STATE.validate_python(state).items():
+            cls = self._classes.setdefault(name, PromptClass(self._methods)) if name else None
             for method, told in some.items():
-                (self._class(name).of(method) if name else self._methods[method]).restore(told)
+                (cls.of(method) if cls else self._methods[method]).restore(told)
 
 
 def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -> list[float]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 from speculon.config import SpeculationConfig
 from speculon.control.adaptive import Adaptive
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed, Solo
 from speculon.control.goodput import Goodput
-from speculon.control.policy import Learning, Policy, Timing
+from speculon.control.policy import Policy
 from speculon.control.shadow import ShadowPolicy
-from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Verdict
+from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Timing, Verdict
 
+Answer = TypeVar("Answer")
 COSTS = "costs"  # the name of their line in what is kept across restarts
 
 # name -> how it is made; `config.USUAL_DRAFTS` has the same names
@@ -36,22 +37,18 @@ class Policies:
         self._made: dict[str, Policy] = {}
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        names = dict.fromkeys(seq.policy for seq in seqs)
-        if len(names) == 1:
-            return self.of(*names).decide(seqs, load)
-        decided: dict[int, Decision] = {}
-        for name in names:
-            mine = [seq for seq in seqs if seq.policy == name]
-            decided.update(zip((seq.id for seq in mine), self.of(name).decide(mine, load), strict=True))
-        return [decided[seq.id] for seq in seqs]
+        return self._of_each(seqs, lambda policy, mine: policy.decide([seqs[i] for i in mine], load))
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        found: dict[int, int] = {}
+        return self._of_each(seqs, lambda policy, mine: policy.confirm(method, [seqs[i] for i in mine], [ks[i] for i in mine]))
+
+    def _of_each(self, seqs: list[Sequence], call: Callable[[Policy, list[int]], list[Answer]]) -> list[Answer]:
+        """What the policy of each sequence answers for it; `call` takes a policy and the places of its sequences."""
+        found: dict[int, Answer] = {}
         for name in dict.fromkeys(seq.policy for seq in seqs):
-            mine = [(seq, k) for seq, k in zip(seqs, ks, strict=True) if seq.policy == name]
-            kept = self.of(name).confirm(method, [seq for seq, _ in mine], [k for _, k in mine])
-            found.update(zip((seq.id for seq, _ in mine), kept, strict=True))
-        return [found[seq.id] for seq in seqs]
+            mine = [i for i, seq in enumerate(seqs) if seq.policy == name]
+            found.update(zip(mine, call(self.of(name), mine), strict=True))
+        return [found[i] for i in range(len(seqs))]
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         return self.of(seq.policy).trim(seq, method, draft)
@@ -75,18 +72,18 @@ class Policies:
 
     def state(self) -> list[tuple[str, Any]]:
         """(name, what it has learned), the costs first."""
-        learned = [(name, policy.state()) for name, policy in self._made.items() if isinstance(policy, Learning)]
-        return [(COSTS, self.costs.state()), *learned]
+        learned = ((name, policy.state()) for name, policy in self._made.items())
+        return [(COSTS, self.costs.state()), *((name, told) for name, told in learned if told is not None)]
 
     def restore(self, state: list[tuple[str, Any]]) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
         for name, told in state:
             if name == COSTS:
                 self.costs.restore(told)
-            elif name in POLICIES and isinstance(policy := self.of(name), Learning):
-                policy.restore(told)
+            elif name in POLICIES:
+                self.of(name).restore(told)
             else:
-                raise ValueError(f"{name!r:.80} is no policy that learns")
+                raise ValueError(f"{name!r:.80} is no policy")
 
     def use(self, name: str, policy: Policy) -> None:
         """The policy of this name from here on."""

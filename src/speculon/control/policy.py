@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from speculon.core import Decision, Draft, Estimate, Load, Proposal, Sequence, Span, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """What a round took, in ms."""
-
-    target_ms: float | None = None  # of the step without its proposals; None where it also computed prompts
-    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by method
+from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Timing, Verdict
 
 
 class Policy(Protocol):
@@ -44,14 +34,10 @@ class Policy(Protocol):
         """The sequence has ended."""
         return None
 
-
-@runtime_checkable
-class Learning(Protocol):
-    """A policy whose estimates outlive a process."""
-
     def state(self) -> Any:
-        """As JSON knows it."""
-        ...
+        """What outlives the process, as JSON knows it; None of a policy that learns nothing."""
+        return None
 
     def restore(self, state: Any) -> None:
         """Raises `ValueError` for what `state` cannot have told."""
+        raise ValueError("this policy learns nothing")

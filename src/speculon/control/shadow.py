@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.fixed import ask_all
-from speculon.control.policy import Policy, Timing
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Verdict
+from speculon.control.policy import Policy
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Timing, Verdict
 
 WATCHED = MAX_DRAFTS  # most drafts of a method that a text can have open: settled at each token, none is open for longer
 
@@ -20,7 +20,6 @@ class Judged:
     drafted: int
     accepted: int  # equal to the text from the first one on
     judged: int  # those, and the one that differed: what follows it was never put to the question
-    confidence: tuple[float, ...] | None  # of the `drafted` tokens, where the method says any
     overlaps: bool  # it begins inside an earlier draft of its method, or in that one's correction or bonus
 
 
@@ -59,7 +58,7 @@ class Shadow:
             return
         if watch.leader is None and start >= watch.free:
             watch.leader = start
-        watch.drafts[start] = Draft(draft.tokens, draft.sources, None, draft.confidence)  # without q: [K, V] is large
+        watch.drafts[start] = Draft(draft.tokens, draft.sources)  # without q: [K, V] is large
 
     def settle(self, seq: Sequence, ended: bool = False) -> list[Judged]:
         """The drafts whose fate the committed tokens tell, and all that are open where the text has ended. Each is told once."""
@@ -78,9 +77,8 @@ class Shadow:
                     watch.leader, watch.free = None, start + accepted + 1
                 del watch.drafts[start]
                 drafted = len(draft.tokens) if differs else len(written)
-                confidence = draft.confidence and draft.confidence[:drafted]
                 if drafted:
-                    found.append(Judged(method, drafted, accepted, accepted + differs, confidence, not leads))
+                    found.append(Judged(method, drafted, accepted, accepted + differs, not leads))
         return found
 
     def forget(self, seq: Sequence) -> None:

@@ -18,8 +18,7 @@ from speculon.batch import Batch
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.gates import shape_of
 from speculon.control.policies import Policies
-from speculon.control.policy import Timing
-from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Verdict
+from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Timing, Verdict
 from speculon.engine.admission import check_request, read_prediction, refuse_text
 from speculon.engine.events import Events
 from speculon.engine.scheduler import Ended, Scheduler
