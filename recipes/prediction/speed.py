@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[8, 16, 32, 64])
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False)
+    llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed"})
     size = workloads.Size(asked.cases * 10, 512, llm.engine.max_context)
     cases = [c for c in workloads.build("edit", llm.tokenizer, size) if len(llm.tokenizer.encode(c.reference or "")) > 210]
     texts = [(case, out) for case in cases[: 2 * asked.cases] if not loops((out := timed(llm, case, OFF)[1]).token_ids)]

@@ -108,7 +108,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         with Server("--model", asked.model, "--threads", "1", log=Path(folder, "log")) as server:
-            llm = LLM(asked.model, threads=1)
+            llm = LLM(asked.model, threads=1, speculation={"policy": "fixed"})
             found = compare(server, llm, streams=asked.streams, tokens=asked.tokens, rounds=asked.rounds)
     print(json.dumps({**vars(asked), **found, "machine": machine(), "commit": commit()}, indent=1))
 

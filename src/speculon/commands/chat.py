@@ -67,7 +67,10 @@ class Said:
 def run(task: Task, given: Given, speculative_config: str | None) -> None:
     params = SamplingParams(**pick(SamplingParams, given))
     settings = engine_settings(given, speculative_config)
-    check_method(EngineConfig(**settings).speculation.method)  # what is wrong is told before torch is imported
+    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
+    check_method(config.speculation.method)
+    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
+        settings["rehearse"] = False
     with loading(task.as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM

@@ -42,7 +42,10 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     settings = engine_settings(given, speculative_config)
     texts = task.texts()
     speculation = RequestSpeculation(prediction=read_text(task.prediction, "prediction-file") if task.prediction else None)
-    check_method(EngineConfig(**settings).speculation.method)  # what is wrong is told before torch is imported
+    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
+    check_method(config.speculation.method)
+    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
+        settings["rehearse"] = False
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM
