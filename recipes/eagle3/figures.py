@@ -64,7 +64,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     draft = {"draft_model": "demo-draft", "eagle3": asked.head}
-    llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"method": OFF, "policy": "fixed", "draft": draft})
+    speculation = {"method": OFF, "policy": "fixed", "draft": draft}
+    llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation=speculation)
     find, temperature = workloads.parse("code")
     found = find(llm.tokenizer, workloads.Size(0, asked.tokens, llm.engine.max_context))
     cases: list[workloads.Case] = []
