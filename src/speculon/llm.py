@@ -168,7 +168,7 @@ class LLM:
         self.engine = Engine(target, self.tokenizer, self.config)
         self.engine.keep_state()
         wanted = self.engine.policy.default.state() is not None if self.config.rehearse is None else self.config.rehearse
-        if wanted and not self.engine.counters.restored["policies"]:  # else it is known what rounds cost
+        if wanted and not self.engine.policy.costs.known:  # else they are those of an earlier process
             rehearse(self.engine)
         self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody
 

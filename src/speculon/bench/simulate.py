@@ -197,7 +197,8 @@ def propose(
         ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), list(rooms.values()))
         for i, k in ((i, k) for i, k in zip(rooms, ks, strict=True) if k):
             asked.setdefault(method, []).append(k)
-            unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
+            if method not in running[i].lookups:
+                unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
             draft = scene.draft(number, running[i], method, k, random)
             running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
             if draft.tokens and (room := decisions[i].reach - len(draft.tokens)) > 0:

@@ -1,7 +1,7 @@
 """The number of drafts follows how many were accepted of late: one more than their mean.
 
-There is no price in it: at least `min` tokens are drafted in every round, whatever they bring. So nothing is ever
-switched off, and nothing has to find its way back; where drafts do not pay, `auto` is the policy that stops.
+There is no price in it: at least `min` tokens are drafted in every round, whatever they bring. Where drafts do not pay,
+`goodput` is the policy that stops.
 """
 
 from __future__ import annotations

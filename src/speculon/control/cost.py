@@ -57,7 +57,8 @@ class LinearCost:
     def begin(self, parts: tuple[float, ...], spread: float) -> None:
         """The parts at first, and their standard deviation as a share of each."""
         self.parts = parts
-        self._covariance = [[(spread * part) ** 2 * (i == j) for j in range(4)] for i, part in enumerate(parts)]
+        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, UNITS, strict=True)]  # a part of 0 may grow again
+        self._covariance = [[(spread * part) ** 2 * (i == j) for j in range(4)] for i, part in enumerate(likely)]
 
     def _fit(self, x: Four, ms: float, noise: float, scale: float) -> None:
         """One measurement, relative to `scale`; written out, for loops over four numbers take three times as long."""
@@ -70,7 +71,7 @@ class LinearCost:
         for i, row in enumerate(self._covariance):
             u = gain[i] / total
             self._covariance[i] = row = [row[0] - u * gain[0], row[1] - u * gain[1], row[2] - u * gain[2], row[3] - u * gain[3]]
-            row[i] += (DRIFT * parts[i]) ** 2
+            row[i] += (DRIFT * max(parts[i], UNITS[i] * parts[0])) ** 2
         for i, row in enumerate(self._covariance):
             if parts[i] < 0:  # what the others most likely are if this one is 0
                 short = parts[i] / row[i]

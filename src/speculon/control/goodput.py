@@ -109,6 +109,8 @@ class Round:
     models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
     offers: dict[int, Ask] = field(default_factory=dict)  # sequence -> what a model would draft for it
     probe: int | None = None  # the sequence whose draft is a probe
+    asked: dict[int, str] = field(default_factory=dict)  # sequence -> the model that was asked and has not drafted
+    kept: dict[int, str] = field(default_factory=dict)  # sequence -> the method whose draft is verified
     estimates: dict[int, Estimate] = field(default_factory=dict)  # by sequence
 
 
@@ -130,15 +132,18 @@ class Goodput(Policy):
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         if not self.costs.known:
             return [Decision(None, 0, unable(seq) or Reason.COLD) for seq in seqs]
-        running = [self._running.get(seq.id) or self._meet(seq) for seq in seqs]
+        running = [self._of(seq) for seq in seqs]
         now = self._now = self._begin(running, max(len(seqs), load.running))
         if self._refused is None or now.number % WEIGH_GAP == 0:
             self._refused = self._offer(now)
         plain = Decision(None, 0, self._refused or Reason.COOLDOWN)
         return [self._decision(now, one, plain) for one in running]
 
-    def _meet(self, seq: Sequence) -> Running:
+    def _of(self, seq: Sequence) -> Running:
         """A sequence begins where those of its class ended."""
+        if one := self._running.get(seq.id):
+            one.seq = seq  # of one id there may be several objects, one a round
+            return one
         cls = self._classes.setdefault(seq.shape.name, PromptClass(self._methods))
         seq.cold_matches = 0 if seq.shape.favourable or cls.added.copied > OF_LATE else COLD
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))  # lookups are asked at first: it may repeat what they know
@@ -232,14 +237,19 @@ class Goodput(Policy):
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
         """The model is weighed again, for the sequences that lookups left."""
         now = self._now
-        if method not in now.models or now.probe in {seq.id for seq in seqs}:
+        if method not in now.models:
             return ks
-        offers, _ = self._weigh(now, method, [self._running[seq.id] for seq in seqs])
-        return [min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)]
+        if now.probe not in {seq.id for seq in seqs}:
+            offers, _ = self._weigh(now, method, [self._running[seq.id] for seq in seqs])
+            ks = [min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)]
+        now.asked.update((seq.id, method) for seq, k in zip(seqs, ks, strict=True) if k)
+        return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         """The part of a draft that is worth its rows; none where the model is to gain more, or where it is only watched."""
         now, one = self._now, self._running[seq.id]
+        now.asked.pop(seq.id, None)
+        now.kept[seq.id] = method
         each = ((one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method))
         chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
         curve, lookup, best, most, net = list(accumulate(chances, mul)), method in now.lookups, 0, 0.0, -now.first
@@ -272,9 +282,10 @@ class Goodput(Policy):
 
     def _judge(self, one: Running, draft: Draft, verdict: Verdict) -> None:
         """Learns from the drafts that were verified, and from those that were only watched."""
-        ended = verdict.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
-        judged = min(verdict.accepted + (not ended), len(draft.tokens))
-        for name, before, count in parts(one.seq, draft) if judged else ():
+        if method := self._now.asked.pop(one.seq.id, None):
+            one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
+        judged = min(verdict.accepted + (verdict.kind is not SpanKind.STOP), len(draft.tokens))
+        for name, before, count in parts(one.seq, draft, self._now.kept[one.seq.id]) if judged else ():
             if before < judged:
                 one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
         for fate in self._shadow.settle(one.seq):
@@ -287,7 +298,7 @@ class Goodput(Policy):
         now, gain = self._now, 0.0 if one.asked else one.added.gain
         if not draft.tokens:
             return one.added.move(Added(0.0, 0.0, 0.0, gain))
-        rows, method = now.first + len(draft.tokens) * now.row, draft.sources[0]
+        rows, method = now.first + len(draft.tokens) * now.row, now.kept[one.seq.id]
         ms, lookup = rows / now.rate, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
             ms += self.costs.proposal(method, call.texts, call.k) / call.texts
@@ -326,9 +337,9 @@ def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -
     return found
 
 
-def parts(seq: Sequence, draft: Draft, method: str = "") -> Iterator[tuple[str, int, int]]:
+def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int]]:
     """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under its own name."""
-    name, own, count = method or draft.sources[0], draft.own(seq.methods), len(draft.tokens)
-    yield name, 0, own
+    own, count = draft.own(seq.methods), len(draft.tokens)
+    yield method, 0, own
     if own < count:
-        yield f"{name}+{draft.sources[own]}", own, count - own
+        yield f"{method}+{draft.sources[own]}", own, count - own

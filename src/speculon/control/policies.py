@@ -66,6 +66,10 @@ class Policies:
         if seq.policy in self._made:
             self._made[seq.policy].forget(seq)
 
+    def keep_costs_alone(self) -> None:
+        """Forgets all that sequences have taught."""
+        self._made.clear()
+
     def with_costs_alone(self) -> Policies:
         """Others that know what rounds cost, and nothing that sequences have taught these."""
         return Policies(self._config, deepcopy(self.costs))

@@ -232,7 +232,7 @@ class Engine:
         self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
         watch.lap("settle")
         target_ms, decoded = watch.ms - draft_ms, [verdict_of[span.seq.id] for span in plan.decoding]
-        alone = len(plan.decoding) == len(plan.spans)  # no prompt was computed beside
+        alone = all(span.length == 1 for span in plan.spans)  # no prompt was computed beside
         timing = Timing(target_ms if alone else None, self.proposers.timings)
         self.policy.observe(plan.decoding, decoded, timing)
         watch.lap("decide")
@@ -352,7 +352,7 @@ class Engine:
         step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
         for span, decision, verdict in zip(spans, decisions, verdicts, strict=True):
             plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
-            row_ms = step_ms / (batch + sum(lengths))
+            row_ms = step_ms / sum(span.rows for span in spans)
             span.seq.stats.expect(span.estimate)
             span.seq.stats.spend(draft_ms / asking if decision.method else 0.0, row_ms * span.rows, plainly)
 

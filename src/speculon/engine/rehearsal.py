@@ -49,7 +49,7 @@ def rehearse(engine: Engine) -> None:
         pass  # it is small: its first requests will tell
     finally:
         engine.counters, engine.events, engine.pool.prefix_cache = kept
-        engine.policy = engine.policy.with_costs_alone()
+        engine.policy.keep_costs_alone()
 
 
 def crowds(engine: Engine) -> Iterator[list[Sequence]]:

@@ -221,7 +221,8 @@ class Proposers:
         able = [i for i, room in rooms.items() if room > 0]
         seqs, budgets = [spans[i].seq for i in able], [rooms[i] for i in able]
         drafts: list[Draft] = []
-        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs)
+        reads = method in self._first_layer
+        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs) if reads else 0
         began = perf_counter()
         with Guard(method, seqs):
             for seq in seqs:
