@@ -1,8 +1,4 @@
-"""The number of drafts follows how many were accepted of late: one more than their mean.
-
-There is no price in it: at least `min` tokens are drafted in every round, whatever they bring. Where drafts do not pay,
-`goodput` is the policy that stops.
-"""
+"""The number of drafts follows how many were accepted of late: one more than their mean. It weighs no cost."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ class AdaptiveLookahead:
     >>> lookahead.observe(proposed=4, accepted=4)
 
     After `a` accepted tokens s <- alpha a + (1 - alpha) s, and s = a at first. Every `cooldown_steps` + 1 observations
-    the lookahead becomes s + 1, rounded to the nearest (a half goes up), within min and max: one place beyond what is
-    accepted, so that there is always one to find out about.
+    the lookahead becomes s + 1, rounded to the nearest (a half goes up), within min and max.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None):
@@ -46,9 +41,8 @@ class AdaptiveLookahead:
         if self._cooldown:
             self._cooldown -= 1
             return
-        wanted = max(
-            self.config.min, min(self.config.max, floor(self.mean_accepted + 1 + 0.5))
-        )  # `round` would go to the even one
+        nearest = floor(self.mean_accepted + 1 + 0.5)  # `round` would go to the even one
+        wanted = max(self.config.min, min(self.config.max, nearest))
         self.updates += wanted != self.lookahead
         self.lookahead, self._cooldown = wanted, self.config.cooldown_steps
 
@@ -59,17 +53,10 @@ class AdaptiveLookahead:
 
 
 class Adaptive(Policy):
-    """The policy `adaptive`: a lookahead for each text, for all of its methods; its K is a limit beside it.
+    """The policy `adaptive`: a lookahead for each sequence, for all of its methods; its K is a limit beside it.
 
-    What a round is evidence of:
-
-    - No draft, none: then the text's next one is as long, whenever it comes. Nothing waits for a number of rounds.
-    - A window that stood from end to end says only `at least so many`. It is observed as it is: the place beyond the
-      mean makes the next window longer, until one does not stand.
-    - A shorter draft that stood says less: it ended where the drafter, max_tokens or the text did, or free pages. It is
-      observed only where it does not pull the mean down.
-
-    With `shared` all sequences have this one controller instead of one each.
+    A round without a draft is no evidence. A draft that was accepted whole is observed as it is, so the next one is longer;
+    one that is shorter than the lookahead only where it does not pull the mean down. With `shared` all have this controller.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, shared: AdaptiveLookahead | None = None):

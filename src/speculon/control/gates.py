@@ -35,8 +35,7 @@ WEAK_PATTERNS = [(reason, re.compile(pattern)) for reason, pattern in WEAK]
 def prompt_shape(text: str) -> tuple[bool, str]:
     """Whether the answer to a prompt is likely to repeat it, and the marker that says so: (favourable, reason).
 
-    One strong marker is enough, or two different weak ones; the reason is then the second one's. Reads the text as it
-    is and keeps nothing; time grows with its length.
+    One strong marker is enough, or two different weak ones; the reason is then the second one's.
 
     >>> prompt_shape("Rename `a` in src/app.tsx and src/main.py")
     (True, 'path')
@@ -63,7 +62,7 @@ def shape_of(greedy: bool, prompt: str) -> PromptShape:
 
 
 def weakly(word: str) -> tuple[str | None, str]:
-    """What a word is a sign of, and the word as it is told from others."""
+    """The weak marker of a word, and the word as it is told from others."""
     for reason, pattern in WEAK_PATTERNS:
         for name in (word, word.rstrip(".:-")):
             if pattern.search(name):

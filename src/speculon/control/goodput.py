@@ -115,8 +115,6 @@ class Round:
 
 
 class Goodput(Policy):
-    """One engine's policy. The costs are measured by their owner."""
-
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._methods: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # over all classes

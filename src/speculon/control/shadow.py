@@ -19,7 +19,7 @@ class Judged:
     method: str
     drafted: int
     accepted: int  # equal to the text from the first one on
-    judged: int  # those, and the one that differed: what follows it was never put to the question
+    judged: int  # those, and the first one that differs
     overlaps: bool  # it begins inside an earlier draft of its method, or in that one's correction or bonus
 
 
@@ -35,9 +35,8 @@ class Watch:
 class Shadow:
     """Follows drafts of many texts until their fate is known.
 
-    A text gives one token at a time where drafts are not verified, so drafts begin at each of its positions, and overlap.
-    All of them are judged; those that do not overlap are the rounds that verification would have had with this
-    method alone. A mean over all of them would count a long run once for each of its tokens.
+    Drafts that are not verified begin at each position, and overlap. All are judged; those that do not overlap are the rounds
+    that verification would have had with this method alone.
     """
 
     def __init__(self) -> None:
