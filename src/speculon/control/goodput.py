@@ -283,7 +283,7 @@ class Goodput(Policy):
         if method := self._now.asked.pop(one.seq.id, None):
             one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.kind is not SpanKind.STOP), len(draft.tokens))
-        for name, before, count in parts(one.seq, draft, self._now.kept[one.seq.id]) if judged else ():
+        for name, before, count in parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ():
             if before < judged:
                 one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
         for fate in self._shadow.settle(one.seq):
@@ -296,7 +296,7 @@ class Goodput(Policy):
         now, gain = self._now, 0.0 if one.asked else one.added.gain
         if not draft.tokens:
             return one.added.move(Added(0.0, 0.0, 0.0, gain))
-        rows, method = now.first + len(draft.tokens) * now.row, now.kept[one.seq.id]
+        rows, method = now.first + len(draft.tokens) * now.row, now.kept.get(one.seq.id, draft.sources[0])
         ms, lookup = rows / now.rate, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
             ms += self.costs.proposal(method, call.texts, call.k) / call.texts
