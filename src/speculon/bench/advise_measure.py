@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.bench.advise_maths import Recorded, Text, Timed
 from speculon.bench.cell import stuck
-from speculon.bench.measure import measure
+from speculon.bench.measure import in_place, measure
 from speculon.bench.workloads import Case
 from speculon.control.cost import Costs
 from speculon.control.policy import Policy
@@ -20,7 +19,6 @@ from speculon.errors import BenchError, NeverFits, TooLong
 from speculon.proposers.registry import OFF
 
 if TYPE_CHECKING:
-    from speculon.engine.engine import Engine
     from speculon.kv.lease import Lease
     from speculon.llm import LLM
     from speculon.proposers.compose import Proposers
@@ -113,17 +111,6 @@ def asking(method: str, k: int, policy: str = FIXED) -> dict[str, Any]:
 def agreeing(draft: Sequence[int], text: Sequence[int]) -> int:
     """How many of the first tokens are the same."""
     return next((i for i, (d, t) in enumerate(zip(draft, text, strict=False)) if d != t), min(len(draft), len(text)))
-
-
-@contextmanager
-def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
-    """Other objects in the place of an engine's own, for as long as something is measured."""
-    before = {name: vars(engine)[name] for name in parts}
-    vars(engine).update(parts)
-    try:
-        yield
-    finally:
-        vars(engine).update(before)
 
 
 # times

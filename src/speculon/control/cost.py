@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from speculon.core import Proposal, Span, Timing
 
-NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %, as docs/benchmarks/2-cores shows
+NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; a guess
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
 OUTLIER = 2.0  # times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
 OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10

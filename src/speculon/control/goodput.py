@@ -36,7 +36,7 @@ from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence
 
 COLD = 2  # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no sign
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
-WEIGH_GAP = 2  # rounds between two weighings of models while none pays: each takes 0.5 % of a step of 8 sequences
+WEIGH_GAP = 2  # rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
 
 
@@ -109,7 +109,7 @@ class Round:
     models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
     offers: dict[int, Ask] = field(default_factory=dict)  # sequence -> what a model would draft for it
     probe: int | None = None  # the sequence whose draft is a probe
-    asked: dict[int, str] = field(default_factory=dict)  # sequence -> the model that was asked and has not drafted
+    unanswered: dict[int, str] = field(default_factory=dict)  # sequence -> the model that was asked and has not drafted
     kept: dict[int, str] = field(default_factory=dict)  # sequence -> the method whose draft is verified
     estimates: dict[int, Estimate] = field(default_factory=dict)  # by sequence
 
@@ -120,7 +120,7 @@ class Goodput(Policy):
         self._methods: defaultdict[str, Acceptance] = defaultdict(Acceptance)  # over all classes
         self._classes: dict[str, PromptClass] = {}
         self._running: dict[int, Running] = {}
-        self._shadow = Shadow()  # drafts that were not worth their rows are compared with what is generated anyway
+        self._shadow = Shadow()  # dropped drafts are compared with what is generated anyway
         self._budget_ms = 0.0  # for probes
         self._refused: Reason | None = None  # why no model paid when they were last weighed
         self._now = Round()
@@ -240,13 +240,13 @@ class Goodput(Policy):
         if now.probe not in {seq.id for seq in seqs}:
             offers, _ = self._weigh(now, method, [self._running[seq.id] for seq in seqs])
             ks = [min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)]
-        now.asked.update((seq.id, method) for seq, k in zip(seqs, ks, strict=True) if k)
+        now.unanswered.update((seq.id, method) for seq, k in zip(seqs, ks, strict=True) if k)
         return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        """The part of a draft that is worth its rows; none where the model is to gain more, or where it is only watched."""
+        """The part of a draft that gains most beyond its rows; none where the model gains more, or where it is only watched."""
         now, one = self._now, self._running[seq.id]
-        now.asked.pop(seq.id, None)
+        now.unanswered.pop(seq.id, None)
         now.kept[seq.id] = method
         each = ((one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method))
         chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
@@ -280,7 +280,7 @@ class Goodput(Policy):
 
     def _judge(self, one: Running, draft: Draft, verdict: Verdict) -> None:
         """Learns from the drafts that were verified, and from those that were only watched."""
-        if method := self._now.asked.pop(one.seq.id, None):
+        if method := self._now.unanswered.pop(one.seq.id, None):
             one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.kind is not SpanKind.STOP), len(draft.tokens))
         for name, before, count in parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ():
@@ -327,10 +327,10 @@ def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -
     """What 1, 2, .. drafts of survival S gain: at a price of each draft, of the first, and of reading for each token."""
     net, found = -first - read, list[float]()
     for survival in curve:
-        worth = survival * (1 - read) - each
-        if worth <= 0:
+        gain = survival * (1 - read) - each
+        if gain <= 0:
             break
-        net += worth
+        net += gain
         found.append(max(0.0, net))
     return found
 
