@@ -1,4 +1,4 @@
-"""What the policy `auto` takes to decide, to trim and to learn: medians in µs of this thread's own time, without a model.
+"""What a policy takes to decide, to trim and to learn: medians in µs of this thread's own time, without a model.
 
 python -m recipes.control.decide               # two cheap methods and a costly one
 """

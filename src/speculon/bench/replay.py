@@ -22,7 +22,7 @@ from speculon.events import Recording, Round, TextRound
 
 NEAR = 4  # guess: recorded proposals around a place, any of which may be what is found there
 FAILED = (Reason.ERROR, Reason.CONTEXT_LIMIT, Reason.NO_PAGES)  # of what was asked then nothing is known
-MISFIT = 0.2  # guess: median error of a step's time that is worth a word
+MISFIT = 0.2  # guess: median error of a step's time from which on a note says so
 SIGMA = 1.48  # standard deviation of normal errors / their median
 OWN, OTHERS, BEYOND = "own", "others'", "beyond"  # a text's own proposals, other texts', or longer than what was judged
 
