@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
-from speculon.bench.simulate import FALLS, STANDS, UNKNOWN, Text
+from speculon.bench.simulate import ACCEPTED, REJECTED, UNKNOWN, Text
 from speculon.control.acceptance import POSITIONS, Acceptance
 from speculon.control.cost import Costs
 from speculon.core import NO_DRAFT, Draft, Reason, SpanKind
@@ -134,7 +134,7 @@ class Replay:
         self.sources[BEYOND if beyond else OWN if own else OTHERS] += 1
         if not length:
             return NO_DRAFT
-        fate = (STANDS if i < seen.accepted else FALLS if i < seen.judged else UNKNOWN for i in range(length))
+        fate = (ACCEPTED if i < seen.accepted else REJECTED if i < seen.judged else UNKNOWN for i in range(length))
         return Draft(tuple(fate), (method,) * length, confidence=stretched(seen.confidence, length))
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
@@ -166,7 +166,7 @@ class Replay:
         off = Reason.OFF_REQUEST if self._k == 0 else None if methods else past.off or Reason.NO_DRAFTER
         most = max(past.limits.values(), default=0)
         limits = past.limits if self._k is None else {}
-        prompt = [STANDS] * past.prompt
+        prompt = [ACCEPTED] * past.prompt
         k = most if self._k is None else self._k
         return Text(number, methods, k, past.tokens, off, limits=limits, tokens=prompt, lookups=self._lookups)
 

@@ -19,7 +19,7 @@ from speculon.control.policy import Policy
 from speculon.core import NO_DRAFT, Decision, Draft, Load, PromptShape, Proposal, Reason, Span, SpanKind, Timing, Verdict
 
 ENDLESS = 1 << 30
-FALLS, STANDS, UNKNOWN = range(3)  # the tokens of drafts say their fate; what is written is STANDS, so that all can be judged
+REJECTED, ACCEPTED, UNKNOWN = range(3)  # tokens of drafts; what is generated is ACCEPTED, so that all can be judged
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Text:
     limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
-    tokens: list[int] = field(default_factory=lambda: [STANDS])  # those of its prompt among them
+    tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # those of its prompt among them
 
     @property
     def num_output(self) -> int:
@@ -71,7 +71,7 @@ class Scene(Protocol):
         ...
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        """What a method guesses in round `number`, as FALLS, STANDS and UNKNOWN."""
+        """What a method guesses in round `number`, as REJECTED, ACCEPTED and UNKNOWN."""
         ...
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
@@ -120,14 +120,14 @@ class World:
     def _text(self, number: int) -> Text:
         room = self.length or ENDLESS
         lookups = frozenset(name for name, way in self.ways.items() if way.lookup)
-        return Text(number, tuple(self.ways), self.most, room, tokens=[STANDS] * self.prompt, lookups=lookups)
+        return Text(number, tuple(self.ways), self.most, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups)
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
         return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         chance = self.ways[method].accept(number, text.id)
-        return Draft(tuple(STANDS if random.random() < chance else FALLS for _ in range(k)), (method,) * k)
+        return Draft(tuple(ACCEPTED if random.random() < chance else REJECTED for _ in range(k)), (method,) * k)
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
         return draft
@@ -216,4 +216,4 @@ def judge(draft: Draft, text: Text, number: int, scene: Scene, random: Random) -
     while accepted < k and random.random() < scene.chance(number, text, draft, accepted):
         accepted += 1
     kind = None if not k else SpanKind.FULL if accepted == k else SpanKind.EARLY
-    return Verdict((STANDS,) * (accepted + 1), accepted, kind)
+    return Verdict((ACCEPTED,) * (accepted + 1), accepted, kind)
