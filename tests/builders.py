@@ -13,7 +13,9 @@ from speculon.telemetry import RequestStats
 _ids = count()
 
 
-def make_sequence(tokens: list[int], max_tokens: int = 100, output: list[int] | None = None, **fields: Any) -> Sequence:
+def make_sequence(
+    tokens: list[int], max_tokens: int = 100, output: list[int] | None = None, **fields: Any
+) -> Sequence:
     """A sequence with prompt `tokens` that has already written `output`."""
     params = fields.pop("params", None) or SamplingParams(temperature=0, max_tokens=max_tokens)
     number = next(_ids)

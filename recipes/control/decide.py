@@ -1,4 +1,5 @@
-"""What a policy takes to decide, to trim and to learn: medians in µs of this thread's own time, without a model.
+"""What a policy takes to decide, to trim and to learn: medians in µs of this thread's own time, without a
+model.
 
 python -m recipes.control.decide               # two cheap methods and a costly one
 """
@@ -77,7 +78,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     asked = parser.parse_args()
     for texts in CROWDS:
-        print(json.dumps({"policy": asked.policy, "texts": texts, "us": measure(asked.policy, texts, asked.rounds)}))
+        print(
+            json.dumps(
+                {"policy": asked.policy, "texts": texts, "us": measure(asked.policy, texts, asked.rounds)}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a draft model of random weights costs under the policy `goodput`, once it is known: shares of the time of decoding steps.
+"""What a draft model of random weights costs under the policy `goodput`, once it is known: shares of the time
+of decoding steps.
 
 python -m recipes.control.random_draft               # prose with the demo model, 1 and 8 texts at once
 """
@@ -32,8 +33,15 @@ def shares(steps: list[Step]) -> dict[str, float]:
     total = sum(step.step_ms for step in steps)
     drafting = sum(step.draft_ms for step in steps)
     control = sum(step.profile["decide"] for step in steps)
-    wasted = sum((step.rows - step.tokens) / step.rows * (step.forward_ms + step.profile["verify"]) for step in steps)
-    parts = {"drafting": drafting, "wasted_rows": wasted, "control": control, "together": drafting + wasted + control}
+    wasted = sum(
+        (step.rows - step.tokens) / step.rows * (step.forward_ms + step.profile["verify"]) for step in steps
+    )
+    parts = {
+        "drafting": drafting,
+        "wasted_rows": wasted,
+        "control": control,
+        "together": drafting + wasted + control,
+    }
     return {name: round(ms / total, 4) for name, ms in parts.items()}
 
 
@@ -50,10 +58,14 @@ def run(method: str, texts: int, prompts: int, max_tokens: int, threads: int | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", default="draft_model")
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=1000, help="about so many rounds after those it learns in")
+    parser.add_argument(
+        "--rounds", type=int, default=1000, help="about so many rounds after those it learns in"
+    )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--threads", type=int)
     asked = parser.parse_args()

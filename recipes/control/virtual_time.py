@@ -1,5 +1,6 @@
-"""A policy against fixed modes in virtual time: real prompts and real drafts, but a step and a proposal take what a formula
-says, with a little noise. So two versions of a policy are told apart that a shared machine cannot tell apart.
+"""A policy against fixed modes in virtual time: real prompts and real drafts, but a step and a proposal take
+what a formula says, with a little noise. So two versions of a policy are told apart that a shared machine
+cannot tell apart.
 
 python -m recipes.control.virtual_time --workload prose --texts 1 4 8 --seeds 1 2 3    # minutes
 """
@@ -57,7 +58,9 @@ def timed_target(llm: LLM, clock: Clock) -> None:
     def taking(batch: Any, view: Any) -> Any:
         drafts = [len(span.draft.tokens) for span in batch.spans]
         prompts = sum(span.length - 1 for span in batch.spans)
-        clock.spend(4.2 + 0.55 * len(drafts) + 0.45 * sum(map(bool, drafts)) + 0.16 * sum(drafts) + 0.09 * prompts)
+        clock.spend(
+            4.2 + 0.55 * len(drafts) + 0.45 * sum(map(bool, drafts)) + 0.16 * sum(drafts) + 0.09 * prompts
+        )
         return forward(batch, view)
 
     target.forward = taking
@@ -93,7 +96,9 @@ def rate(llm: LLM, clock: Clock, cases: list[Case], texts: int, speculation: Map
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", default="prose")
     parser.add_argument("--texts", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--policy", default="goodput")
@@ -126,7 +131,14 @@ def main() -> None:
             write(others[: max(texts, 2)], texts, policy)
             ratios.append(write(cases, texts, policy) / best[texts][0])
             print(
-                json.dumps({"seed": seed, "texts": texts, "policy_over_best": round(ratios[-1], 3), "best": best[texts][1]}),
+                json.dumps(
+                    {
+                        "seed": seed,
+                        "texts": texts,
+                        "policy_over_best": round(ratios[-1], 3),
+                        "best": best[texts][1],
+                    }
+                ),
                 flush=True,
             )
     print(json.dumps({"workload": asked.workload, "geometric_mean": round(geometric_mean(ratios), 3)}))

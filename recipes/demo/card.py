@@ -70,7 +70,9 @@ def model_card(model: TrainableQwen3, facts: dict) -> str:
         **vars(model.config),
         **facts["corpus"],
         **{name: value for name, value in facts.items() if name not in ("corpus", "history")},
-        length=f"--tokens {facts['train_tokens']}" if facts.get("ended_by") == "tokens" else f"--minutes {facts['minutes']:g}",
+        length=f"--tokens {facts['train_tokens']}"
+        if facts.get("ended_by") == "tokens"
+        else f"--minutes {facts['minutes']:g}",
         history=f"\n## How this run went\n\n{facts['history']}\n" if "history" in facts else "",
         millions=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         copy_share=COPY_SHARE,

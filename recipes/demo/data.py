@@ -1,6 +1,7 @@
 """Training sequences: files of the corpus as they are, and samples that teach copying.
 
-Every sequence is drawn from a generator seeded by (seed, sequence number), so a resumed run reads the same data.
+Every sequence is drawn from a generator seeded by (seed, sequence number), so a resumed run reads the same
+data.
 """
 
 import json
@@ -75,7 +76,9 @@ class Corpus:
         files, snippets = json.loads(cache.read_bytes())
         self.files = [np.array([*ids, self.end], dtype=np.int32) for ids in files]
         self.snippets = [Snippet(source, tuple(names), size) for source, names, size in snippets]
-        self.names = sorted({name for item in self.snippets for name in item.identifiers if 2 <= len(name) <= 24})
+        self.names = sorted(
+            {name for item in self.snippets for name in item.identifiers if 2 <= len(name) <= 24}
+        )
         self.tokens = sum(len(file) for file in self.files)
 
     def _prepare(self, root: Path) -> tuple[list[list[int]], list[tuple[str, tuple[str, ...], int]]]:
@@ -83,8 +86,12 @@ class Corpus:
         names = corpus.stdlib_files(root, held_out=False)
         sources = {name: text for name in names if (text := corpus.read_source(name, root))}
         files = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sources.values()))]
-        functions = [function for name, text in sources.items() for function in corpus.functions_in(text, name)]
-        lengths = [len(encoding.ids) for encoding in self.tokenizer.encode_batch([item.source for item in functions])]
+        functions = [
+            function for name, text in sources.items() for function in corpus.functions_in(text, name)
+        ]
+        lengths = [
+            len(encoding.ids) for encoding in self.tokenizer.encode_batch([item.source for item in functions])
+        ]
         pairs = zip(functions, lengths, strict=True)
         return files, [(item.source, item.identifiers, size) for item, size in pairs if 16 <= size <= 480]
 
@@ -119,7 +126,9 @@ class Stream:
         weights: list[float] = []
         while len(ids) < size:
             room = size - len(ids)
-            kind = rng.choices(list(SAMPLE_KINDS), list(SAMPLE_KINDS.values()))[0] if room >= 72 else "induction"
+            kind = (
+                rng.choices(list(SAMPLE_KINDS), list(SAMPLE_KINDS.values()))[0] if room >= 72 else "induction"
+            )
             sample, scores = self._sample(kind, rng, room)
             if len(sample) > room and len(ids) > size // 3:
                 sample, scores = self._sample("induction", rng, room)
@@ -193,8 +202,12 @@ class Stream:
 def held_out_tokens(root: Path, tokenizer: Tokenizer) -> np.ndarray:
     """All held-out files as one token run."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    texts = [text for name in corpus.stdlib_files(root, held_out=True) if (text := corpus.read_source(name, root))]
-    return np.concatenate([np.array([*item.ids, end], dtype=np.int32) for item in tokenizer.encode_batch(texts)])
+    texts = [
+        text for name in corpus.stdlib_files(root, held_out=True) if (text := corpus.read_source(name, root))
+    ]
+    return np.concatenate(
+        [np.array([*item.ids, end], dtype=np.int32) for item in tokenizer.encode_batch(texts)]
+    )
 
 
 def edit_probe(root: Path, tokenizer: Tokenizer, count: int, seed: int) -> list[tuple[list[int], list[int]]]:

@@ -1,7 +1,9 @@
-"""Distil the demo draft, which guesses what the demo target writes: `python recipes/demo/draft.py --out FOLDER`.
+"""Distil the demo draft, which guesses what the demo target writes: `python recipes/demo/draft.py --out
+FOLDER`.
 
-The target first writes texts after beginnings of training files; the draft then learns the target's distribution on those
-texts and on the training stream. Stop it at any time: with the same `--work` it goes on where it was.
+The target first writes texts after beginnings of training files; the draft then learns the target's
+distribution on those texts and on the training stream. Stop it at any time: with the same `--work` it goes on
+where it was.
 """
 
 import argparse
@@ -42,11 +44,21 @@ def parse_arguments() -> argparse.Namespace:
     add("--texts", type=int, default=3000, help="written by the target to learn from")
     add("--windows", type=int, default=3000, help="of the target's training stream to learn from")
     add("--probes", type=int, default=96, help="written after held-out files, to measure on")
-    add("--layers", type=int, default=2, help="one layer cannot copy: that takes an attention layer upon another")
+    add(
+        "--layers",
+        type=int,
+        default=2,
+        help="one layer cannot copy: that takes an attention layer upon another",
+    )
     add("--intermediate", type=int, default=768)
     add("--rows", type=int, default=4)
     add("--length", type=int, default=512)
-    add("--decay-from", type=float, default=0.5, help="share of the run after which the learning rate goes down")
+    add(
+        "--decay-from",
+        type=float,
+        default=0.5,
+        help="share of the run after which the learning rate goes down",
+    )
     add("--muon-lr", type=float, default=1e-2)
     add("--adam-lr", type=float, default=3e-3)
     add("--hard", type=float, default=0.2, help="weight of the target's best token beside its distribution")
@@ -55,7 +67,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Weighted mean of -sum t log q over rows of scores [N, V], with t = p mixed with p's best token; gradient (q - t) w."""
+    """Weighted mean of -sum t log q over rows of scores [N, V], with t = p mixed with p's best token;
+    gradient (q - t) w.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores: Tensor, teacher: Tensor, weights: Tensor, hard: float) -> Tensor:
@@ -85,9 +99,13 @@ class Distiller:
         write_texts(args, self.data, self.report)
         texts = json.loads((args.work / "texts.json").read_bytes())
         self.probes = {name: texts[name] for name in ("greedy", "sampled")}
-        self.written = np.concatenate([np.array([*ids, self.data.end], dtype=np.int32) for _, ids in texts["written"]])
+        self.written = np.concatenate(
+            [np.array([*ids, self.data.end], dtype=np.int32) for _, ids in texts["written"]]
+        )
         # a row's weight is that of the token after it
-        scores = [[1.0] * (n - 1) + [WRITTEN_WEIGHT] * (len(ids) - n) + [1.0, 1.0] for n, ids in texts["written"]]
+        scores = [
+            [1.0] * (n - 1) + [WRITTEN_WEIGHT] * (len(ids) - n) + [1.0, 1.0] for n, ids in texts["written"]
+        ]
         self.written_weights = np.concatenate([np.array(score, dtype=np.float32) for score in scores])
         torch.manual_seed(args.seed)
         self.teacher = load_teacher(args.target)
@@ -122,7 +140,9 @@ class Distiller:
         temporary.replace(self.checkpoint_path)
 
     def _look_once(self) -> None:
-        """windows.safetensors: token ids and weights [n, T] and the target's last hidden states [n, T, D], which give p."""
+        """windows.safetensors: token ids and weights [n, T] and the target's last hidden states [n, T, D],
+        which give p.
+        """
         path = self.args.work / "windows.safetensors"
         if not path.exists():
             length, rows, scores = self.args.length, [], []
@@ -142,17 +162,24 @@ class Distiller:
                     self.report.log(windows=first, of=len(ids))
             save_file({"ids": ids, "weights": torch.from_numpy(np.stack(scores)), "hidden": hidden}, path)
         self.windows = load_file(path)
-        self.own = int((self.windows["weights"] > 1).any(-1).sum())  # the first ones hold what the target wrote
+        # the first ones hold what the target wrote
+        self.own = int((self.windows["weights"] > 1).any(-1).sum())
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [rows, T], weights [rows, T] and the target's hidden states [rows, T, D] of windows drawn at random."""
+        """Ids [rows, T], weights [rows, T] and the target's hidden states [rows, T, D] of windows drawn at
+        random.
+        """
         rng = random.Random(f"{self.args.seed}:{self.step}")
         count = len(self.windows["ids"])
         chosen = [
             rng.randrange(self.own) if rng.random() < WRITTEN_SHARE else rng.randrange(self.own, count)
             for _ in range(self.args.rows)
         ]
-        return self.windows["ids"][chosen].long(), self.windows["weights"][chosen], self.windows["hidden"][chosen]
+        return (
+            self.windows["ids"][chosen].long(),
+            self.windows["weights"][chosen],
+            self.windows["hidden"][chosen],
+        )
 
     def train_step(self) -> float:
         """One optimizer step; returns the loss."""
@@ -179,15 +206,21 @@ class Distiller:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """On texts after held-out files: share of equal best tokens where greedy, sum of min(p, q) where sampled."""
+        """On texts after held-out files: share of equal best tokens where greedy, sum of min(p, q) where
+        sampled.
+        """
         sums: dict[str, list[float]] = {"greedy": [], "sampled": []}
         with torch.compiler.set_stance("force_eager"), torch.autocast("cpu", torch.bfloat16):
             for name, texts in self.probes.items():
                 for prompt, ids in texts:
                     row = torch.tensor([ids[:-1]])
-                    p, q = (m.logits(m.hidden(row))[0, prompt - 1 :].float() for m in (self.teacher, self.student))
+                    p, q = (
+                        m.logits(m.hidden(row))[0, prompt - 1 :].float() for m in (self.teacher, self.student)
+                    )
                     same = (
-                        p.argmax(-1) == q.argmax(-1) if name == "greedy" else torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
+                        p.argmax(-1) == q.argmax(-1)
+                        if name == "greedy"
+                        else torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1)
                     )
                     sums[name] += same.float().tolist()
         return {f"agreement_{name}": sum(values) / len(values) for name, values in sums.items()}
@@ -208,12 +241,25 @@ class Distiller:
                 saved = time.monotonic()
             self.elapsed += time.monotonic() - began
         self.checkpoint()
-        options = ("texts", "windows", "intermediate", "rows", "length", "decay_from", "muon_lr", "adam_lr", "hard", "seed")
+        options = (
+            "texts",
+            "windows",
+            "intermediate",
+            "rows",
+            "length",
+            "decay_from",
+            "muon_lr",
+            "adam_lr",
+            "hard",
+            "seed",
+        )
         facts = {
             **self.measure(),
             "train_tokens": self.tokens,
             "written_tokens": int((self.written_weights > 1).sum()),
-            "probe_tokens": {name: sum(len(ids) - n for n, ids in texts) for name, texts in self.probes.items()},
+            "probe_tokens": {
+                name: sum(len(ids) - n for n, ids in texts) for name, texts in self.probes.items()
+            },
             "steps": self.step,
             "minutes": round(self.elapsed / 60, 1),
             "layers": self.args.layers,
@@ -229,7 +275,9 @@ def load_teacher(folder: Path) -> TrainableQwen3:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     known = {name: config[name] for name in ModelConfig.__dataclass_fields__}
     teacher = TrainableQwen3(ModelConfig(**known))
-    teacher.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+    teacher.load_state_dict(
+        {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    )
     return teacher.requires_grad_(False)
 
 

@@ -55,4 +55,6 @@ def export_draft(model: TrainableQwen3, target: Path, folder: Path, facts: dict)
     export.export_model(model, Tokenizer.from_file(str(target / "tokenizer.json")), folder)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(CARD.format(**vars(model.config), **facts, millions=millions), encoding="utf-8")
+    (folder / "README.md").write_text(
+        CARD.format(**vars(model.config), **facts, millions=millions), encoding="utf-8"
+    )

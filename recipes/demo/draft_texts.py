@@ -1,4 +1,6 @@
-"""What the target writes after beginnings of files: the texts a draft learns from, and those it is measured on."""
+"""What the target writes after beginnings of files: the texts a draft learns from, and those it is measured
+on.
+"""
 
 import argparse
 import json
@@ -17,7 +19,9 @@ CROWD = 48
 
 
 def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
-    """texts.json: prompt length and ids of what the target wrote after training files, and after held-out ones."""
+    """texts.json: prompt length and ids of what the target wrote after training files, and after held-out
+    ones.
+    """
     path = args.work / "texts.json"
     if path.exists():
         return
@@ -27,8 +31,12 @@ def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
     held = [llm.tokenizer.encode(text) for name in names if (text := corpus.read_source(name, args.stdlib))]
     made = {
         "written": write_after(llm, [beginning(rng, data) for _ in range(args.texts)], rng, report),
-        "greedy": write_after(llm, [cut(rng, rng.choice(held)) for _ in range(args.probes)], rng, report, (0.0,)),
-        "sampled": write_after(llm, [cut(rng, rng.choice(held)) for _ in range(args.probes)], rng, report, (1.0,)),
+        "greedy": write_after(
+            llm, [cut(rng, rng.choice(held)) for _ in range(args.probes)], rng, report, (0.0,)
+        ),
+        "sampled": write_after(
+            llm, [cut(rng, rng.choice(held)) for _ in range(args.probes)], rng, report, (1.0,)
+        ),
     }
     write_atomically(path, json.dumps(made).encode())
 
@@ -50,14 +58,19 @@ def cut(rng: random.Random, ids: list[int]) -> list[int]:
 
 
 def write_after(
-    llm: LLM, prompts: list[list[int]], rng: random.Random, report: Report, temperatures: tuple[float, ...] = TEMPERATURES
+    llm: LLM,
+    prompts: list[list[int]],
+    rng: random.Random,
+    report: Report,
+    temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> list[tuple[int, list[int]]]:
     """(length of the prompt, prompt and answer) of each, up to where the answer begins to repeat itself."""
     texts: list[tuple[int, list[int]]] = []
     for first in range(0, len(prompts), CROWD):
         some = prompts[first : first + CROWD]
         params = [
-            SamplingParams(temperature=rng.choice(temperatures), max_tokens=OUTPUT, seed=rng.randrange(2**32)) for _ in some
+            SamplingParams(temperature=rng.choice(temperatures), max_tokens=OUTPUT, seed=rng.randrange(2**32))
+            for _ in some
         ]
         outputs = llm.generate(some, params, speculation={"method": "off"})
         texts += [(len(p), [*p, *unlooped(o.token_ids)]) for p, o in zip(some, outputs, strict=True)]

@@ -1,7 +1,8 @@
 """Train the demo's EAGLE-3 head: `python recipes/demo/eagle3.py --target TARGET --out FOLDER`.
 
-Lays out what the head learns from (texts that the target wrote after beginnings of training files, and such files), then runs
-`speculon train eagle3` on it. The texts are those of the draft: with its work folder they are not written again.
+Lays out what the head learns from (texts that the target wrote after beginnings of training files, and such
+files), then runs `speculon train eagle3` on it. The texts are those of the draft: with its work folder they
+are not written again.
 """
 
 import argparse
@@ -39,8 +40,18 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     add("--target", type=Path, required=True, help="folder of the model to guess for")
     add("--out", type=Path, required=True, help="folder of the finished head")
     add("--work", type=Path, default=Path("build/eagle3"), help="folder of data, checkpoint and log")
-    add("--texts-work", type=Path, default=Path("build/draft"), help="the draft's work folder, where the written texts lie")
-    add("--stdlib", type=Path, default=corpus.stdlib_root(), help="the standard library the target was trained on")
+    add(
+        "--texts-work",
+        type=Path,
+        default=Path("build/draft"),
+        help="the draft's work folder, where the written texts lie",
+    )
+    add(
+        "--stdlib",
+        type=Path,
+        default=corpus.stdlib_root(),
+        help="the standard library the target was trained on",
+    )
     add("--minutes", type=float, default=45, help="of training")
     add("--texts", type=int, default=3000, help="written by the target to learn from")
     add("--probes", type=int, default=96, help="written after held-out files, to measure on")
@@ -50,7 +61,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def lay_out(args: argparse.Namespace) -> tuple[Path, Path, int]:
-    """Folders of JSONL: what to learn from, and held-out texts to measure on; tokens of files among the former."""
+    """Folders of JSONL: what to learn from, and held-out texts to measure on; tokens of files among the
+    former.
+    """
     learn, held = args.work / "learn", args.work / "held"
     for folder in (args.texts_work, learn, held):
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +98,25 @@ def write_lines(file: Path, records: list[dict]) -> None:
 def main() -> None:
     args, more = parse_arguments()
     learn, held, file_tokens = lay_out(args)
-    options = {**OPTIONS, "minutes": args.minutes, "seed": args.seed, "work": args.work / "run", "eval-data": held, "data": learn}
-    command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", "--target", str(args.target), "--out", str(args.out)]
+    options = {
+        **OPTIONS,
+        "minutes": args.minutes,
+        "seed": args.seed,
+        "work": args.work / "run",
+        "eval-data": held,
+        "data": learn,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "speculon.cli",
+        "train",
+        "eagle3",
+        "--target",
+        str(args.target),
+        "--out",
+        str(args.out),
+    ]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))] + more
     if code := subprocess.run(command).returncode:
         raise SystemExit(code)

@@ -71,9 +71,15 @@ def finish(folder: Path, stdlib: Path, files: int) -> None:
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
     )
-    told = {name: value for name, value in settings.items() if name not in ("target", "data", "eval_data", "out", "work")}
+    told = {
+        name: value
+        for name, value in settings.items()
+        if name not in ("target", "data", "eval_data", "out", "work")
+    }
     kept = {name: value for name, value in record.items() if name not in ("settings", "form")}
-    kept["sessions"] = [{name: value for name, value in one.items() if name != "argv"} for one in record["sessions"]]
+    kept["sessions"] = [
+        {name: value for name, value in one.items() if name != "argv"} for one in record["sessions"]
+    ]
     head = {name: value for name, value in record["form"].items() if name not in settings}
     facts = {**kept, "settings": told, "head": head, "file_tokens": files, "corpus": manifest(stdlib)}
     (folder / "README.md").write_text(card, encoding="utf-8")

@@ -13,7 +13,9 @@ def loss_sum(model: TrainableQwen3, tokens: np.ndarray, starts: Sequence[int], l
     total = 0.0
     with torch.compiler.set_stance("force_eager"), torch.autocast("cpu", torch.bfloat16):
         for i in range(0, len(starts), 8):
-            rows = [torch.from_numpy(tokens[start : start + length + 1]).long() for start in starts[i : i + 8]]
+            rows = [
+                torch.from_numpy(tokens[start : start + length + 1]).long() for start in starts[i : i + 8]
+            ]
             total += float(model(torch.stack(rows))) * len(rows)  # [up to 8, length + 1]
     return total
 
@@ -22,8 +24,8 @@ def loss_sum(model: TrainableQwen3, tokens: np.ndarray, starts: Sequence[int], l
 def count_exact(model: TrainableQwen3, probes: Sequence[tuple[list[int], list[int]]]) -> tuple[int, int]:
     """How many answers greedy decoding gets exactly right, and how many answer tokens.
 
-    Greedy decoding is exact if and only if each token of the right answer is the best one after those before it, so
-    one forward pass over prompt and answer decides it.
+    Greedy decoding is exact if and only if each token of the right answer is the best one after those before
+    it, so one forward pass over prompt and answer decides it.
     """
     exact, right = 0, 0
     with torch.compiler.set_stance("force_eager"), torch.autocast("cpu", torch.bfloat16):

@@ -12,7 +12,9 @@ from tokenizer import save_tokenizer
 from tokenizers import Tokenizer
 
 
-def export_model(model: TrainableQwen3, tokenizer: Tokenizer, folder: Path, facts: dict | None = None) -> None:
+def export_model(
+    model: TrainableQwen3, tokenizer: Tokenizer, folder: Path, facts: dict | None = None
+) -> None:
     """config.json, generation_config.json, bf16 weights and tokenizer, swapped into place once complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(folder.name + ".new")
@@ -22,7 +24,11 @@ def export_model(model: TrainableQwen3, tokenizer: Tokenizer, folder: Path, fact
     save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
     config = model.config.as_transformers()
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    generation = {"do_sample": False, "eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"]}
+    generation = {
+        "do_sample": False,
+        "eos_token_id": config["eos_token_id"],
+        "pad_token_id": config["pad_token_id"],
+    }
     (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
     save_tokenizer(tokenizer, fresh, model.config.max_position_embeddings)
     if facts:

@@ -25,7 +25,11 @@ def digest(root: Path, names: list[str]) -> dict[str, object]:
         content = (root / name).read_bytes()
         total += len(content)
         lines.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
-    return {"files": len(names), "bytes": total, "sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
+    return {
+        "files": len(names),
+        "bytes": total,
+        "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+    }
 
 
 def python_version(root: Path) -> str:

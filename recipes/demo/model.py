@@ -67,8 +67,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int = 128) -> Tensor:
     """Attention by blocks of queries, so that half of the scores are never computed.
 
-    q [B, T, kv_heads * groups, head_dim], k and v [B, T, kv_heads, head_dim] -> [B, T, heads * head_dim]. On a CPU in
-    bf16 plain matrix products beat the fused kernel.
+    q [B, T, kv_heads * groups, head_dim], k and v [B, T, kv_heads, head_dim] -> [B, T, heads * head_dim]. On
+    a CPU in bf16 plain matrix products beat the fused kernel.
     """
     batch, length, heads, head_dim = q.shape
     kv_heads = heads // groups
@@ -78,7 +78,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int = 
     outputs = []
     for start in range(0, length, block):
         stop = min(start + block, length)
-        rows = q[:, start:stop].permute(0, 2, 1, 3, 4).reshape(batch * kv_heads, (stop - start) * groups, head_dim)
+        rows = (
+            q[:, start:stop]
+            .permute(0, 2, 1, 3, 4)
+            .reshape(batch * kv_heads, (stop - start) * groups, head_dim)
+        )
         scores = torch.bmm(rows, keys[:, :, :stop]).float()
         query = torch.arange(start, stop, device=q.device).repeat_interleave(groups)
         future = torch.arange(stop, device=q.device)[None, :] > query[:, None]
@@ -103,7 +107,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        head_dim, groups = self.config.head_dim, self.config.num_attention_heads // self.config.num_key_value_heads
+        head_dim, groups = (
+            self.config.head_dim,
+            self.config.num_attention_heads // self.config.num_key_value_heads,
+        )
         weights = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
         widths = (len(self.q_proj.weight), len(self.k_proj.weight), len(self.v_proj.weight))
         q, k, v = F.linear(x, weights).split(widths, -1)
@@ -148,7 +155,9 @@ class Decoder(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Weighted mean loss of scores [N, vocab], with the gradient written out: its kernels then run vectorized."""
+    """Weighted mean loss of scores [N, vocab], with the gradient written out: its kernels then run
+    vectorized.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -213,4 +222,6 @@ class TrainableQwen3(nn.Module):
         """Mean next-token loss of token ids [B, T + 1]; weights [B, T] of the targets default to one."""
         targets = tokens[:, 1:].flatten()
         scores = self.logits(self.hidden(tokens[:, :-1])).flatten(0, 1)
-        return CrossEntropy.apply(scores, targets, torch.ones(len(targets)) if weights is None else weights.flatten())
+        return CrossEntropy.apply(
+            scores, targets, torch.ones(len(targets)) if weights is None else weights.flatten()
+        )

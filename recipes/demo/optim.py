@@ -31,7 +31,9 @@ class Muon(torch.optim.Optimizer):
         for shape in sorted({tuple(matrix.shape) for matrix in matrices}):
             mine = [matrix for matrix in matrices if tuple(matrix.shape) == shape][rank::workers]
             if mine:
-                for matrix, update in zip(mine, orthogonal(torch.stack([directions[m] for m in mine])), strict=True):
+                for matrix, update in zip(
+                    mine, orthogonal(torch.stack([directions[m] for m in mine])), strict=True
+                ):
                     updates[matrix].copy_(update.flatten())
         if workers > 1:
             dist.all_reduce(flat)
@@ -72,7 +74,9 @@ def export_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> d
     return tensors
 
 
-def import_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
+def import_state(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]
+) -> None:
     """The reverse of `export_state`."""
     owner = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters = dict(model.named_parameters())
@@ -88,8 +92,8 @@ def import_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], tens
 def grow(tensors: dict[str, Tensor], factor: int) -> dict[str, Tensor]:
     """State of a model `factor` times as deep: layer i becomes layers factor*i ... factor*i + factor - 1.
 
-    The matrices that write to the residual stream are divided by `factor`, so that the deeper model starts out close
-    to the function of the shallow one; optimizer state is copied unchanged.
+    The matrices that write to the residual stream are divided by `factor`, so that the deeper model starts
+    out close to the function of the shallow one; optimizer state is copied unchanged.
     """
     grown: dict[str, Tensor] = {}
     for full, value in tensors.items():
@@ -100,5 +104,7 @@ def grow(tensors: dict[str, Tensor], factor: int) -> dict[str, Tensor]:
         index, rest = after.split(".", 1)
         writes = not before and rest.endswith(("o_proj.weight", "down_proj.weight"))
         for copy in range(factor):
-            grown[f"{before}{found}{int(index) * factor + copy}.{rest}"] = value / factor if writes else value.clone()
+            grown[f"{before}{found}{int(index) * factor + copy}.{rest}"] = (
+                value / factor if writes else value.clone()
+            )
     return grown

@@ -19,7 +19,12 @@ class Report:
         console = Console(soft_wrap=True)
         self.console = console
         if console.is_terminal and not quiet:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+            )
             self.bar = Progress(*columns, console=console)
             self.task = self.bar.add_task("loss ...", total=1.0)
             self.bar.start()

@@ -1,4 +1,7 @@
-"""Train the demo target model: `python recipes/demo/train.py --out FOLDER`. See README.md beside this file."""
+"""Train the demo target model: `python recipes/demo/train.py --out FOLDER`.
+
+See README.md beside this file.
+"""
 
 import argparse
 import os
@@ -20,13 +23,27 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the finished model")
-    add("--work", type=Path, default=Path("build/demo"), help="folder of checkpoints and log; a run resumes from it")
+    add(
+        "--work",
+        type=Path,
+        default=Path("build/demo"),
+        help="folder of checkpoints and log; a run resumes from it",
+    )
     add("--stdlib", type=Path, default=stdlib_root(), help="the standard library to train on")
     add("--snapshot", type=Path, help="folder for exports along the way")
     add("--minutes", type=float, default=90, help="length of the run in time")
     add("--tokens", type=int, help="length of the run in tokens, instead of --minutes; repeats exactly")
-    add("--stages", default="0:5x8x512,0.08:10x16x512,0.6:20x16x512,0.88:20x8x1024", help="START:LAYERSxROWSxLENGTH,...")
-    add("--decay-from", type=float, default=0.66, help="share of the run after which the learning rate goes down")
+    add(
+        "--stages",
+        default="0:5x8x512,0.08:10x16x512,0.6:20x16x512,0.88:20x8x1024",
+        help="START:LAYERSxROWSxLENGTH,...",
+    )
+    add(
+        "--decay-from",
+        type=float,
+        default=0.66,
+        help="share of the run after which the learning rate goes down",
+    )
     add("--warmup", type=int, default=100, help="steps of rising learning rate")
     add("--muon-lr", type=float, default=5e-3)
     add("--adam-lr", type=float, default=3e-3)

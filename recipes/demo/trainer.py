@@ -122,7 +122,10 @@ class Trainer:
         return scale
 
     def train_step(self, stage: Stage) -> float:
-        """One optimizer step; every worker takes chunks of the batch until none is left. Returns the mean loss."""
+        """One optimizer step; every worker takes chunks of the batch until none is left.
+
+        Returns the mean loss.
+        """
         batch = self.stream.batch(stage.rows, stage.length)
         ids, weights = (torch.from_numpy(array).split(stage.chunk) for array in batch)
         total, last = 0.0, self.next_ticket + len(ids)
@@ -209,7 +212,9 @@ class Trainer:
                 )
             if self.step % self.args.eval_every == 0:
                 exact, right = self.edit_exactness()
-                self.report.log(step=self.step, val_loss=self.validate(32), edit_exact=exact, edit_tokens=right)
+                self.report.log(
+                    step=self.step, val_loss=self.validate(32), edit_exact=exact, edit_tokens=right
+                )
             now = time.monotonic()
             if now - saved > self.args.save_minutes * 60 and self.rank == 0:
                 self.checkpoint()
@@ -226,7 +231,9 @@ class Trainer:
     def grow(self, layers: int) -> None:
         """Continue with a deeper model that starts from the shallow one."""
         before = self.validate(16)
-        tensors = grow(export_state(self.model, self.optimizers), layers // self.model.config.num_hidden_layers)
+        tensors = grow(
+            export_state(self.model, self.optimizers), layers // self.model.config.num_hidden_layers
+        )
         self._build(layers)
         import_state(self.model, self.optimizers, tensors)
         self.report.log(step=self.step, grown_to=layers, val_before=before, val_after=self.validate(16))
@@ -250,4 +257,6 @@ class Trainer:
         }
         self.report.log(**facts)
         if self.rank == 0:
-            export_model(self.model, self.tokenizer, self.args.out, {**facts, "corpus": manifest(self.args.stdlib)})
+            export_model(
+                self.model, self.tokenizer, self.args.out, {**facts, "corpus": manifest(self.args.stdlib)}
+            )

@@ -1,11 +1,13 @@
-"""What the shipped EAGLE-3 head brings, beside plain decoding and the shipped draft model, and where the time goes.
+"""What the shipped EAGLE-3 head brings, beside plain decoding and the shipped draft model, and where the time
+goes.
 
     python recipes/eagle3/figures.py --cases 12 --repeats 3
 
-Greedy continuations of held-out files that do not run in circles (the `code` workload), one at a time. Every mode writes every
-text; a ratio is thread time of plain decoding / thread time of the mode on the same text, one soon after the other, prompts
-included; shown is the median. A target of another depth is calculated, not run: a step's forward grows with the layers, and
-all else of a round (drafting, choosing, bookkeeping) stays as it was measured.
+Greedy continuations of held-out files that do not run in circles (the `code` workload), one at a time. Every
+mode writes every text; a ratio is thread time of plain decoding / thread time of the mode on the same text,
+one soon after the other, prompts included; shown is the median. A target of another depth is calculated, not
+run: a step's forward grows with the layers, and all else of a round (drafting, choosing, bookkeeping) stays
+as it was measured.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Mode:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--head", default="demo-eagle3", help="the head's folder")
     parser.add_argument("--cases", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
@@ -88,7 +92,11 @@ def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> 
     """Thread seconds of one text; what it said is added to `mode`."""
     counters = llm.engine.counters
     before, steps = dict(counters.profile), counters.steps
-    asked: dict[str, Any] = {"method": method, "policy": "fixed", **({"num_speculative_tokens": k} if k else {})}
+    asked: dict[str, Any] = {
+        "method": method,
+        "policy": "fixed",
+        **({"num_speculative_tokens": k} if k else {}),
+    }
     began = thread_time()
     (out,) = llm.generate([case.prompt], case.params, speculation=asked)
     took = thread_time() - began
@@ -103,7 +111,9 @@ def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Names
     layers = len(llm.engine.target.layers)
     threads = f"{platform.machine()}, {os.cpu_count()} cores, one thread; torch {torch.__version__}"
     print(f"{cases} texts of up to {asked.tokens} tokens, {asked.repeats} times; {threads}\n")
-    print("| method | K | tokens per target call | accepted, by position | x plain | ms a step: forward | draft | rest |")
+    print(
+        "| method | K | tokens per target call | accepted, by position | x plain | ms a step: forward | draft | rest |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for (method, k), mode in modes.items():
         said = mode.stats.speculation()
@@ -118,7 +128,9 @@ def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Names
     for method, rival in pairs:
         ours, theirs = ([mode for (name, _), mode in modes.items() if name == one] for one in (method, rival))
         depths = [depth for depth in DEPTHS if best(ours, depth, layers) > best(theirs, depth, layers)]
-        print(f"- `{method}` at its best K is faster than `{rival}` {ranges(depths)} (the target has {layers}).")
+        print(
+            f"- `{method}` at its best K is faster than `{rival}` {ranges(depths)} (the target has {layers})."
+        )
 
 
 def ranges(depths: list[int]) -> str:

@@ -1,6 +1,7 @@
 """lm-evaluation-harness against the server, with speculation off and on: the scores must be the same.
 
-python -m recipes.evaluation.run LM_EVAL --out FOLDER      # from the top folder; LM_EVAL: the harness' command
+python -m recipes.evaluation.run LM_EVAL --out FOLDER      # from the top folder; LM_EVAL: the harness'
+command
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     found = {method: evaluate(method, asked) for method in asked.methods.split(",")}
     first, *others = (one["scores"] for one in found.values())
-    report = {"command": sys.argv[1:], "commit": commit(), "machine": machine(), "items": asked.items, **found}
+    report = {
+        "command": sys.argv[1:],
+        "commit": commit(),
+        "machine": machine(),
+        "items": asked.items,
+        **found,
+    }
     (asked.out / "scores.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     sys.exit(0 if all(other == first for other in others) else "the scores differ")
@@ -50,7 +57,8 @@ def main() -> None:
 
 def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
     """The scores of one server, and what its engine counted meanwhile."""
-    flags = ("--model", "demo", "--method", method, "--policy", "fixed", "--threads", "1")  # fixed: the most rounds with drafts
+    # fixed: the most rounds with drafts
+    flags = ("--model", "demo", "--method", method, "--policy", "fixed", "--threads", "1")
     with Server(*flags, log=asked.out / f"server-{method}.log") as server:
         model = {
             "model": "demo",
@@ -61,15 +69,32 @@ def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
             "max_length": CONTEXT,
             "eos_string": "<|im_end|>",
         }
-        command = [asked.lm_eval, "run", "--model", "local-completions", "--include_path", TASKS, "--log_samples"]
+        command = [
+            asked.lm_eval,
+            "run",
+            "--model",
+            "local-completions",
+            "--include_path",
+            TASKS,
+            "--log_samples",
+        ]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
-        command += ["--tasks", ",".join(path.stem for path in sorted(TASKS.glob("*.yaml"))), "--output_path", asked.out / method]
+        command += [
+            "--tasks",
+            ",".join(path.stem for path in sorted(TASKS.glob("*.yaml"))),
+            "--output_path",
+            asked.out / method,
+        ]
         home = (asked.out / "home").resolve()
         subprocess.run(command, check=True, env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
         counted = server.metrics()
     results = max((asked.out / method).rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
     scores = {
-        task: {name: value for name, value in sorted(metrics.items()) if isinstance(value, float) and "stderr" not in name}
+        task: {
+            name: value
+            for name, value in sorted(metrics.items())
+            if isinstance(value, float) and "stderr" not in name
+        }
         for task, metrics in json.loads(results.read_text())["results"].items()
     }
     names = {
@@ -77,7 +102,10 @@ def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
         "rounds": "speculon_speculative_rounds_total",
         "accepted": "speculon_accepted_tokens_total",
     }
-    return {"scores": scores, "counted": {name: int(counted.get(metric, 0)) for name, metric in names.items()}}
+    return {
+        "scores": scores,
+        "counted": {name: int(counted.get(metric, 0)) for name, metric in names.items()},
+    }
 
 
 def write_data(items: int) -> None:
@@ -85,11 +113,16 @@ def write_data(items: int) -> None:
     renames = build("edit", tokenizer, Size(items, ANSWER, CONTEXT))
     DATA.mkdir(parents=True, exist_ok=True)
     write("next_line", list(islice(next_lines(), items)))
-    write("rename", [{"prompt": tokenizer.decode(case.prompt, False), "answer": case.reference} for case in renames])
+    write(
+        "rename",
+        [{"prompt": tokenizer.decode(case.prompt, False), "answer": case.reference} for case in renames],
+    )
 
 
 def next_lines() -> Iterator[dict[str, Any]]:
-    """A held-out function up to one of its lines, that line, and three lines of as much indentation from elsewhere."""
+    """A held-out function up to one of its lines, that line, and three lines of as much indentation from
+    elsewhere.
+    """
     rng = random.Random("next line")
     functions = [function.source.splitlines(keepends=True) for function in held_out_functions()]
     rng.shuffle(functions)

@@ -2,10 +2,11 @@
 
     python -m recipes.gpu.step --model FOLDER --draft FOLDER
 
-First the target's forward by itself, for 1, 8 and 16 texts of one row and of five: its time, how long the device computes in it,
-and what is left, the gaps between launches. Then texts per second, with and without speculation. Last the share of the limit that
-bandwidth sets at one text: the time to read the weights once, at the speed measured for a copy, by the time of the forward and of
-the whole step. The model is loaded twice, without and with capture; within a load the modes alternate, as in `speculon bench`.
+First the target's forward by itself, for 1, 8 and 16 texts of one row and of five: its time, how long the
+device computes in it, and what is left, the gaps between launches. Then texts per second, with and without
+speculation. Last the share of the limit that bandwidth sets at one text: the time to read the weights once,
+at the speed measured for a copy, by the time of the forward and of the whole step. The model is loaded twice,
+without and with capture; within a load the modes alternate, as in `speculon bench`.
 """
 
 from __future__ import annotations
@@ -54,17 +55,24 @@ def forward_of(target: Target, texts: int, rows: int) -> Forward:
     store = PageStore(target.layers, texts, context, device)
     for pool in (*store.k, *store.v):
         pool.zero_()
-    spans = [SpanView(i * rows, (i + 1) * rows, slice(i * context, (i + 1) * context), context) for i in range(texts)]
+    spans = [
+        SpanView(i * rows, (i + 1) * rows, slice(i * context, (i + 1) * context), context)
+        for i in range(texts)
+    ]
     total = texts * rows
     positions = torch.arange(context - rows, context, device=device).repeat(texts)
-    batch = Batch([], torch.arange(total, device=device)[None], positions[None], torch.arange(total, device=device))
+    batch = Batch(
+        [], torch.arange(total, device=device)[None], positions[None], torch.arange(total, device=device)
+    )
     times = [target.forward(batch, store.view_of(spans)).ms for _ in range(WARM + FORWARDS)][WARM:]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(WARM):
             target.forward(batch, store.view_of(spans))
     events = seen.events() or []
     work = [(e.time_range.start, e.time_range.end) for e in events if e.device_type is DeviceType.CUDA]
-    return Forward(median(times), covered(work) / WARM / 1e3, sum(e.name.startswith(LAUNCHES) for e in events) / WARM)
+    return Forward(
+        median(times), covered(work) / WARM / 1e3, sum(e.name.startswith(LAUNCHES) for e in events) / WARM
+    )
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -91,15 +99,21 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that one forward reads: of an embedding that is not the head as well, a few rows alone."""
+    """Bytes of weights that one forward reads: of an embedding that is not the head as well, a few rows
+    alone.
+    """
     tied = target.model.config.get_text_config().tie_word_embeddings
     return target.num_bytes - (0 if tied else target.embedding.nbytes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--draft", default=None, help="a drafter; without one only look-ups speculate (demo brings its own)")
+    parser.add_argument(
+        "--draft", default=None, help="a drafter; without one only look-ups speculate (demo brings its own)"
+    )
     parser.add_argument("--modes", default="off,ngram:8,draft_model:4")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -118,22 +132,35 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         settings = {"max_num_seqs": max(TEXTS), "prefix_cache": False, "speculation": speculation}
         llm = LLM(args.model, device=str(device), compile=captured, **settings)
         target = llm.engine.target
-        weights = weights or weights_read(target)  # of the first load: capture adds its buffers to what is counted
+        # of the first load: capture adds its buffers to what is counted
+        weights = weights or weights_read(target)
         print(f"\n{target.name}, compile={captured}: {target.fusion}; {target.dtype}")
         forwards = {(texts, rows): forward_of(target, texts, rows) for texts in TEXTS for rows in ROWS}
-        print("\n| texts | rows of each | forward, ms | device busy, ms | gaps, ms | launches |\n|---|---|---|---|---|---|")
+        print(
+            "\n| texts | rows of each | forward, ms | device busy, ms | gaps, ms | launches |\n|---|---|---|---|---|---|"
+        )
         for (texts, rows), one in forwards.items():
-            print(f"| {texts} | {rows} | {one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f} | {one.launches:.0f} |")
+            print(
+                f"| {texts} | {rows} | {one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f} | {one.launches:.0f} |"
+            )
         plan = Plan(("code",), tuple(args.modes.split(",")), TEXTS, args.prompts, args.max_tokens)
         cells, _ = run(llm, plan.at_hand(llm.engine.proposers.lacking))
-        print("\n| texts | mode | tokens/s | to plain | tokens per call | step, ms |\n|---|---|---|---|---|---|")
+        print(
+            "\n| texts | mode | tokens/s | to plain | tokens per call | step, ms |\n|---|---|---|---|---|---|"
+        )
         for cell in cells:
-            speed, per_call = f"{cell.tokens_per_second:.0f} | {cell.ratio:.2f}", f"{cell.tokens_per_target_call or 1:.2f}"
+            speed, per_call = (
+                f"{cell.tokens_per_second:.0f} | {cell.ratio:.2f}",
+                f"{cell.tokens_per_target_call or 1:.2f}",
+            )
             print(f"| {cell.concurrency} | {cell.mode} | {speed} | {per_call} | {step_ms(cell):.3f} |")
         least = weights / bandwidth * 1e3
         plain = next(step_ms(cell) for cell in cells if (cell.concurrency, cell.mode) == (1, "off"))
         print(f"\n{weights / 1e9:.3f} GB of weights at {bandwidth / 1e12:.2f} TB/s: {least:.3f} ms,", end=" ")
-        print(f"{least / forwards[1, 1].ms:.0%} of the forward of one row, {least / plain:.0%} of its whole step", flush=True)
+        print(
+            f"{least / forwards[1, 1].ms:.0%} of the forward of one row, {least / plain:.0%} of its whole step",
+            flush=True,
+        )
         del llm, target
         gc.collect()
 

@@ -1,4 +1,7 @@
-"""From measurements to figures: medians of pairs, texts that differ, modes that did not speculate. Standard library only."""
+"""From measurements to figures: medians of pairs, texts that differ, modes that did not speculate.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ class Row:
     texts: int = 0
     different: int | None = None  # from speculon's plain texts; None: sampled, or nothing to compare with
     nats_per_token: float | None = None  # of sampled texts
-    silent: bool = False  # asked to speculate; drafted nothing, or, where only calls are told, never brought two tokens in one
+    # asked to speculate; drafted nothing, or, where only calls are told, never brought two tokens in one
+    silent: bool = False
 
 
 Cell = tuple[str, int]  # workload, concurrency
@@ -72,7 +76,9 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
     """The figures of `label`, which has records, among the records of all labels of a cell."""
     found = [one for one in records if (one.engine, one.mode) == label]
     engine, mode = label
-    drafted, accepted, calls = (total(getattr(one, name) for one in found) for name in ("drafted", "accepted", "calls"))
+    drafted, accepted, calls = (
+        total(getattr(one, name) for one in found) for name in ("drafted", "accepted", "calls")
+    )
     nats = [one.nats for one in found if one.nats is not None]
     tokens, seconds = sum(one.count for one in found), sum(one.seconds for one in found)
     plain = {(one.repeat, one.group): one for one in records if (one.engine, one.mode) == ours}

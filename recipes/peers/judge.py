@@ -1,4 +1,6 @@
-"""What the target thinks of sampled texts: they cannot be compared token for token, but how likely they are can."""
+"""What the target thinks of sampled texts: they cannot be compared token for token, but how likely they are
+can.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from speculon.models.load import SHIPPED, quiet
 class Judge:
     def __init__(self) -> None:
         with quiet():
-            self.target = AutoModelForCausalLM.from_pretrained(SHIPPED["demo"], dtype=torch.float32, local_files_only=True).eval()
+            self.target = AutoModelForCausalLM.from_pretrained(
+                SHIPPED["demo"], dtype=torch.float32, local_files_only=True
+            ).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:
-        """Surprise of all tokens after their prompts; per token it is near the model's entropy if they were sampled from it."""
+        """Surprise of all tokens after their prompts; per token it is near the model's entropy if they were
+        sampled from it.
+        """
         return sum(self.surprise(prompt, tokens) for prompt, tokens in texts if tokens)
 
     @torch.inference_mode()

@@ -19,7 +19,13 @@ MODES = {
     OURS: (OFF, "ngram:8", "draft_model:4", "draft_model:6", "auto:6"),
     COMPILED: (OFF, "ngram:8", "draft_model:5", "auto:5"),
 }
-SCRIPTS = {STOCK: "hf.py", "openvino": "ov.py", "llama.cpp": "llama.py", "vllm": "vllm_cpu.py", OURS: "ours.py"}
+SCRIPTS = {
+    STOCK: "hf.py",
+    "openvino": "ov.py",
+    "llama.cpp": "llama.py",
+    "vllm": "vllm_cpu.py",
+    OURS: "ours.py",
+}
 SCRIPTS[COMPILED] = "ours_compiled.py"
 
 

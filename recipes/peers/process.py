@@ -1,4 +1,6 @@
-"""One worker process: stopped by the kernel whenever it is not its turn, so that no idle engine takes time from another."""
+"""One worker process: stopped by the kernel whenever it is not its turn, so that no idle engine takes time
+from another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ SECONDS = 600  # for an answer, or a start
 
 
 class Worker:
-    """A group of processes. Should this program vanish, the kernel hangs up on groups that stand still, and they end."""
+    """A group of processes.
+
+    Should this program vanish, the kernel hangs up on groups that stand still, and they end.
+    """
 
     def __init__(self, mode: Mode, place: Place, settings: Settings, log: Path):
         self.mode = mode

@@ -40,7 +40,12 @@ def write(folder: Path, facts: dict[str, Any], rows: list[Row], records: list[Re
     """`peers.json`, `peers.md`, `peers.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"peers.{kind}" for kind in ("json", "md", "png")]
-    everything = {**facts, "measured": MEASURED, "rows": list(map(asdict, rows)), "records": list(map(asdict, records))}
+    everything = {
+        **facts,
+        "measured": MEASURED,
+        "rows": list(map(asdict, rows)),
+        "records": list(map(asdict, records)),
+    }
     files[0].write_text(json.dumps(everything) + "\n", encoding="utf-8")
     files[1].write_text(markdown(facts, rows), encoding="utf-8")
     draw(rows, title(facts)).savefig(files[2], dpi=150)
@@ -66,7 +71,9 @@ def markdown(facts: dict[str, Any], rows: list[Row]) -> str:
 
 
 def by_cell(rows: list[Row]) -> list[tuple[tuple[str, int], list[Row]]]:
-    return [(cell, list(some)) for cell, some in groupby(rows, key=lambda row: (row.workload, row.concurrency))]
+    return [
+        (cell, list(some)) for cell, some in groupby(rows, key=lambda row: (row.workload, row.concurrency))
+    ]
 
 
 def line(row: Row) -> tuple[str, ...]:

@@ -22,7 +22,14 @@ from plan import MODES, OFF, OURS, STOCK, Mode, modes_of, place
 from process import Worker
 from report import write
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from speculon import __version__
 from speculon.bench.report import commit, machine
@@ -57,7 +64,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of the results")
     parser.add_argument("--engines", type=listed, default=list(MODES))
     parser.add_argument("--workloads", type=listed, default=["code", "edit"], help="NAME or NAME@TEMPERATURE")
-    parser.add_argument("--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8])
+    parser.add_argument(
+        "--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8]
+    )
     parser.add_argument("--prompts", type=int, default=8, help="of each workload")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
@@ -69,7 +78,9 @@ def listed(text: str) -> list[str]:
     return text.split(",")
 
 
-def started(modes: list[Mode], asked: argparse.Namespace, stack: ExitStack, console: Console) -> dict[Mode, Worker]:
+def started(
+    modes: list[Mode], asked: argparse.Namespace, stack: ExitStack, console: Console
+) -> dict[Mode, Worker]:
     """One after the other; each stands still until its turn."""
     found: dict[Mode, Worker] = {}
     places = {engine: place(engine, asked.envs.resolve()) for engine in asked.engines}
@@ -91,7 +102,9 @@ def started(modes: list[Mode], asked: argparse.Namespace, stack: ExitStack, cons
             log = asked.out / f"{mode.engine}-{mode.name.replace(':', '-')}.log"
             found[mode] = stack.enter_context(closing(Worker(mode, at, settings, log)))
             if found[mode].refusal and mode.name == OFF:
-                raise SystemExit(f"{mode} does not start, so there is nothing to compare: {found[mode].refusal}; see {log}")
+                raise SystemExit(
+                    f"{mode} does not start, so there is nothing to compare: {found[mode].refusal}; see {log}"
+                )
             if found[mode].refusal:
                 console.print(f"{mode} refused: {found[mode].refusal}")
     return found
@@ -103,17 +116,32 @@ def measure(
     rows: list[Row] = []
     records: list[Record] = []
     judge = Judge()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         turns = sum(1 + asked.repeats * (asked.prompts // count) for count in asked.concurrency)
         task = progress.add_task("", total=turns * len(cases) * len(workers))
         for name, some in cases.items():
             for count in asked.concurrency:
                 progress.update(task, description=f"{name} at {count}")
-                new, refusals = measure_cell((name, count), workers, some, asked.repeats, lambda: progress.advance(task))
+                new, refusals = measure_cell(
+                    (name, count), workers, some, asked.repeats, lambda: progress.advance(task)
+                )
                 if some[0].params.temperature == 1:
-                    new = [replace(one, nats=judge.nats(zip(prompts(some, one), one.tokens, strict=True))) for one in new]
-                rows.extend(summary((name, count), list(workers), new, refusals, greedy=not some[0].params.temperature))
+                    new = [
+                        replace(one, nats=judge.nats(zip(prompts(some, one), one.tokens, strict=True)))
+                        for one in new
+                    ]
+                rows.extend(
+                    summary(
+                        (name, count), list(workers), new, refusals, greedy=not some[0].params.temperature
+                    )
+                )
                 records.extend(new)
                 for mode, reason in refusals.items():
                     progress.console.print(f"{name} at {count}: {mode} refused: {reason}")
@@ -129,7 +157,10 @@ def prompts(cases: list[Case], record: Record) -> list[list[int]]:
 def measure_cell(
     cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, advance: Any
 ) -> tuple[list[Record], dict[Mode, str]]:
-    """Every mode beside every other in time; who goes first changes. A mode that refuses once is out of the cell."""
+    """Every mode beside every other in time; who goes first changes.
+
+    A mode that refuses once is out of the cell.
+    """
     name, count = cell
     groups = [cases[i : i + count] for i in range(0, len(cases) - count + 1, count)]  # full ones only
     records: list[Record] = []
@@ -141,7 +172,9 @@ def measure_cell(
             return
         params = groups[group][0].params
         prompts = [case.prompt for case in groups[group]]
-        answer = workers[mode].ask(prompts=prompts, max_tokens=params.max_tokens, temperature=params.temperature)
+        answer = workers[mode].ask(
+            prompts=prompts, max_tokens=params.max_tokens, temperature=params.temperature
+        )
         if "refused" in answer:
             refusals[mode] = answer["refused"]
         elif repeat >= 0:
@@ -159,7 +192,9 @@ def measure_cell(
     return records, refusals
 
 
-def summary(cell: Cell, modes: list[Mode], records: list[Record], refusals: dict[Mode, str], greedy: bool) -> list[Row]:
+def summary(
+    cell: Cell, modes: list[Mode], records: list[Record], refusals: dict[Mode, str], greedy: bool
+) -> list[Row]:
     return [
         Row(*cell, mode.engine, mode.name, refused=refusals[mode])
         if mode in refusals
@@ -168,7 +203,9 @@ def summary(cell: Cell, modes: list[Mode], records: list[Record], refusals: dict
     ]
 
 
-def facts(asked: argparse.Namespace, cases: dict[str, list[Case]], workers: dict[Mode, Worker]) -> dict[str, Any]:
+def facts(
+    asked: argparse.Namespace, cases: dict[str, list[Case]], workers: dict[Mode, Worker]
+) -> dict[str, Any]:
     """What a stranger needs to repeat the run."""
     versions = {OURS: __version__}
     for mode, worker in workers.items():
@@ -183,7 +220,9 @@ def facts(asked: argparse.Namespace, cases: dict[str, list[Case]], workers: dict
         "plan": plan,
         "machine": machine(),
         "versions": versions,
-        "workloads": {name: {"cases": len(some), "fingerprint": fingerprint(some)} for name, some in cases.items()},
+        "workloads": {
+            name: {"cases": len(some), "fingerprint": fingerprint(some)} for name, some in cases.items()
+        },
         "modes": [asdict(mode) for mode in workers],
     }
 
@@ -193,7 +232,10 @@ def options(asked: argparse.Namespace) -> list[str]:
     found = []
     for name in ("engines", "workloads", "concurrency", "prompts", "max_tokens", "repeats", "threads"):
         value = getattr(asked, name)
-        found += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+        found += [
+            f"--{name.replace('_', '-')}",
+            ",".join(map(str, value)) if isinstance(value, list) else str(value),
+        ]
     return found
 
 

@@ -1,9 +1,11 @@
-"""How much a prediction saves on the demo model: equal to the answer, edited in the middle, and wrong, at several K.
+"""How much a prediction saves on the demo model: equal to the answer, edited in the middle, and wrong, at
+several K.
 
     python recipes/prediction/speed.py --cases 6 --repeats 3
 
-Texts of 200 tokens and more that do not run in circles (the `edit` workload). A ratio is thread time without speculation
-/ thread time with the prediction alone, prompts included, one soon after the other on the same text; shown is the median.
+Texts of 200 tokens and more that do not run in circles (the `edit` workload). A ratio is thread time without
+speculation / thread time with the prediction alone, prompts included, one soon after the other on the same
+text; shown is the median.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def timed(llm: LLM, case: workloads.Case, speculation: dict[str, Any]) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int, nargs="+", default=[8, 16, 32, 64])
@@ -50,11 +54,21 @@ def main() -> None:
     torch.set_num_threads(1)
     llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed"})
     size = workloads.Size(asked.cases * 10, 512, llm.engine.max_context)
-    cases = [c for c in workloads.build("edit", llm.tokenizer, size) if len(llm.tokenizer.encode(c.reference or "")) > 210]
-    texts = [(case, out) for case in cases[: 2 * asked.cases] if not loops((out := timed(llm, case, OFF)[1]).token_ids)]
+    cases = [
+        c
+        for c in workloads.build("edit", llm.tokenizer, size)
+        if len(llm.tokenizer.encode(c.reference or "")) > 210
+    ]
+    texts = [
+        (case, out)
+        for case in cases[: 2 * asked.cases]
+        if not loops((out := timed(llm, case, OFF)[1]).token_ids)
+    ]
     texts = [(case, out) for case, out in texts if len(out.token_ids) >= 200][: asked.cases]
     lengths = [len(out.token_ids) for _, out in texts]
-    print(f"{len(texts)} texts of {lengths} tokens; torch {torch.__version__}, {platform.machine()}", flush=True)
+    print(
+        f"{len(texts)} texts of {lengths} tokens; torch {torch.__version__}, {platform.machine()}", flush=True
+    )
     print("| prediction | K | times plain | accepted of drafted | tokens per call |\n|---|---|---|---|---|")
     found: dict[tuple[str, int], list[tuple[float, Any]]] = {}
     for _ in range(asked.repeats):
@@ -62,12 +76,19 @@ def main() -> None:
             for name, said in predictions(truth.text, texts[i - 1][1].text).items():
                 plain, _ = timed(llm, case, OFF)
                 for k in asked.drafts:
-                    speculation = {"method": "prediction", "prediction": said, "num_speculative_tokens": k, "policy": "fixed"}
+                    speculation = {
+                        "method": "prediction",
+                        "prediction": said,
+                        "num_speculative_tokens": k,
+                        "policy": "fixed",
+                    }
                     seconds, out = timed(llm, case, speculation)
                     found.setdefault((name, k), []).append((plain / seconds, out.stats))
     for (name, k), runs in found.items():
         all_stats = [stats for _, stats in runs]
-        accepted, drafted = (sum(getattr(s, f)["prediction"] for s in all_stats) for f in ("accepted_from", "drafted_from"))
+        accepted, drafted = (
+            sum(getattr(s, f)["prediction"] for s in all_stats) for f in ("accepted_from", "drafted_from")
+        )
         per_call = sum(s.emitted for s in all_stats) / sum(s.target_calls for s in all_stats)
         share = f"{accepted / max(1, drafted):.0%}"
         print(f"| {name} | {k} | {median(ratio for ratio, _ in runs):.2f} | {share} | {per_call:.1f} |")

@@ -1,6 +1,8 @@
-"""Waiting times of `speculon serve` under vLLM's load generator: to the first token and between tokens, speculation off and on.
+"""Waiting times of `speculon serve` under vLLM's load generator: to the first token and between tokens,
+speculation off and on.
 
-python -m recipes.serving.latency PYTHON --out FOLDER      # PYTHON: of the environment that has vLLM; see the README
+python -m recipes.serving.latency PYTHON --out FOLDER      # PYTHON: of the environment that has vLLM; see the
+README
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 FIGURES = [f"{which}_{name}_ms" for name in ("ttft", "itl", "tpot") for which in ("p50", "p99")]
-HEAD = ["at once", "speculation", "tokens/s", "first token p50", "p99", "between arrivals p50", "p99", "per token p50", "p99"]
+HEAD = [
+    "at once",
+    "speculation",
+    "tokens/s",
+    "first token p50",
+    "p99",
+    "between arrivals p50",
+    "p99",
+    "per token p50",
+    "p99",
+]
 
 
 def main() -> None:
@@ -44,7 +56,9 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,4,8,16")
     parser.add_argument("--prompts", type=int, default=32, help="held-out code to continue, 256 tokens each")
     parser.add_argument("--tokens", type=int, default=128, help="written per prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="of which medians are taken; the methods alternate")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of which medians are taken; the methods alternate"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -63,9 +77,19 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_prompts(folder / "prompts.jsonl", asked.prompts, asked.tokens)
-        flags = ("--model", "demo", "--threads", str(asked.threads), "--no-prefix-cache", "--suffix-pools", "0")
+        flags = (
+            "--model",
+            "demo",
+            "--threads",
+            str(asked.threads),
+            "--no-prefix-cache",
+            "--suffix-pools",
+            "0",
+        )
         servers = {
-            method: stack.enter_context(Server(*flags, "--method", method, log=asked.out / f"server-{method}.log"))
+            method: stack.enter_context(
+                Server(*flags, "--method", method, log=asked.out / f"server-{method}.log")
+            )
             for method in methods
         }
         for repeat in range(asked.repeats):
@@ -73,8 +97,16 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 for method in methods if repeat % 2 == 0 else reversed(methods):
                     found = generate(asked, servers[method].url, folder, level)
                     runs.setdefault((level, method), []).append(found)
-                    print(f"{repeat + 1}/{asked.repeats}: {level} at once, {method}: {found}", file=sys.stderr, flush=True)
-    return [{"concurrency": level, "method": method, **medians(runs[level, method])} for level in levels for method in methods]
+                    print(
+                        f"{repeat + 1}/{asked.repeats}: {level} at once, {method}: {found}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    return [
+        {"concurrency": level, "method": method, **medians(runs[level, method])}
+        for level in levels
+        for method in methods
+    ]
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -101,12 +133,22 @@ def generate(asked: argparse.Namespace, url: str, folder: Path, level: int) -> d
         "result-dir": folder,
         "result-filename": "result.json",
     }
-    command = [asked.python, "-c", GENERATOR, "--ignore-eos", "--skip-chat-template", "--disable-tqdm", "--save-result"]
+    command = [
+        asked.python,
+        "-c",
+        GENERATOR,
+        "--ignore-eos",
+        "--skip-chat-template",
+        "--disable-tqdm",
+        "--save-result",
+    ]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, env={**environment, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"the load generator ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"the load generator ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
     result = json.loads((folder / "result.json").read_text())
     assert result["completed"] == prompts and not result.get("failed"), result
     return {"tokens_per_second": result["output_throughput"], **{name: result[name] for name in FIGURES}}

@@ -1,4 +1,7 @@
-"""`speculon serve` as a process beside this one, and a client that costs as little as a client can. Standard library only."""
+"""`speculon serve` as a process beside this one, and a client that costs as little as a client can.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ class Server:
         try:
             until = time.monotonic() + SECONDS
             while not self._ready():
-                assert self.process.poll() is None and time.monotonic() < until, f"no server: {self.log.read_text()}"
+                assert self.process.poll() is None and time.monotonic() < until, (
+                    f"no server: {self.log.read_text()}"
+                )
                 time.sleep(0.1)
         except BaseException:
             self.process.kill()
@@ -56,7 +61,11 @@ class Server:
     def pids(self) -> dict[str, int]:
         """Of the process that serves and of the one that owns the device."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        names = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for file in children for pid in file.read_text().split()}
+        names = {
+            int(pid): Path(f"/proc/{pid}/cmdline").read_bytes()
+            for file in children
+            for pid in file.read_text().split()
+        }
         (engine,) = (pid for pid, line in names.items() if b"spawn_main" in line)
         return {"serving": self.process.pid, "engine": engine}
 
@@ -87,7 +96,10 @@ def read_metrics(page: str) -> dict[str, float]:
 
 
 async def chunks(port: int, route: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The JSON of each chunk as it arrives. Raises `Refused` for any status but 200; closing the iterator hangs up."""
+    """The JSON of each chunk as it arrives.
+
+    Raises `Refused` for any status but 200; closing the iterator hangs up.
+    """
     reader, writer = await asyncio.open_connection(HOST, port, limit=2**22)
     try:
         content = json.dumps({**body, "stream": True}).encode()

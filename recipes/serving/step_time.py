@@ -1,6 +1,8 @@
-"""What HTTP costs the engine: the step time of 32 plain streams through the server and through `LLM.generate`, alternated.
+"""What HTTP costs the engine: the step time of 32 plain streams through the server and through
+`LLM.generate`, alternated.
 
-python -m recipes.serving.step_time            # one thread for each engine; needs two cores that do nothing else
+python -m recipes.serving.step_time            # one thread for each engine; needs two cores that do nothing
+else
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def through_llm(llm: LLM, prompts: list[list[int]], tokens: int) -> Steps:
         if prompt == 0 and all(arrivals):
             clock.append((counters.steps, counters.rows, counters.step_ms / 1e3))
 
-    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), speculation=OFF, on_token=hear)
+    llm.generate(
+        prompts,
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+        speculation=OFF,
+        on_token=hear,
+    )
     return Steps(inside(clock[0], clock[-1], len(prompts)), between(arrivals))
 
 
@@ -87,10 +94,18 @@ def between(arrivals: list[list[float]]) -> float:
     return (end - begin) / median(sum(begin < at <= end for at in times) for times in arrivals) * 1e3
 
 
-def compare(server: Server, llm: LLM, *, streams: int = 32, tokens: int = 256, rounds: int = 5) -> dict[str, dict[str, float]]:
+def compare(
+    server: Server, llm: LLM, *, streams: int = 32, tokens: int = 256, rounds: int = 5
+) -> dict[str, dict[str, float]]:
     """Medians of `rounds` turns each, and the ratios of the turns' pairs; a first turn is discarded."""
-    prompts = [case.prompt[:64] for case in build("code", llm.tokenizer, Size(streams, tokens, llm.engine.max_context))]
-    turns = [(through_llm(llm, prompts, tokens), asyncio.run(through_server(server, prompts, tokens))) for _ in range(1 + rounds)]
+    prompts = [
+        case.prompt[:64]
+        for case in build("code", llm.tokenizer, Size(streams, tokens, llm.engine.max_context))
+    ]
+    turns = [
+        (through_llm(llm, prompts, tokens), asyncio.run(through_server(server, prompts, tokens)))
+        for _ in range(1 + rounds)
+    ]
     found: dict[str, dict[str, float]] = {}
     for name in ("inside", "between"):
         pairs = [(getattr(alone, name), getattr(served, name)) for alone, served in turns[1:]]

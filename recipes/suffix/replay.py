@@ -2,10 +2,11 @@
 
     python recipes/suffix/replay.py --cases 40 -k 8
 
-code, edit, prose: the held-out texts of `speculon bench`, as their authors wrote them; one pool for all of a workload.
-loop: a user has the same function edited six times, the prompt holds it as it is; a pool for each user.
-blind: the same answers, but the prompt names the function only.
-A text is "written" by accepting what a draft says of it; speed takes a call of n rows for 5.6 + 0.22 (n - 1) ms.
+code, edit, prose: the held-out texts of `speculon bench`, as their authors wrote them; one pool for all of a
+workload. loop: a user has the same function edited six times, the prompt holds it as it is; a pool for each
+user. blind: the same answers, but the prompt names the function only.
+A text is "written" by accepting what a draft says of it; speed takes a call of n rows for 5.6 + 0.22 (n - 1)
+ms.
 """
 
 from __future__ import annotations
@@ -88,7 +89,16 @@ def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -
     """(calls, drafted, accepted, seconds in look-ups); the first one, which reads the prompt, is not timed."""
     none = cast(Any, None)
     seq = Sequence(
-        number, "", [*known.prompt, known.answer[0]], len(known.prompt), SamplingParams(), 0, CONTEXT, none, none, RequestStats()
+        number,
+        "",
+        [*known.prompt, known.answer[0]],
+        len(known.prompt),
+        SamplingParams(),
+        0,
+        CONTEXT,
+        none,
+        none,
+        RequestStats(),
     )
     seq.pool = known.user if pooled else ""
     proposer.admit(seq)
@@ -99,7 +109,10 @@ def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -
         (draft,) = proposer.propose([seq], [max(1, min(k, len(known.answer) - at - 1))], none)
         seconds += thread_time() - began
         pairs = zip(draft.tokens, known.answer[at:], strict=False)
-        agreed = next((i for i, (said, true) in enumerate(pairs) if said != true), min(len(draft.tokens), len(known.answer) - at))
+        agreed = next(
+            (i for i, (said, true) in enumerate(pairs) if said != true),
+            min(len(draft.tokens), len(known.answer) - at),
+        )
         seq.tokens += known.answer[at : at + agreed + 1]
         at += agreed + 1
         calls, drafted, accepted = calls + 1, drafted + len(draft.tokens), accepted + agreed
@@ -119,12 +132,16 @@ def main() -> None:
     for label, (method, pooled, settings) in MODES.items():
         cells = []
         for known in texts.values():
-            proposer = find_factory(method)(SpeculationConfig(**settings), TargetFacts(tokenizer.vocab_size, CONTEXT))
+            proposer = find_factory(method)(
+                SpeculationConfig(**settings), TargetFacts(tokenizer.vocab_size, CONTEXT)
+            )
             done = [write(proposer, one, args.k, pooled, i) for i, one in enumerate(known)]
             calls, drafted, accepted, seconds = (sum(column) for column in zip(*done, strict=True))
             tokens = sum(len(one.answer) - 1 for one in known)
             speed = 5.6 * tokens / (5.6 * calls + 0.22 * drafted)
-            cells.append(f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, {seconds / calls * 1e6:.0f}")
+            cells.append(
+                f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, {seconds / calls * 1e6:.0f}"
+            )
         print(f"| {label} |", " | ".join(cells), "|", flush=True)
 
 

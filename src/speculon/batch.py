@@ -40,7 +40,9 @@ class Batch:
         return cls.of(spans, ids, positions, score_rows, device)
 
     @classmethod
-    def of(cls, spans: list[Span], ids: list[int], positions: list[int], scored: list[int], device: torch.device) -> Batch:
+    def of(
+        cls, spans: list[Span], ids: list[int], positions: list[int], scored: list[int], device: torch.device
+    ) -> Batch:
         """The same from plain numbers: as parts of one tensor, since a call costs more than its numbers."""
         rows, packed = len(ids), as_tensor([*ids, *positions, *scored], device)
         return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :])

@@ -1,6 +1,7 @@
 """Everything a user can set, described once: the same fields feed Python, flags, environment and file.
 
-Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`speculon.toml`, or `SPECULON_CONFIG`) > default.
+Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`speculon.toml`, or
+`SPECULON_CONFIG`) > default.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so 
 REMEMBERED_BYTES = 21  # of a token in a pool: 12, what arrays keep in reserve, 8 of its slots
 POOL_BYTES = 1024  # of an empty pool and its key: 0.8 KB
 GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
-MAX_GRAMMAR = 2**16  # characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
+# characters of a schema, expression or grammar: 1.4 s to compile at the worst seen, mostly a third of one
+MAX_GRAMMAR = 2**16
 MAX_CHOICES = 1024
 
 # how far to speculate -> most drafts of a round where nobody says a number
@@ -73,15 +75,21 @@ class Structured(Checked):
 
     >>> SamplingParams(structured={"json_schema": {"type": "object", "properties": {"age": {"type": "integer"}}}})
 
-    JSON is written without whitespace between its parts, so that no model can go on with spaces for ever; a schema
-    allows it by `"x-guidance": {"whitespace_flexible": true}`.
+    JSON is written without whitespace between its parts, so that no model can go on with spaces for ever; a
+    schema allows it by `"x-guidance": {"whitespace_flexible": true}`.
     """
 
     json_schema: dict[str, Any] | bool | None = Field(None, description="a JSON schema; True: any JSON value")
     json_object: bool = Field(False, description="any JSON object")
-    regex: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR, description="a regular expression of Rust's syntax")
-    choice: tuple[str, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES, description="one of these strings")
-    grammar: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR, description="llguidance's Lark dialect")
+    regex: str | None = Field(
+        None, min_length=1, max_length=MAX_GRAMMAR, description="a regular expression of Rust's syntax"
+    )
+    choice: tuple[str, ...] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="one of these strings"
+    )
+    grammar: str | None = Field(
+        None, min_length=1, max_length=MAX_GRAMMAR, description="llguidance's Lark dialect"
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Structured:
@@ -120,23 +128,39 @@ class SamplingParams(Checked):
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens whose probability reaches this")
     top_k: int = Field(0, ge=-1, le=2**31, description="keep this many tokens; 0 or -1 keeps all")
     min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this share of the likeliest one")
-    max_tokens: int | None = Field(None, ge=0, description="tokens to write at most; None: to the end of the context")
+    max_tokens: int | None = Field(
+        None, ge=0, description="tokens to write at most; None: to the end of the context"
+    )
     min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
-    stop: tuple[str, ...] = Field((), max_length=MAX_STOPS, description="strings that end the text, not shown")
-    stop_token_ids: tuple[int, ...] = Field((), max_length=MAX_STOPS, description="token ids that end the text")
+    stop: tuple[str, ...] = Field(
+        (), max_length=MAX_STOPS, description="strings that end the text, not shown"
+    )
+    stop_token_ids: tuple[int, ...] = Field(
+        (), max_length=MAX_STOPS, description="token ids that end the text"
+    )
     ignore_eos: bool = Field(False, description="write on past the end-of-text token")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="same seed, same text")
     n: int = Field(1, ge=1, le=MAX_SAMPLES, description="texts per prompt")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens")
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of this many likeliest tokens"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="the same for the prompt's tokens"
+    )
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken from tokens that were written")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="the same, once per time written")
     repetition_penalty: float = Field(
         1.0, gt=0, le=10, allow_inf_nan=False, description="divides the logits of tokens in prompt and text"
     )
-    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=MAX_BIASES, description="token id -> added")
-    bad_words: tuple[str, ...] = Field((), max_length=MAX_BAD_WORDS, description="strings that are never completed")
-    structured: Structured | None = Field(None, description="the form of the text: a JSON schema, a regex, a choice, a grammar")
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, max_length=MAX_BIASES, description="token id -> added"
+    )
+    bad_words: tuple[str, ...] = Field(
+        (), max_length=MAX_BAD_WORDS, description="strings that are never completed"
+    )
+    structured: Structured | None = Field(
+        None, description="the form of the text: a JSON schema, a regex, a choice, a grammar"
+    )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
 
     @field_validator("stop", "bad_words", mode="before")
@@ -164,7 +188,10 @@ class SamplingParams(Checked):
 
 
 class AdaptiveConfig(Checked):
-    """How a number of drafts follows what was accepted; see `control.adaptive`. As settings: `adaptive_` and the name."""
+    """How a number of drafts follows what was accepted; see `control.adaptive`.
+
+    As settings: `adaptive_` and the name.
+    """
 
     initial: int = Field(5, le=MAX_DRAFTS, description="drafts of the first rounds")
     min: int = Field(2, ge=1, description="fewest drafts of a round")
@@ -204,7 +231,9 @@ class ModelObject(Protocol):
 class SpeculationConfig(Checked):
     """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
 
-    method: str = Field("auto", description="off | suffix | ngram | draft_model | eagle3 | auto, or a plug-in's name")
+    method: str = Field(
+        "auto", description="off | suffix | ngram | draft_model | eagle3 | auto, or a plug-in's name"
+    )
     policy: PolicyName = Field(
         "goodput",
         description="how far to speculate: goodput (as far as it pays) | fixed (K drafts) | adaptive (K follows what was "
@@ -221,10 +250,12 @@ class SpeculationConfig(Checked):
         description="drafts per round (K), at most; 0 equals off; None: 16; adaptive_max with policy adaptive, 4 with others",
     )
     acceptance: Acceptance = Field(
-        "auto", description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed"
+        "auto",
+        description="of sampled drafts: matching, or rejection; auto: rejection for requests without a seed",
     )
     join: bool | None = Field(
-        None, description="look-ups go on where another method's draft ends, up to K; None: under policy goodput, where it pays"
+        None,
+        description="look-ups go on where another method's draft ends, up to K; None: under policy goodput, where it pays",
     )
     adaptive_initial: int = as_adaptive("initial")
     adaptive_min: int = as_adaptive("min")
@@ -236,12 +267,22 @@ class SpeculationConfig(Checked):
     suffix_max_factor: float = Field(
         4.0, gt=0, le=MAX_DRAFTS, allow_inf_nan=False, description="suffix: most drafts per matched token"
     )
-    suffix_min_probability: float = Field(0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from")
+    suffix_min_probability: float = Field(
+        0.1, ge=0, le=1, description="suffix: least share of the places a draft is read from"
+    )
     suffix_min_hits: int = Field(1, ge=1, le=16, description="suffix: places that must agree on a token")
-    suffix_pools: int = Field(64, ge=0, le=4096, description="suffix: users and prompts whose answers are remembered; 0: none")
-    suffix_pool_tokens: int = Field(2**15, ge=16, le=2**20, description="suffix: remembered for each, at 21 bytes a token")
-    suffix_pool_ttl: float = Field(3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use")
-    synthetic_acceptance: float = Field(0.7, ge=0, le=1, description="synthetic: wanted acceptance per position")
+    suffix_pools: int = Field(
+        64, ge=0, le=4096, description="suffix: users and prompts whose answers are remembered; 0: none"
+    )
+    suffix_pool_tokens: int = Field(
+        2**15, ge=16, le=2**20, description="suffix: remembered for each, at 21 bytes a token"
+    )
+    suffix_pool_ttl: float = Field(
+        3600.0, gt=0, allow_inf_nan=False, description="suffix: seconds after their last use"
+    )
+    synthetic_acceptance: float = Field(
+        0.7, ge=0, le=1, description="synthetic: wanted acceptance per position"
+    )
     draft_min_confidence: float = Field(
         0.0, ge=0, lt=1, description="draft_model, eagle3: stop drafting after a token below this"
     )
@@ -249,11 +290,17 @@ class SpeculationConfig(Checked):
         "fallback", description="for a drafter beyond the memory limit: use it, go on plainly, or fail"
     )
     memory_limit_gb: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="all that the process may hold; None: what it holds and what is free"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="all that the process may hold; None: what it holds and what is free",
     )
-    additional_memory_gb: float = Field(0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit")
+    additional_memory_gb: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="to be left for others within the limit"
+    )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong"
+        default_factory=dict,
+        description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong",
     )
 
     @property
@@ -269,7 +316,9 @@ class SpeculationConfig(Checked):
     @property
     def adaptive(self) -> AdaptiveConfig:
         """The settings of policy `adaptive`, as it takes them."""
-        return AdaptiveConfig(**{name: getattr(self, f"adaptive_{name}") for name in AdaptiveConfig.model_fields})
+        return AdaptiveConfig(
+            **{name: getattr(self, f"adaptive_{name}") for name in AdaptiveConfig.model_fields}
+        )
 
     @property
     def drafts(self) -> dict[str, str | ModelObject]:
@@ -279,7 +328,9 @@ class SpeculationConfig(Checked):
     @model_validator(mode="after")
     def _orders(self) -> SpeculationConfig:
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}")
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} > prompt_lookup_max {self.prompt_lookup_max}"
+            )
         try:
             _ = self.adaptive  # which checks them
         except InvalidParameter as error:
@@ -295,13 +346,17 @@ class RequestSpeculation(Checked):
     policy: PolicyName | None = None
     acceptance: Acceptance | None = None
     join: bool | None = None
-    prediction: str | tuple[int, ...] | None = Field(None, description="what the text will mostly be, as text or token ids")
+    prediction: str | tuple[int, ...] | None = Field(
+        None, description="what the text will mostly be, as text or token ids"
+    )
     pool: str | None = Field(
         None,
         max_length=256,
         description="whose earlier answers may be drafted from; None: those to the same prompt, empty: nobody's",
     )
-    tenant: str = Field("", max_length=256, description="on whose account: no pool is shared between two of them")
+    tenant: str = Field(
+        "", max_length=256, description="on whose account: no pool is shared between two of them"
+    )
 
     @field_validator("prediction", mode="before")
     @classmethod
@@ -316,38 +371,56 @@ class EngineConfig(BaseSettings):
     """The engine's settings. `EngineConfig(block_size=32)` reads environment and file for the rest."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPECULON_", env_nested_delimiter="__", extra="forbid", frozen=True, protected_namespaces=()
+        env_prefix="SPECULON_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
     )
 
-    model: str = Field("demo", description="a folder, a hub id, or `demo`: the model that ships with speculon")
+    model: str = Field(
+        "demo", description="a folder, a hub id, or `demo`: the model that ships with speculon"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: the checkpoint's; fp32 where the chip has no bf16"
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N | mps")
     threads: int | None = Field(None, ge=1, description="CPU threads of a forward; None: torch's choice")
-    fuse: bool = Field(True, description="rewrite layers into fewer, faster operations where that computes the same")
+    fuse: bool = Field(
+        True, description="rewrite layers into fewer, faster operations where that computes the same"
+    )
     compile: bool = Field(
         False,
         description="compile the fused steps (CPU, fp32: minutes at the first load; 5 copies of weights that are packed), "
         "or capture them as graphs (CUDA)",
     )
-    max_context: int | None = Field(None, ge=2, description="longest prompt + answer in tokens; None: the model's")
+    max_context: int | None = Field(
+        None, ge=2, description="longest prompt + answer in tokens; None: the model's"
+    )
     max_num_seqs: int = Field(32, ge=1, le=4096, description="texts written at the same time")
     max_batch_tokens: int = Field(512, ge=1, description="rows of one forward; longer prompts come in chunks")
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV page")
     num_blocks: int | None = Field(None, ge=1, description="KV pages; None: from kv_memory_gb")
     kv_memory_gb: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="memory of the page pool; None: at most 30 % of what is free"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="memory of the page pool; None: at most 30 % of what is free",
     )
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     events: Path | None = Field(
-        None, description="a file that gets a line of JSON per round: numbers, reasons, request ids; no text, no token ids"
+        None,
+        description="a file that gets a line of JSON per round: numbers, reasons, request ids; no text, no token ids",
     )
     events_limit_mb: float = Field(
-        256.0, ge=1, allow_inf_nan=False, description="of that file and the part before it, FILE.1; beyond, the older half goes"
+        256.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="of that file and the part before it, FILE.1; beyond, the older half goes",
     )
     rehearse: bool | None = Field(
-        None, description="up to two seconds of rounds about nothing at start, to know what they cost; None: with policy goodput"
+        None,
+        description="up to two seconds of rounds about nothing at start, to know what they cost; None: with policy goodput",
     )
     state: Path | None = Field(
         None,
@@ -364,7 +437,9 @@ class EngineConfig(BaseSettings):
     @field_validator("events")
     @classmethod
     def _can_be_a_file(cls, value: Path | None) -> Path | None:
-        if value is not None and (not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())):
+        if value is not None and (
+            not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())
+        ):
             raise ValueError("a file, in a folder that is there")
         return value
 
@@ -389,7 +464,11 @@ class EngineConfig(BaseSettings):
     @classmethod
     def _env_names(cls) -> list[str]:
         tables: dict[str, type[BaseModel]] = {"SPECULATION": SpeculationConfig, "SERVE": ServeConfig}
-        nested = [f"SPECULON_{table}__{name.upper()}" for table, kind in tables.items() for name in kind.model_fields]
+        nested = [
+            f"SPECULON_{table}__{name.upper()}"
+            for table, kind in tables.items()
+            for name in kind.model_fields
+        ]
         return ["SPECULON_CONFIG", *nested, *(f"SPECULON_{name.upper()}" for name in cls.model_fields)]
 
     @classmethod

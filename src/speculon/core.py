@@ -47,11 +47,12 @@ class Reason(StrEnum):
 class Stop(StrEnum):
     """Why a proposal ended where it did. A proposal of as many drafts as asked for always says `limit`.
 
-    limit: as many as asked for · no_match: nothing that continues the sequence was found · source_end: what was copied
-    from ends there · window: fewer for some rounds after a deviation from the prediction · min_hits: the continuation was
-    found too few times · min_probability: its share of the matches is too small · factor: as many drafts as a match of this
-    length permits · choice: the grammar forces no further token · confidence: the drafter's last token is below the minimum ·
-    grammar: the grammar allows no more · not_ready: the drafter has nothing to read yet.
+    limit: as many as asked for · no_match: nothing that continues the sequence was found · source_end: what
+    was copied from ends there · window: fewer for some rounds after a deviation from the prediction ·
+    min_hits: the continuation was found too few times · min_probability: its share of the matches is too
+    small · factor: as many drafts as a match of this length permits · choice: the grammar forces no further
+    token · confidence: the drafter's last token is below the minimum · grammar: the grammar allows no more ·
+    not_ready: the drafter has nothing to read yet.
     """
 
     LIMIT = "limit"
@@ -70,8 +71,8 @@ class Stop(StrEnum):
 class SpanKind(StrEnum):
     """How a drafted span ended.
 
-    full: every draft accepted · tail: only the last draft rejected · early: a mismatch before the last draft ·
-    stop: the text ended inside accepted drafts · early_stop: the text ended at a correction.
+    full: every draft accepted · tail: only the last draft rejected · early: a mismatch before the last draft
+    · stop: the text ended inside accepted drafts · early_stop: the text ended at a correction.
     """
 
     FULL = "full"
@@ -88,15 +89,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Draft:
     """Guessed tokens of one sequence for one round. A chain, for now.
 
-    `match` and `stop` describe the proposal: they stay as they are where a draft is cut or joined, unless the cut says why.
+    `match` and `stop` describe the proposal: they stay as they are where a draft is cut or joined, unless the
+    cut says why.
     """
 
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()  # one per token: drafts may be joined
     probs: Tensor | None = None  # q [K, V]; None when the guess is one-hot
     confidence: tuple[float, ...] | None = None  # in (0, 1); 0 of a token whose drafter says nothing
-    match: int = field(default=0, compare=False)  # tokens of context that a lookup matched; 0 for all other drafters
-    stop: Stop | None = field(default=None, compare=False)  # why the proposal ends here; None where its drafter does not say
+    # tokens of context that a lookup matched; 0 for all other drafters
+    match: int = field(default=0, compare=False)
+    # why the proposal ends here; None where its drafter does not say
+    stop: Stop | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.sources) == len(self.tokens), (self.tokens, self.sources)
@@ -109,15 +113,27 @@ class Draft:
         if not k:
             return no_draft(stop, self.match)
         probs = None if self.probs is None else self.probs[:k]
-        return Draft(self.tokens[:k], self.sources[:k], probs, self.confidence and self.confidence[:k], self.match, stop)
+        return Draft(
+            self.tokens[:k],
+            self.sources[:k],
+            probs,
+            self.confidence and self.confidence[:k],
+            self.match,
+            stop,
+        )
 
     def own(self, methods: tuple[str, ...]) -> int:
-        """How many of its first tokens come from one proposal, where drafts of `methods` may have been joined."""
+        """How many of its first tokens come from one proposal, where drafts of `methods` may have been
+        joined.
+        """
         first = self.sources[:1]
-        return next((i for i, s in enumerate(self.sources) if (s,) != first and s in methods), len(self.sources))
+        return next(
+            (i for i, s in enumerate(self.sources) if (s,) != first and s in methods), len(self.sources)
+        )
 
     def join(self, tail: Draft) -> Draft:
-        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens, all of it.
+        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens,
+        all of it.
 
         Match and stop are those of this draft: what follows its end is another proposal.
         """
@@ -131,7 +147,9 @@ class Draft:
         confidence = None
         if self.confidence or tail.confidence:  # 0: says nothing
             confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
-        return Draft(self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence, self.match, self.stop)
+        return Draft(
+            self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence, self.match, self.stop
+        )
 
 
 @lru_cache(256)
@@ -179,7 +197,8 @@ class Proposal(NamedTuple):
     texts: int
     k: int  # the most drafts of one text
     ms: float
-    unread: int = 0  # tokens of them that it had not seen, beyond the last of each: it reads them before it drafts
+    # tokens of them that it had not seen, beyond the last of each: it reads them before it drafts
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +221,16 @@ class Ask:
 class Decision:
     """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why.
 
-    `asks` are the methods in the order they are asked, until one has a draft; look-ups may go on at its end, up to `reach`.
+    `asks` are the methods in the order they are asked, until one has a draft; look-ups may go on at its end,
+    up to `reach`.
     """
 
     method: str | None
     k: int
     reason: Reason | None = None
     asks: tuple[Ask, ...] = field(default=(), compare=False)
-    unused: Reason = field(default=Reason.COST, compare=False)  # why there is no draft where `trim` keeps nothing of any
+    # why there is no draft where `trim` keeps nothing of any
+    unused: Reason = field(default=Reason.COST, compare=False)
     reach: int = field(default=0, compare=False)  # drafts in all, where drafts are joined; 0: they are not
 
     @classmethod
@@ -244,7 +265,8 @@ class LayerSpec:
 class Needs:
     """What a drafter asks of the engine: hidden-state taps, layers of its own in the pages, its limits."""
 
-    taps: tuple[int, ...] = ()  # target layers (-1: the embeddings) whose states lie in the first of its own layers
+    # target layers (-1: the embeddings) whose states lie in the first of its own layers
+    taps: tuple[int, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
@@ -253,7 +275,9 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """What a prompt tells of its answer before anything is drafted: its class, and the marker that makes it favourable."""
+    """What a prompt tells of its answer before anything is drafted: its class, and the marker that makes it
+    favourable.
+    """
 
     name: str = ""  # sequences of one class are believed to fare alike until they show otherwise
     marker: str = "no_signal"
@@ -280,19 +304,24 @@ class Sequence:
     off: Reason | None = None
     given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
     given_k: int = 0  # their most drafts in a round
-    methods: tuple[str, ...] = ()  # all that may draft for it, in order: `given`, then what `method` stands for
-    lookups: frozenset[str] = frozenset()  # of these, those without weights: a proposal of theirs costs next to nothing
+    # all that may draft for it, in order: `given`, then what `method` stands for
+    methods: tuple[str, ...] = ()
+    # of these, those without weights: a proposal of theirs costs next to nothing
+    lookups: frozenset[str] = frozenset()
     policy: str = "fixed"  # how far it is drafted for
     join: bool | None = None  # whether drafts of several methods are joined; None: as its policy likes
     shape: PromptShape = PromptShape()
-    cold_matches: int = 0  # continuations that had to match before a lookup's drafts are verified, as its policy chose
+    # continuations that had to match before a lookup's drafts are verified, as its policy chose
+    cold_matches: int = 0
     prediction: tuple[int, ...] = ()  # what the client expects the text to be
-    pool: str | None = None  # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
+    # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
+    pool: str | None = None
     tenant: str = ""  # among whose pools that one is
     grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
     rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
     committed: int = 0
-    drafted: dict[str, int] = field(default_factory=dict)  # drafting method -> tokens whose K and V it has in the same pages
+    # drafting method -> tokens whose K and V it has in the same pages
+    drafted: dict[str, int] = field(default_factory=dict)
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
     noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
@@ -321,7 +350,8 @@ class Sequence:
         return self.max_len - len(self.tokens)
 
 
-Proposed = tuple[str, list[Sequence], list[Draft]]  # of one call of a method, before anything is joined to a draft or trimmed
+# of one call of a method, before anything is joined to a draft or trimmed
+Proposed = tuple[str, list[Sequence], list[Draft]]
 
 
 class Estimate(NamedTuple):
@@ -333,7 +363,9 @@ class Estimate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """Consecutive positions of one sequence inside one flat forward: a prompt chunk, or [last token, d_1..d_K]."""
+    """Consecutive positions of one sequence inside one flat forward: a prompt chunk, or [last token,
+    d_1..d_K].
+    """
 
     seq: Sequence
     start: int  # position of the first row in its sequence = tokens already in pages
@@ -342,7 +374,8 @@ class Span:
     estimate: Estimate | None = None  # of the draft, where its policy has one
     row: int = 0  # first row in the flat batch
     score: range = range(0)  # its rows among the R scored ones
-    samples: bool = field(init=False)  # whether it reaches the sequence's last token, so that its last rows are sampled
+    # whether it reaches the sequence's last token, so that its last rows are sampled
+    samples: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.samples = self.start + self.length == len(self.seq.tokens)
@@ -360,7 +393,10 @@ class Span:
     def scores_prompt(self) -> bool:
         """Whether every row is wanted, for prompt log-probabilities."""
         seq = self.seq
-        return seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1) and seq.params.prompt_logprobs is not None
+        return (
+            seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1)
+            and seq.params.prompt_logprobs is not None
+        )
 
 
 @dataclass(slots=True)
@@ -397,7 +433,9 @@ class Event:
     sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: what guessed each
 
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
-        """Pickled as what it was made of, in a third of the time: each step's news of 32 streams crosses a pipe."""
+        """Pickled as what it was made of, in a third of the time: each step's news of 32 streams crosses a
+        pipe.
+        """
         said = (self.request_id, self.sample, self.tokens)
         more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources)
         return Event, said if more == (None, None, None, None, ()) else (*said, *more)

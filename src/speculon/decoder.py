@@ -30,7 +30,8 @@ from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
 
-OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")  # settings that a model object has settled
+# settings that a model object has settled
+OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
 
@@ -72,16 +73,17 @@ class SpeculativeDecoder:
     >>> decoder = SpeculativeDecoder(model, draft_model, method="draft_model")
     >>> ids += decoder.step(ids, SamplingParams(temperature=0)).emitted_tokens
 
-    `model` is a causal `PreTrainedModel`; `draft` another one, a checkpoint's path, or None for methods that need none.
-    Neither is modified; a draft object stays on its device and in its dtype. `tokenizer` is a transformers tokenizer:
-    only with one are strings taken as prompts, and `stop` and `bad_words` as parameters. Further keywords are the fields
-    of `EngineConfig` and of `SpeculationConfig`. Raises `ConfigError` for a wrong setting, `UnknownMethod`, and
-    `ModelError` for a model that cannot be carried or a draft that does not fit the target.
+    `model` is a causal `PreTrainedModel`; `draft` another one, a checkpoint's path, or None for methods that
+    need none. Neither is modified; a draft object stays on its device and in its dtype. `tokenizer` is a
+    transformers tokenizer: only with one are strings taken as prompts, and `stop` and `bad_words` as
+    parameters. Further keywords are the fields of `EngineConfig` and of `SpeculationConfig`. Raises
+    `ConfigError` for a wrong setting, `UnknownMethod`, and `ModelError` for a model that cannot be carried or
+    a draft that does not fit the target.
 
-    Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None: all): noise,
-    penalties, min_tokens and max_tokens count from there, so the rounds of one text add up to the text of `generate`.
-    Nothing is kept between calls but KV pages, found again by content, the counters, and what the policy has learned.
-    Every method raises `InvalidRequest` for what cannot be served.
+    Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None:
+    all): noise, penalties, min_tokens and max_tokens count from there, so the rounds of one text add up to
+    the text of `generate`. Nothing is kept between calls but KV pages, found again by content, the counters,
+    and what the policy has learned. Every method raises `InvalidRequest` for what cannot be served.
     """
 
     def __init__(
@@ -101,11 +103,17 @@ class SpeculativeDecoder:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
         if settings.get("state") is not None:
             raise ConfigError(f"state = {settings['state']!r}: is kept by LLM and by the server")
-        speculation = {name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings}
+        speculation = {
+            name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
+        }
         speculation |= {"method": method, "num_speculative_tokens": num_speculative_tokens}
         if isinstance(draft, str) and is_search(draft):
-            raise ConfigError(f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's")
-        speculation |= {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
+            raise ConfigError(
+                f"draft = {draft!r}: a model object lies in no folder to look around in; name the drafter's"
+            )
+        speculation |= (
+            {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
+        )
         self.config = EngineConfig(**settings, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
@@ -131,12 +139,13 @@ class SpeculativeDecoder:
 
     @property
     def adaptive(self) -> AdaptiveLookahead | None:
-        """The controller of the number of drafts; None (the default, except with policy="adaptive"): the number is fixed.
+        """The controller of the number of drafts; None (the default, except with policy="adaptive"): the
+        number is fixed.
 
-        `draft` without k and `step` draft `adaptive.lookahead` tokens, and so does each round of `generate`. `step` and
-        `generate` report the drafted and accepted tokens of each round to it, by the rules of policy `adaptive`. It goes
-        on from one sequence to the next. None returns to the fixed number, or to another policy that was given.
-        Raises `InvalidParameter` for anything else.
+        `draft` without k and `step` draft `adaptive.lookahead` tokens, and so does each round of `generate`.
+        `step` and `generate` report the drafted and accepted tokens of each round to it, by the rules of
+        policy `adaptive`. It goes on from one sequence to the next. None returns to the fixed number, or to
+        another policy that was given. Raises `InvalidParameter` for anything else.
         """
         return self._adaptive
 
@@ -152,9 +161,9 @@ class SpeculativeDecoder:
     def lookahead(self) -> int:
         """The most tokens that are drafted in the next round; 0 is plain decoding.
 
-        It may be set between rounds, from 0 to 64; until then drafts that a grammar forces may have 32 tokens. Under a
-        policy that chooses fewer drafts it is a limit. With a controller it is `adaptive.lookahead` and cannot be set.
-        Raises `InvalidParameter` for what cannot be set.
+        It may be set between rounds, from 0 to 64; until then drafts that a grammar forces may have 32
+        tokens. Under a policy that chooses fewer drafts it is a limit. With a controller it is
+        `adaptive.lookahead` and cannot be set. Raises `InvalidParameter` for what cannot be set.
         """
         if self._adaptive is not None:
             return self._adaptive.lookahead
@@ -169,7 +178,9 @@ class SpeculativeDecoder:
         self._k = k
 
     def _asked(self, k: int | None) -> dict[str, Any]:
-        """What a sequence asks of the engine: at most `k` drafts in a round (None: as set), and by which policy."""
+        """What a sequence asks of the engine: at most `k` drafts in a round (None: as set), and by which
+        policy.
+        """
         if self._adaptive is None:
             return {"num_speculative_tokens": self._k if k is None else k, "policy": self._policy}
         return {"num_speculative_tokens": self._adaptive.config.max if k is None else k, "policy": "adaptive"}
@@ -178,9 +189,15 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def draft(
-        self, ids: Ids, k: int | None = None, params: SamplingParams | None = None, *, prompt_len: int | None = None
+        self,
+        ids: Ids,
+        k: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        prompt_len: int | None = None,
     ) -> Draft:
-        """What the drafter proposes after `ids`: at most `k` tokens (None: as `lookahead` says), none where it has none.
+        """What the drafter proposes after `ids`: at most `k` tokens (None: as `lookahead` says), none where
+        it has none.
 
         The target is not asked and nothing is counted.
         """
@@ -204,13 +221,14 @@ class SpeculativeDecoder:
     ) -> Verdict:
         """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
 
-        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by rejection where
-        `step` would do so.
+        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by
+        rejection where `step` would do so.
 
-        With `target_logits` [K + 1, V] or [K, V] the target is not called: these are its raw logits, row i those that
-        draft i is judged by, and the last row gives the bonus token. With K rows there is no bonus token. All else is
-        the same, and with the target's own logits so is the verdict. Raises `InvalidParameter` for logits that are no
-        float tensor of such a shape, for a NaN or +inf in them, and for `prompt_logprobs`, which need the prompt's rows.
+        With `target_logits` [K + 1, V] or [K, V] the target is not called: these are its raw logits, row i
+        those that draft i is judged by, and the last row gives the bonus token. With K rows there is no bonus
+        token. All else is the same, and with the target's own logits so is the verdict. Raises
+        `InvalidParameter` for logits that are no float tensor of such a shape, for a NaN or +inf in them, and
+        for `prompt_logprobs`, which need the prompt's rows.
         """
         tokens = () if isinstance(drafts, Draft) else tuple(read_ids("drafts", drafts))
         draft = drafts if isinstance(drafts, Draft) else Draft(tokens, (GIVEN,) * len(tokens))
@@ -236,12 +254,18 @@ class SpeculativeDecoder:
         return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
 
     def step(
-        self, ids: Ids, params: SamplingParams | None = None, *, k: int | None = None, prompt_len: int | None = None
+        self,
+        ids: Ids,
+        params: SamplingParams | None = None,
+        *,
+        k: int | None = None,
+        prompt_len: int | None = None,
     ) -> StepResult:
         """Drafts and verifies one round after `ids`, and counts it.
 
-        `k` limits the drafts of this round alone (None: as `lookahead` says); a policy, or the controller, may choose fewer.
-        What has been computed for an earlier beginning of `ids` is found again, except for the last, unfinished page.
+        `k` limits the drafts of this round alone (None: as `lookahead` says); a policy, or the controller,
+        may choose fewer. What has been computed for an earlier beginning of `ids` is found again, except for
+        the last, unfinished page.
         """
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             seq = span.seq
@@ -258,8 +282,11 @@ class SpeculativeDecoder:
 
     # a whole text
 
-    def generate(self, ids: Ids, params: SamplingParams | None = None, *, max_tokens: int | None = None) -> RequestOutput:
-        """Continues one prompt to its end: the same result as `LLM.generate`, with empty texts without a tokenizer.
+    def generate(
+        self, ids: Ids, params: SamplingParams | None = None, *, max_tokens: int | None = None
+    ) -> RequestOutput:
+        """Continues one prompt to its end: the same result as `LLM.generate`, with empty texts without a
+        tokenizer.
 
         `max_tokens` replaces that of `params`.
         """
@@ -271,7 +298,8 @@ class SpeculativeDecoder:
         output = RequestOutput(prompt, [Completion() for _ in range(params.n)])
         with closing(self._run(prompt, params)) as steps:
             for ms, events in steps:
-                if params.n == 1 and output.token_ids:  # the first token is the prompt's, and samples share their calls
+                # the first token is the prompt's, and samples share their calls
+                if params.n == 1 and output.token_ids:
                     self._clock(ms, sum(len(event.tokens) for event in events))
                 for event in events:
                     absorb(output, event)
@@ -285,7 +313,9 @@ class SpeculativeDecoder:
 
     @property
     def stats(self) -> SpeculationStats | None:
-        """The account of all steps and texts since the last reset; None when no round ran, and none was watched."""
+        """The account of all steps and texts since the last reset; None when no round ran, and none was
+        watched.
+        """
         return self._stats.speculation()
 
     @property
@@ -300,20 +330,22 @@ class SpeculativeDecoder:
 
     @property
     def naive_speedup(self) -> float:
-        """Accepted drafts per speculative round + 1, which is often reported as the speed-up; 1.0 before any round.
+        """Accepted drafts per speculative round + 1, which is often reported as the speed-up; 1.0 before any
+        round.
 
-        It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves out
-        the calls that had no draft. `speedup_estimate` is below it by what these cost.
+        It takes drafting for free, a call over K + 1 rows for as cheap as one over a single row, and leaves
+        out the calls that had no draft. `speedup_estimate` is below it by what these cost.
         """
         return 1.0 + (self.stats.mean_accepted_per_round if self.stats else 0.0)
 
     @property
     def speedup_estimate(self) -> float:
-        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; 1.0 before any round.
+        """Plain ms per token / ms per token of the rounds so far, both measured on this machine; 1.0 before
+        any round.
 
-        Plain calls are timed when this is first asked, after the text last worked on, and remembered until the
-        next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds also
-        pay for the unfinished page that is computed again. See `naive_speedup` for what others report.
+        Plain calls are timed when this is first asked, after the text last worked on, and remembered until
+        the next reset. Prompts are left out on both sides, and so are texts with n > 1. In `step` the rounds
+        also pay for the unfinished page that is computed again. See `naive_speedup` for what others report.
         """
         if not self._tokens:
             return 1.0
@@ -322,7 +354,8 @@ class SpeculativeDecoder:
         return self._plain_ms * self._tokens / self._ms
 
     def reset_stats(self) -> None:
-        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not depend on it.
+        """Zeroes the counters and forgets the plain cost and what the policy knows of a text. Texts do not
+        depend on it.
 
         The controller begins anew; a lookahead that was set stays.
         """
@@ -341,7 +374,12 @@ class SpeculativeDecoder:
         pool = self.engine.pool
         room = min(self.engine.max_context, pool.num_blocks * pool.block_size)
         prompt = ids[: max(1, room - PLAIN_CALLS - 1)]
-        endless = {"max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)), "min_tokens": 0, "ignore_eos": True, "n": 1}
+        endless = {
+            "max_tokens": min(PLAIN_CALLS + 1, room - len(prompt)),
+            "min_tokens": 0,
+            "ignore_eos": True,
+            "n": 1,
+        }
         plainly = params.model_copy(
             update={**endless, "stop": (), "stop_token_ids": (), "prompt_logprobs": None, "structured": None}
         )
@@ -366,9 +404,15 @@ class SpeculativeDecoder:
 
     @contextmanager
     def _last_span(
-        self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None, goes_on: bool = False
+        self,
+        ids: Ids,
+        params: SamplingParams | None,
+        prompt_len: int | None,
+        k: int | None = None,
+        goes_on: bool = False,
     ) -> Iterator[Span]:
-        """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are nobody's.
+        """The end of a text whose earlier tokens are in pages; afterwards, come what may, the pages are
+        nobody's.
 
         With `goes_on` the policy is to know it by the name it had, if it is the last step's.
         """
@@ -378,7 +422,8 @@ class SpeculativeDecoder:
         engine.pool.attach(seq)
         try:
             most = self.config.max_batch_tokens
-            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)  # a drafter that reads states waits for them
+            # a drafter that reads states waits for them
+            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)
             while seq.pending > beside:
                 engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]), engine.stopwatch())
             yield Span(seq, seq.committed, seq.pending)
@@ -386,7 +431,9 @@ class SpeculativeDecoder:
             engine.proposers.release(seq)
             engine.pool.release(seq)
 
-    def _prepare(self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None) -> Sequence:
+    def _prepare(
+        self, ids: Ids, params: SamplingParams | None, prompt_len: int | None, k: int | None = None
+    ) -> Sequence:
         """A sequence that holds `ids`, checked, without pages."""
         params, tokens = params or SamplingParams(), self._encode(ids)
         if params.n != 1:
@@ -399,7 +446,11 @@ class SpeculativeDecoder:
 
     def _go_on(self, seq: Sequence) -> None:
         last = self._text
-        if last and (last.prompt_len, last.params, last.tokens) == (seq.prompt_len, seq.params, seq.tokens[: len(last.tokens)]):
+        if last and (last.prompt_len, last.params, last.tokens) == (
+            seq.prompt_len,
+            seq.params,
+            seq.tokens[: len(last.tokens)],
+        ):
             seq.id = last.id
         else:
             self._forget_text()

@@ -33,7 +33,8 @@ from typing import Any
 class SpeculonError(Exception):
     """Base of everything raised on purpose."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # some take more than their message, and they pass between processes
+    # some take more than their message, and they pass between processes
+    def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), str(self), self.__dict__)
 
 
@@ -84,7 +85,10 @@ class ConfigError(SpeculonError, ValueError):
 
 
 class MemoryExceeded(SpeculonError):
-    """A drafter does not fit into the memory limit. Carries the `promise`: estimate, parts, limit and policy."""
+    """A drafter does not fit into the memory limit.
+
+    Carries the `promise`: estimate, parts, limit and policy.
+    """
 
     def __init__(self, method: str, promise: Any):
         self.method, self.promise = method, promise
@@ -120,7 +124,9 @@ class WrongPair(ModelError):
 
 
 class RecordError(SpeculonError, ValueError):
-    """A record of rounds that cannot be read, or says too little; names the file, and the line where there is one."""
+    """A record of rounds that cannot be read, or says too little; names the file, and the line where there is
+    one.
+    """
 
 
 class DataError(SpeculonError, ValueError):

@@ -1,4 +1,5 @@
-"""The record of rounds: one line of JSON for the engine, then one per round. What the lines hold, and how they are read.
+"""The record of rounds: one line of JSON for the engine, then one per round. What the lines hold, and how
+they are read.
 
 No token ids and no text: numbers, names of methods, reasons, and the ids of requests.
 """
@@ -63,7 +64,8 @@ class TextRound(_Line):
     id: str  # of the request
     sample: int = 0
     policy: str
-    methods: dict[str, int] | None = None  # that may draft for it, and their most drafts; with its first line in a part
+    # that may draft for it, and their most drafts; with its first line in a part
+    methods: dict[str, int] | None = None
     prompt_class: str | None = None  # with its first line in a part, as the next two
     marker: str | None = None  # of the prompt, that makes its class favourable
     cold_matches: int | None = None  # continuations that must match before a lookup's drafts are verified
@@ -114,8 +116,8 @@ class Recording:
 def read(path: Path) -> Recording:
     """A whole record, with the part before the last rotation where that is of the same run.
 
-    Raises `RecordError` with file and line: for a line that is broken (unless it is the last and has no end), for a file
-    that is none, and for a version that is not known.
+    Raises `RecordError` with file and line: for a line that is broken (unless it is the last and has no end),
+    for a file that is none, and for a version that is not known.
     """
     recording = read_part(path)
     if recording.header.part and older(path).is_file():

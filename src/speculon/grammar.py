@@ -1,7 +1,9 @@
-"""Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by llguidance).
+"""Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by
+llguidance).
 
-A `Matcher` stands where its text stands: it is fed with committed tokens only, so that drafts, faults and preemption leave
-no trace in it. Masks of drafted rows are computed ahead of it and taken back within one call.
+A `Matcher` stands where its text stands: it is fed with committed tokens only, so that drafts, faults and
+preemption leave no trace in it. Masks of drafted rows are computed ahead of it and taken back within one
+call.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
     from speculon.text import Tokenizer
 
 KEPT = 64  # compiled grammars; requests of one program ask for the same few
-MAX_ROW = 30_000  # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
+# llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
+MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
-END = "<|end of the structured text|>"  # stands for the end where neither model nor tokenizer has a token for it
+# stands for the end where neither model nor tokenizer has a token for it
+END = "<|end of the structured text|>"
 
 
 class Matcher:
@@ -61,7 +65,10 @@ class Matcher:
         return tuple(self.inner.compute_ff_tokens())
 
     def end_of(self, tokens: tuple[int, ...]) -> tuple[int, Finish] | None:
-        """(index, how) of the token with which the text is complete, or cannot go on; None while it goes on. Pure."""
+        """(index, how) of the token with which the text is complete, or cannot go on; None while it goes on.
+
+        Pure.
+        """
         ends = self.home.ends
         body = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
         taken = self.inner.try_consume_tokens(list(tokens[:body])) if body else 0
@@ -76,9 +83,13 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles what requests ask for, for one tokenizer and a model with V logits; compiled grammars are kept."""
+    """Compiles what requests ask for, for one tokenizer and a model with V logits; compiled grammars are
+    kept.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int], threads: int | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Iterable[int], threads: int | None = None
+    ):
         self._tokenizer, self._vocab_size, self._threads = tokenizer, vocab_size, threads
         self.ends = frozenset(token for token in eos_ids if token < vocab_size)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -87,7 +98,10 @@ class Grammars:
         self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
 
     def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
-        """Where a text that holds `written` stands; None for a request that asks for no form. Raises `InvalidParameter`."""
+        """Where a text that holds `written` stands; None for a request that asks for no form.
+
+        Raises `InvalidParameter`.
+        """
         asked = params.structured
         if asked is None:
             return None
@@ -132,7 +146,9 @@ class Grammars:
 
         known = getattr(self._tokenizer and self._tokenizer.inner, "backend_tokenizer", None)
         if not isinstance(known, Backend):
-            raise InvalidParameter("structured", type(known).__name__, "needs a tokenizer of the tokenizers library (a fast one)")
+            raise InvalidParameter(
+                "structured", type(known).__name__, "needs a tokenizer of the tokenizers library (a fast one)"
+            )
         backend = Backend.from_str(known.to_str())
         backend.no_padding()
         backend.no_truncation()
@@ -145,12 +161,15 @@ class Grammars:
         try:
             self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
         except ValueError as error:
-            raise InvalidParameter("structured", None, f"llguidance cannot read this tokenizer: {error}") from None
+            raise InvalidParameter(
+                "structured", None, f"llguidance cannot read this tokenizer: {error}"
+            ) from None
         self._executor = LLExecutor(self._threads)
         return self._inner
 
     def allowed(self, drafted: list[tuple[Matcher, tuple[int, ...]]]) -> Tensor:
-        """Which tokens may stand at each matcher's place and after each of its drafts, end to end, bool [R, V].
+        """Which tokens may stand at each matcher's place and after each of its drafts, end to end, bool [R,
+        V].
 
         Nothing is allowed after a draft that is not, and after an end.
         """
@@ -197,7 +216,9 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
 
 
 class Scouts:
-    """Walk ahead with the drafts of a round, for drafters that sample; the texts' own matchers stay where they are."""
+    """Walk ahead with the drafts of a round, for drafters that sample; the texts' own matchers stay where
+    they are.
+    """
 
     def __init__(self, seqs: Seq[Sequence]):
         self._ahead = {i: seq.grammar.fork() for i, seq in enumerate(seqs) if seq.grammar is not None}
@@ -205,7 +226,11 @@ class Scouts:
     def forbid(self, which: Iterable[int], device: torch.device) -> dict[int, Tensor]:
         """By index, what the next draft must not be, [V]; no entry without a grammar."""
         bound = [i for i in which if i in self._ahead]
-        return dict(zip(bound, forbid([(self._ahead[i], ()) for i in bound], device), strict=True)) if bound else {}
+        return (
+            dict(zip(bound, forbid([(self._ahead[i], ()) for i in bound], device), strict=True))
+            if bound
+            else {}
+        )
 
     def go_on(self, i: int, token: int) -> bool:
         """Moves on over a draft; whether anything can follow it."""

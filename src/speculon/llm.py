@@ -36,7 +36,8 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None  # the stop string or token that ended it
     logprobs: list[TokenLogprobs] | None = None  # one per token
-    sources: list[str | None] = field(default_factory=list)  # one per token: what guessed it; None is the target itself
+    # one per token: what guessed it; None is the target itself
+    sources: list[str | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -46,7 +47,9 @@ class Completion:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Changes of mind: from speculating to plain or back, or from one method to another, why, and how often."""
+        """Changes of mind: from speculating to plain or back, or from one method to another, why, and how
+        often.
+        """
         return self.stats.change_list()
 
     @property
@@ -61,7 +64,8 @@ class RequestOutput:
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token, which nothing precedes
+    # None for the first token, which nothing precedes
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -102,15 +106,22 @@ class RequestOutput:
             }
             for one in self.outputs
         ]
-        prompt_logprobs: list[Any] | None = self.prompt_logprobs and [lp and asdict(lp) for lp in self.prompt_logprobs]
-        return {"prompt_token_ids": self.prompt_token_ids, "prompt_logprobs": prompt_logprobs, "outputs": outputs}
+        prompt_logprobs: list[Any] | None = self.prompt_logprobs and [
+            lp and asdict(lp) for lp in self.prompt_logprobs
+        ]
+        return {
+            "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": prompt_logprobs,
+            "outputs": outputs,
+        }
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits for the end of this block: half a step would leave the engine broken."""
     before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():  # not Python's to hold, or not ours
+    # not Python's to hold, or not ours
+    if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     caught = False
@@ -134,8 +145,8 @@ class LLM:
     >>> llm = LLM("demo")
     >>> llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=64))[0].text
 
-    Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used, `ConfigError`
-    for a setting that is wrong.
+    Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
+    `ConfigError` for a setting that is wrong.
     """
 
     def __init__(
@@ -164,13 +175,20 @@ class LLM:
             compile=self.config.compile,
             progress=progress,
         )
-        self.tokenizer = Tokenizer(load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code))
+        self.tokenizer = Tokenizer(
+            load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code)
+        )
         self.engine = Engine(target, self.tokenizer, self.config)
         self.engine.keep_state()
-        wanted = self.engine.policy.default.state() is not None if self.config.rehearse is None else self.config.rehearse
+        wanted = (
+            self.engine.policy.default.state() is not None
+            if self.config.rehearse is None
+            else self.config.rehearse
+        )
         if wanted and not self.engine.policy.costs.known:  # else they are those of an earlier process
             rehearse(self.engine)
-        self._unread: dict[str, list[Event]] = {}  # news by request: who steps the engine brings them to everybody
+        # news by request: who steps the engine brings them to everybody
+        self._unread: dict[str, list[Event]] = {}
 
     def generate(
         self,
@@ -182,14 +200,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues every prompt (text, or token ids), all at once, in the order given.
 
-        `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is called
-        as texts grow. When one prompt is refused nothing is written for any.
+        `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
+        called as texts grow. When one prompt is refused nothing is written for any.
         """
         many = as_list(prompts)
-        each = one_per_prompt("params", SamplingParams() if params is None else params, len(many), SamplingParams)
-        asked = one_per_prompt("speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None)))
+        each = one_per_prompt(
+            "params", SamplingParams() if params is None else params, len(many), SamplingParams
+        )
+        asked = one_per_prompt(
+            "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
+        )
         ids = [self._encode(prompt) for prompt in many]
-        outputs = [RequestOutput(i, [Completion() for _ in range(p.n)]) for i, p in zip(ids, each, strict=True)]
+        outputs = [
+            RequestOutput(i, [Completion() for _ in range(p.n)]) for i, p in zip(ids, each, strict=True)
+        ]
         place: dict[str, int] = {}
         unfinished = sum(p.n for p in each)
         try:
@@ -222,7 +246,9 @@ class LLM:
         """Answers a conversation through the checkpoint's chat template."""
         return self.generate([self.tokenizer.apply_chat(messages)], params, speculation=speculation)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
         text = Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
@@ -239,20 +265,30 @@ class LLM:
         output = RequestOutput(self._encode(prompt), [Completion()])
         yield from self._stream_to(output, params or SamplingParams(), speculation)
 
-    def session(self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False) -> Session:
-        """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued as they are."""
+    def session(
+        self, params: SamplingParams | None = None, *, system: str | None = None, raw: bool = False
+    ) -> Session:
+        """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued
+        as they are.
+        """
         return Session(self, params or SamplingParams(), system, raw)
 
     def forget_pools(self, pool: str | None = None) -> int:
-        """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there were."""
+        """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
+        were.
+        """
         return self.engine.forget_pools(pool)
 
     def close(self) -> None:
         """Writes what is to be kept of events and state; the end of the process does, too."""
         self.engine.close()
 
-    def _stream_to(self, output: RequestOutput, params: SamplingParams, speculation: Speculation) -> Generator[Event, None, None]:
-        """Yields what each step brings to `output`, which has it already; with the account also when this is closed early."""
+    def _stream_to(
+        self, output: RequestOutput, params: SamplingParams, speculation: Speculation
+    ) -> Generator[Event, None, None]:
+        """Yields what each step brings to `output`, which has it already; with the account also when this is
+        closed early.
+        """
         if params.n != 1:
             raise InvalidParameter("n", params.n, "a stream carries one text")
         request_id = self._begin(output.prompt_token_ids, params, speculation)
@@ -322,7 +358,8 @@ class Turn:
 
 
 class Session:
-    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found again.
+    """A conversation. The tokens of earlier turns are sent again as they were, so their pages are found
+    again.
 
     `system` may be changed between turns, and `turns` shortened: the last one taken back, or all of them.
     """
@@ -340,7 +377,9 @@ class Session:
             said += [("user", turn.content), ("assistant", turn.output.text)]
         return [{"role": role, "content": content} for role, content in said]
 
-    def send(self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None) -> RequestOutput:
+    def send(
+        self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> RequestOutput:
         """Adds a user's turn and returns the answer; a refused turn leaves the conversation as it was."""
         for _ in self.stream(content, params, speculation=speculation):
             pass
@@ -349,10 +388,11 @@ class Session:
     def stream(
         self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
     ) -> Generator[Event, None, None]:
-        """Adds a user's turn and yields what each step brings to its answer, which is then `turns[-1].output`.
+        """Adds a user's turn and yields what each step brings to its answer, which is then
+        `turns[-1].output`.
 
-        A turn that is refused or fails leaves the conversation as it was. One that is closed early, or interrupted,
-        keeps what was written; where nothing was, it is taken back.
+        A turn that is refused or fails leaves the conversation as it was. One that is closed early, or
+        interrupted, keeps what was written; where nothing was, it is taken back.
         """
         text = self._render(content)
         output = RequestOutput(self._encode(text), [Completion()])
@@ -365,7 +405,10 @@ class Session:
         self._keep(content, text, output)
 
     def prompt(self, content: str) -> list[int]:
-        """The tokens that a turn would send. Raises `InvalidRequest` where the template refuses it; changes nothing."""
+        """The tokens that a turn would send.
+
+        Raises `InvalidRequest` where the template refuses it; changes nothing.
+        """
         return self._encode(self._render(content))
 
     def _render(self, content: str) -> str:

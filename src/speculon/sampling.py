@@ -1,10 +1,10 @@
 """From the target's logits to tokens: adjustments, filters and keyed noise, row by row.
 
-One fixed order: penalties, bias, bad words, min_tokens, grammar, temperature, top-k, top-p, min-p. Ties go to the lowest id.
-A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a pure function of
-(seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without its outer logarithm, since
-g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the prompt and the seed alone, whatever
-else runs beside it.
+One fixed order: penalties, bias, bad words, min_tokens, grammar, temperature, top-k, top-p, min-p. Ties go to
+the lowest id. A drawn token is argmax over the surviving tokens of p / E, with exponential noise E that is a
+pure function of (seed, sample, output position, token id): the Gumbel-max trick, argmax of log p + g, without
+its outer logarithm, since g = -log E (Gumbel 1954; Maddison et al. 2014). So a text depends on the model, the
+prompt and the seed alone, whatever else runs beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from speculon.core import Sequence, TokenLogprobs
 
 NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
-SMALLEST = torch.finfo(torch.float32).tiny  # a temperature that rounds to 0 would make 0 / 0 of the best token
+# a temperature that rounds to 0 would make 0 / 0 of the best token
+SMALLEST = torch.finfo(torch.float32).tiny
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
 SHORT = 1 << 13  # guess: numbers
@@ -43,7 +44,12 @@ class Rules:
     stop_ids: tuple[int, ...]  # forbidden below min_tokens
 
     @classmethod
-    def of(cls, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...] = (), stop_ids: tuple[int, ...] = ()) -> Rules:
+    def of(
+        cls,
+        params: SamplingParams,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        stop_ids: tuple[int, ...] = (),
+    ) -> Rules:
         p = params
         penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids) or p.structured)
@@ -71,19 +77,26 @@ Draw = Callable[[Tensor, list[Row]], Tensor]
 
 
 def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
-    """One token for each row of `logits` [R, V], which are not modified. `draw` replaces the keyed noise in tests."""
+    """One token for each row of `logits` [R, V], which are not modified.
+
+    `draw` replaces the keyed noise in tests.
+    """
     return pick(weigh(logits, rows), rows, draw)
 
 
 def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
-    """What a row's token is chosen by, [R, V]: adjusted logits where greedy, else filtered log-weights, p up to a factor."""
+    """What a row's token is chosen by, [R, V]: adjusted logits where greedy, else filtered log-weights, p up
+    to a factor.
+    """
     if any(row.rules.adjusts for row in rows):
         logits = adjust(logits, rows)
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
         return shape(logits, rows)
     if drawn:
-        logits = logits.index_copy(0, torch.tensor(drawn, device=logits.device), shape(logits[drawn], [rows[i] for i in drawn]))
+        logits = logits.index_copy(
+            0, torch.tensor(drawn, device=logits.device), shape(logits[drawn], [rows[i] for i in drawn])
+        )
     return logits
 
 
@@ -100,14 +113,19 @@ def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int
 
 
 def best(weights: Tensor) -> Tensor:
-    """Where each row is largest, [R]: the first of equals. On CPU numpy's argmax is vectorised, which pays beyond a short row."""
+    """Where each row is largest, [R]: the first of equals.
+
+    On CPU numpy's argmax is vectorised, which pays beyond a short row.
+    """
     if weights.device.type == "cpu" and weights.numel() > SHORT:
         return torch.from_numpy(weights.numpy().argmax(-1))
     return weights.argmax(-1)
 
 
 def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V]; each row sees its drafted prefix."""
+    """Penalties, bias, bad words, min_tokens and grammar on a copy of `logits` [R, V]; each row sees its
+    drafted prefix.
+    """
     raw, logits = logits, logits.clone()
     for i, (x, row) in enumerate(zip(logits, rows, strict=True)):  # x [V]
         if row.rules.penalises:
@@ -120,7 +138,8 @@ def adjust(logits: Tensor, rows: list[Row]) -> Tensor:
             x[list(row.rules.stop_ids)] = NEVER
         if row.forbidden is not None:
             constrain(x, raw[i], row.forbidden)
-    return logits.clamp_(max=torch.finfo(logits.dtype).max)  # an overflow is the best token; inf - inf would be none
+    # an overflow is the best token; inf - inf would be none
+    return logits.clamp_(max=torch.finfo(logits.dtype).max)
 
 
 def penalise(x: Tensor, row: Row) -> None:
@@ -144,7 +163,9 @@ def forbid_completion(x: Tensor, row: Row, word: tuple[int, ...]) -> None:
 
 
 def constrain(x: Tensor, raw: Tensor, forbidden: Tensor) -> None:
-    """Removes what the grammar forbids from `x` [V]; where the other rules leave nothing else, it alone decides, over `raw`."""
+    """Removes what the grammar forbids from `x` [V]; where the other rules leave nothing else, it alone
+    decides, over `raw`.
+    """
     x[forbidden] = NEVER
     if x.amax() == NEVER:
         x.copy_(raw).masked_fill_(forbidden, NEVER)
@@ -182,15 +203,20 @@ def column(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple[Tensor, Tensor]:
-    """Filtered logits [N, V] as seen from the `head` likeliest tokens, and for which rows [N] that was enough."""
+    """Filtered logits [N, V] as seen from the `head` likeliest tokens, and for which rows [N] that was
+    enough.
+    """
     vocab, device = logits.shape[-1], logits.device
     head = min(head, vocab)
     ids = logits.topk(head).indices.sort(-1).values  # [N, head]
-    ordered, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)  # ties stay in the order of ids
+    # ties stay in the order of ids
+    ordered, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
     top_k = column(tuple(min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params), device)
     keep = torch.arange(head, device=logits.device) < top_k
-    total = torch.where(top_k < vocab, ordered.masked_fill(~keep, NEVER).logsumexp(-1, True), logits.logsumexp(-1, True))
+    total = torch.where(
+        top_k < vocab, ordered.masked_fill(~keep, NEVER).logsumexp(-1, True), logits.logsumexp(-1, True)
+    )
     probs = (ordered - total).exp()
     # Without top-p no limit: the rounded sum reaches 1 before the rare tokens.
     keep &= probs.cumsum(-1) - probs < column(tuple(p.top_p if p.top_p < 1 else 2.0 for p in params), device)
@@ -198,7 +224,8 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     keep &= probs >= column(tuple(p.min_p for p in params), device) * probs[:, :1]
     keep[:, 0] = True
     # A survivor as likely as the last of the head may have equals beyond it.
-    beyond = (keep & (ordered == ordered[:, -1:])).any(-1, keepdim=True) | ((head < top_k) & (top_k < vocab))  # [N, 1]
+    # [N, 1]
+    beyond = (keep & (ordered == ordered[:, -1:])).any(-1, keepdim=True) | ((head < top_k) & (top_k < vocab))
     kept = torch.full_like(logits, NEVER).scatter(-1, ids, ordered.masked_fill(~keep, NEVER))
     return kept, ~beyond[:, 0] | (head == vocab)
 
@@ -209,7 +236,9 @@ def race(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
-    """Exponential noise of each row, [N, V], or [V] of a single one; few and short rows take it from their text's stock."""
+    """Exponential noise of each row, [N, V], or [V] of a single one; few and short rows take it from their
+    text's stock.
+    """
     ahead = min(AHEAD, STOCK // vocab)
     if ahead < 2 or len(rows) > CROWD or any(row.stream for row in rows):
         return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
@@ -277,7 +306,10 @@ def exponential(v: Tensor) -> Tensor:
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C. Wellons' hash-prospector). Changes `x`."""
+    """Bijective avalanche of int32 with wrap-around (the lowbias32 constants of C.
+
+    Wellons' hash-prospector). Changes `x`.
+    """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(signed32(0x7FEB352D))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(signed32(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

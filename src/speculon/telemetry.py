@@ -1,4 +1,7 @@
-"""What speculation did, per request and for the engine as a whole. Counters only grow; readers take differences."""
+"""What speculation did, per request and for the engine as a whole.
+
+Counters only grow; readers take differences.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 from speculon.core import Decision, Draft, Estimate, Reason, Verdict
 
 PLAIN = "plain"  # how a round goes without a draft
-EARLIER = "earlier"  # why a method drafts in the place of another: it is asked before it, and had a draft again
+# why a method drafts in the place of another: it is asked before it, and had a draft again
+EARLIER = "earlier"
 PARTS = ("prepare", "decide", "propose", "forward", "verify", "commit", "settle")  # of a step's wall time
 
 
@@ -38,7 +42,10 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """The account of one request (or of an engine). None stands in its place when no round ran and none was watched."""
+    """The account of one request (or of an engine).
+
+    None stands in its place when no round ran and none was watched.
+    """
 
     rounds: int  # target calls that verified a draft; where there is none, acceptance is 0.0
     drafted: int
@@ -59,8 +66,10 @@ class SpeculationStats:
     verify_ms: float  # this request's share of the target's time, by rows
     expected: float  # accepted drafts as the policy estimated them; 0.0 under policies that estimate nothing
     price: float  # tokens that the time of the drafts' rows was worth to it
-    saved_ms: float | None  # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
-    # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were only watched
+    # plain ms of its tokens at the batch sizes of its rounds, less the time spent; None: not known
+    saved_ms: float | None
+    # method -> rounds, drafted, accepted, per_position: what it would have had to itself, by drafts that were
+    # only watched
     shadow: dict[str, dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,20 +92,26 @@ class RequestStats:
     accepted_at: Counter[int] = field(default_factory=Counter)
     drafted_from: Counter[str] = field(default_factory=Counter)  # source -> drafts
     accepted_from: Counter[str] = field(default_factory=Counter)
-    watched: Counter[str] = field(default_factory=Counter)  # method -> drafts that were watched instead of verified
-    watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # method, position -> drafted tokens of them
+    # method -> drafts that were watched instead of verified
+    watched: Counter[str] = field(default_factory=Counter)
+    # method, position -> drafted tokens of them
+    watched_at: Counter[tuple[str, int]] = field(default_factory=Counter)
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
-    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # method, stop, tokens matched -> proposals
+    # method, stop, tokens matched -> proposals
+    proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (from, to, reason): changes of mind
+    # (from, to, reason): changes of mind
+    changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     saved_ms: float | None = None
     expected: float = 0.0  # accepted drafts, as the policy estimated before they were verified
     price: float = 0.0  # tokens that the time of the drafts' rows was worth to it
-    prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # class, marker, cold matches -> sequences that ended
-    last: tuple[str, str] | None = field(default=None, compare=False)  # how the last round went, and why so: of one text
+    # class, marker, cold matches -> sequences that ended
+    prompts: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    # how the last round went, and why so: of one text
+    last: tuple[str, str] | None = field(default=None, compare=False)
 
     @property
     def accepted_prediction_tokens(self) -> int:
@@ -105,7 +120,9 @@ class RequestStats:
 
     @property
     def rejected_prediction_tokens(self) -> int:
-        """Drafts from the client's prediction that are not, those beyond the text's end among them; each time drafted counts."""
+        """Drafts from the client's prediction that are not, those beyond the text's end among them; each time
+        drafted counts.
+        """
         return self.drafted_from["prediction"] - self.accepted_from["prediction"]
 
     @property
@@ -119,7 +136,9 @@ class RequestStats:
 
     @property
     def matches(self) -> dict[str, Counter[int]]:
-        """Method -> tokens of context that its lookups matched -> proposals; those without a match are left out."""
+        """Method -> tokens of context that its lookups matched -> proposals; those without a match are left
+        out.
+        """
         found: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for (method, _, match), count in self.proposed.items():
             if match:
@@ -131,7 +150,10 @@ class RequestStats:
         self.proposed[method, draft.stop or "", draft.match] += 1
 
     def record(self, decision: Decision | None, draft: Draft, verdict: Verdict) -> None:
-        """One target call that sampled this sequence. `decision` is None where a prompt chunk gave the first token."""
+        """One target call that sampled this sequence.
+
+        `decision` is None where a prompt chunk gave the first token.
+        """
         k = len(draft.tokens)
         self.target_calls += 1
         self.emitted += len(verdict.tokens)
@@ -164,9 +186,9 @@ class RequestStats:
     def _change(self, decision: Decision, draft: Draft) -> None:
         """Counts it when a text goes from speculating to plain or back, or from one method to another.
 
-        To plain for that round's reason, back when the reason of the round before has passed; from a method to one that
-        is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with `cost` when the policy
-        no longer asked the former.
+        To plain for that round's reason, back when the reason of the round before has passed; from a method
+        to one that is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with
+        `cost` when the policy no longer asked the former.
         """
         names = [ask.method for ask in decision.asks]
         if decision.reason is not None:
@@ -183,7 +205,9 @@ class RequestStats:
 
     def change_list(self) -> list[dict[str, Any]]:
         """Changes of mind as plain data, the most frequent first."""
-        return [{"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()]
+        return [
+            {"from": a, "to": b, "reason": why, "count": n} for (a, b, why), n in self.changes.most_common()
+        ]
 
     def expect(self, estimate: Estimate | None) -> None:
         if estimate is not None:
@@ -191,11 +215,17 @@ class RequestStats:
             self.price += estimate.price
 
     def prompt(self) -> dict[str, Any] | None:
-        """Class and marker of the prompt, and the continuations that had to match before lookups were verified; None at first."""
-        return next(({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None)
+        """Class and marker of the prompt, and the continuations that had to match before lookups were
+        verified; None at first.
+        """
+        return next(
+            ({"class": name, "marker": marker, "cold_matches": n} for name, marker, n in self.prompts), None
+        )
 
     def spend(self, draft_ms: float, verify_ms: float, plain_ms: float | None) -> None:
-        """Its shares of a round in which anybody was drafted for, and what its tokens of that round would have taken plainly."""
+        """Its shares of a round in which anybody was drafted for, and what its tokens of that round would
+        have taken plainly.
+        """
         self.draft_ms += draft_ms
         self.verify_ms += verify_ms
         if plain_ms is not None:
@@ -228,7 +258,9 @@ class RequestStats:
             tokens_per_target_call=self.emitted / max(1, self.target_calls),
             mean_accepted_per_round=self.accepted / max(1, self.rounds),
             per_position=[self.accepted_at[i] / n for i, n in sorted(self.drafted_at.items())],
-            by_source={s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()},
+            by_source={
+                s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()
+            },
             stops=self.stops,
             span_kinds=dict(self.kinds),
             draft_ms=self.draft_ms,
@@ -253,15 +285,18 @@ class EngineCounters:
     requests: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # finish reason -> sequences
     steps: int = 0
-    profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))  # part of a step -> ms
+    # part of a step -> ms
+    profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     rows: int = 0
     prompt_tokens: int = 0
     checks: int = 0  # times at rest that every page was found accounted for
     proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about
-    proposal_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # what these took
+    # what these took
+    proposal_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     pools: int = 0  # of earlier answers, as of the last text that ended
     pool_tokens: int = 0  # in them
-    restored: Counter[str] = field(default_factory=Counter)  # what came from an earlier process: pools, policies
+    # what came from an earlier process: pools, policies
+    restored: Counter[str] = field(default_factory=Counter)
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -302,11 +337,11 @@ def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) 
         saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
         if done.rounds:
             sources = "+".join(done.by_source)
-            line += (
-                f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts {done.tokens_per_target_call:.2f}/call{saved}"
-            )
+            line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts {done.tokens_per_target_call:.2f}/call{saved}"
         for method, seen in done.shadow.items():
-            line += f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
+            line += (
+                f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"
+            )
     if stats.reasons:
         line += " | " + " ".join(f"{reason} {n}" for reason, n in stats.reasons.most_common())
     return line

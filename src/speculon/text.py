@@ -12,7 +12,8 @@ from typing import Any
 from speculon.errors import InvalidParameter, InvalidRequest
 
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
-MAX_UNSURE = 32  # tokens without a whole character after which they are taken for garbage, not for a character's beginning
+# tokens without a whole character after which they are taken for garbage, not for a character's beginning
+MAX_UNSURE = 32
 BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 OWN_VARIABLES = {"tokenize", "add_generation_prompt"}
 CONTEXT = 8  # tokens kept in front of garbage; an unfinished character spans at most 3
@@ -33,7 +34,8 @@ class Tokenizer:
         return bool(self.inner.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
-        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told otherwise.
+        """Token ids, with the special tokens that the checkpoint puts around a plain prompt unless told
+        otherwise.
 
         Errors are about the parameter `name`.
         """
@@ -41,11 +43,15 @@ class Tokenizer:
         try:
             return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         except Exception as error:
-            raise InvalidParameter(name, text, f"the tokenizer cannot encode it: {first_line(error)}") from error
+            raise InvalidParameter(
+                name, text, f"the tokenizer cannot encode it: {first_line(error)}"
+            ) from error
 
     def decode(self, ids: Seq[int], skip_special_tokens: bool = True) -> str:
         # without the clean-up of spaces: it would change text that has been streamed already
-        return self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self.inner.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
     def render_chat(
         self,
@@ -55,15 +61,22 @@ class Tokenizer:
         *,
         answer_follows: bool = True,
     ) -> str:
-        """The conversation as the checkpoint's template writes it, up to where the answer begins, if one follows."""
+        """The conversation as the checkpoint's template writes it, up to where the answer begins, if one
+        follows.
+        """
         check_messages(messages)
         if not self.has_chat_template:
             raise InvalidRequest("this checkpoint has no chat template: give a plain prompt")
         known = {**(variables or {}), "tokenize": False, "add_generation_prompt": answer_follows}
-        if taken := known.keys() & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES:
+        if (
+            taken := known.keys()
+            & inspect.signature(self.inner.apply_chat_template).parameters.keys() - OWN_VARIABLES
+        ):
             raise InvalidParameter("chat_template_kwargs", min(taken), "is no variable of a template")
         try:
-            text: str = self.inner.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **known)
+            text: str = self.inner.apply_chat_template(
+                [dict(m) for m in messages], tools=list(tools) or None, **known
+            )
         except Exception as error:  # templates raise errors of their own choice
             raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}") from error
         return text
@@ -126,7 +139,9 @@ class Stream:
         return "".join(self._push(token) for token in ids)
 
     def flush(self, stop: str | int | None = None) -> str:
-        """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string is cut off."""
+        """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string is cut
+        off.
+        """
         text = self._held + self._text[self._sure :]
         after, self._held, self._window, self._text, self._sure = self._settled, "", [], "", 0
         return truncate(text, stop, after) if isinstance(stop, str) else text
@@ -162,7 +177,9 @@ class Stream:
         self._sure = max(0, len(self._text) - unsure)
 
     def _may_be_stop(self) -> int:
-        """Length of the held text's tail from where a stop string ended in the last token, or may be beginning."""
+        """Length of the held text's tail from where a stop string ended in the last token, or may be
+        beginning.
+        """
         text, longest = self._held, 0
         for stop in self._stops:
             at = text.find(stop, max(0, self._settled - len(stop) + 1))
@@ -181,10 +198,13 @@ class StopStrings:
         self._stops, self._tokenizer = tuple(stops), tokenizer
         self._longest = max(map(len, self._stops), default=0)
 
-    def find(self, before: list[int], new: tuple[int, ...], skip_special_tokens: bool = True) -> tuple[int, str] | None:
+    def find(
+        self, before: list[int], new: tuple[int, ...], skip_special_tokens: bool = True
+    ) -> tuple[int, str] | None:
         """(index of the first of the `new` tokens that completes a stop string, the one that ends first).
 
-        `before` are the output's earlier tokens, without the prompt: a stop string may begin in them, not before.
+        `before` are the output's earlier tokens, without the prompt: a stop string may begin in them, not
+        before.
         """
         tail, settled = self._tail(before, skip_special_tokens)
         if not self._complete(self._sure_text([*tail, *new], skip_special_tokens), settled):
@@ -205,8 +225,11 @@ class StopStrings:
         return found
 
     def _tail(self, before: list[int], skip: bool) -> tuple[list[int], int]:
-        """Last tokens that hold every character a stop string could begin with, and how many characters they are."""
-        # tokens can be single bytes of characters that have four, so only their text says whether they are enough
+        """Last tokens that hold every character a stop string could begin with, and how many characters they
+        are.
+        """
+        # tokens can be single bytes of characters that have four, so only their text says whether they are
+        # enough
         enough, n = self._longest + 4, 4 + self._longest // 2
         most = 4 * enough + MAX_UNSURE
         while True:
@@ -223,12 +246,16 @@ class StopStrings:
 
 
 def truncate(text: str, stop: str, after: int = 0) -> str:
-    """`text` up to the first `stop` that ends beyond its first `after` characters; all of it when there is none."""
+    """`text` up to the first `stop` that ends beyond its first `after` characters; all of it when there is
+    none.
+    """
     at = text.find(stop, max(0, after - len(stop) + 1))
     return text if at < 0 else text[:at]
 
 
-def final_text(tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None = None, skip_special_tokens: bool = True) -> str:
+def final_text(
+    tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None = None, skip_special_tokens: bool = True
+) -> str:
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
     text = tokenizer.decode(ids, skip_special_tokens)
     if not isinstance(stop, str):

@@ -1,10 +1,10 @@
 """Which drafts stand, and where the text ends.
 
-Matching: every row is sampled from the target with its own keyed noise, and a draft stands while it equals that sample.
-Each emitted token is therefore the target's own, whatever was drafted.
-Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the residual
-max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the target's; the text also
-depends on what was drafted.
+Matching: every row is sampled from the target with its own keyed noise, and a draft stands while it equals
+that sample. Each emitted token is therefore the target's own, whatever was drafted.
+Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the
+residual max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the
+target's; the text also depends on what was drafted.
 law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
 """
 
@@ -28,7 +28,8 @@ from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, tos
 COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
 
 Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
-Outcomes = dict[int, tuple[tuple[int, ...], int]]  # first row of a span -> its tokens, how many of them are drafts
+# first row of a span -> its tokens, how many of them are drafts
+Outcomes = dict[int, tuple[tuple[int, ...], int]]
 
 
 def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> list[Verdict]:
@@ -39,11 +40,18 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     sampled = [span for span in batch.spans if span.samples]
     by_rejection = [span for span in sampled if span.seq.rejection and span.draft.probs is not None]
     by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
-    outcomes = match(by_matching, logits, draw) | (reject(by_rejection, logits, draw, coin) if by_rejection else {})
-    verdicts = [judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans]
+    outcomes = match(by_matching, logits, draw) | (
+        reject(by_rejection, logits, draw, coin) if by_rejection else {}
+    )
+    verdicts = [
+        judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans
+    ]
     if logits.shape[0] == count(sampled):
         return verdicts
-    return [with_prompt_logprobs(span, verdict, logits) for span, verdict in zip(batch.spans, verdicts, strict=True)]
+    return [
+        with_prompt_logprobs(span, verdict, logits)
+        for span, verdict in zip(batch.spans, verdicts, strict=True)
+    ]
 
 
 def count(spans: list[Span]) -> int:
@@ -74,21 +82,30 @@ def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Co
     p = weigh(picked, rows).softmax(-1)  # [R, V]
     q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])  # [R - B, V]
     lengths = [len(span.draft.tokens) for span in spans]
-    first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]  # of each span's rows
+    # of each span's rows
+    first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]
     drafted = [begin + i for begin, k in zip(first, lengths, strict=True) for i in range(k)]
     tokens = torch.tensor([token for span in spans for token in span.draft.tokens], device=p.device)[:, None]
     chance_p, chance_q = p[drafted].gather(-1, tokens)[:, 0], q.gather(-1, tokens)[:, 0]
-    stands = iter((coin or flip)(chance_p, chance_q, [replace(rows[i], stream=COIN) for i in drafted]).tolist())
+    stands = iter(
+        (coin or flip)(chance_p, chance_q, [replace(rows[i], stream=COIN) for i in drafted]).tolist()
+    )
 
     accepted = [next((i for i, stood in enumerate(list(islice(stands, k))) if not stood), k) for k in lengths]
     corrected = [n for n, k in enumerate(lengths) if accepted[n] < k]
     last = [begin + a for begin, a in zip(first, accepted, strict=True)]
     weights = p[last]  # [B, V]
     if corrected:
-        weights[corrected] = residual(weights[corrected], q[[last[n] - n for n in corrected]])  # n bonus rows lie before it
-    ends = [replace(rows[row], stream=RESIDUAL if a < k else 0) for row, a, k in zip(last, accepted, lengths, strict=True)]
+        # n bonus rows lie before it
+        weights[corrected] = residual(weights[corrected], q[[last[n] - n for n in corrected]])
+    ends = [
+        replace(rows[row], stream=RESIDUAL if a < k else 0)
+        for row, a, k in zip(last, accepted, lengths, strict=True)
+    ]
     drawn = pick(weights.log(), ends, draw)
-    return {s.row: ((*s.draft.tokens[:a], token), a) for s, a, token in zip(spans, accepted, drawn, strict=True)}
+    return {
+        s.row: ((*s.draft.tokens[:a], token), a) for s, a, token in zip(spans, accepted, drawn, strict=True)
+    }
 
 
 def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
@@ -104,8 +121,12 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
-    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands before them."""
-    rows = [Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)]
+    """The scored rows of [last token, d_1..d_K] of each span, end to end: their logits, and what stands
+    before them.
+    """
+    rows = [
+        Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)
+    ]
     bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
     if bound:
         bans = iter(forbid(bound, logits.device))  # [V] for each of their rows
@@ -148,7 +169,8 @@ def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdic
 
 
 def verify_given(span: Span, logits: Tensor) -> Verdict:
-    """The verdict of one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no call is made.
+    """The verdict of one span by given logits [K + 1, V], as `read_logits` returns them, up to its end; no
+    call is made.
 
     With [K, V] there is no bonus token: one is sampled from a row of zeros, and dropped.
     """
@@ -157,21 +179,27 @@ def verify_given(span: Span, logits: Tensor) -> Verdict:
     rows = logits if has_bonus else torch.cat([logits, logits.new_zeros(1, logits.shape[1])])
     (verdict,) = verify(Batch.pack([span], logits.device), rows)
     if not has_bonus:
-        verdict = replace(verdict, tokens=verdict.tokens[:k], logprobs=verdict.logprobs and verdict.logprobs[:k])
+        verdict = replace(
+            verdict, tokens=verdict.tokens[:k], logprobs=verdict.logprobs and verdict.logprobs[:k]
+        )
     return cut_one(verdict, span)
 
 
 def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] or [K, V]
     """The caller's logits as float32. Raises by name what `k` drafts cannot be judged by."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise InvalidParameter("target_logits", logits.dtype if isinstance(logits, Tensor) else logits, "takes a float tensor")
+        raise InvalidParameter(
+            "target_logits", logits.dtype if isinstance(logits, Tensor) else logits, "takes a float tensor"
+        )
     if logits.shape not in ((k + 1, vocab_size), (k, vocab_size)):
         limit = f"needs shape ({k + 1}, {vocab_size}), or ({k}, {vocab_size}) without a bonus token"
         raise InvalidParameter("target_logits", tuple(logits.shape), limit)
     found = logits.detach().float()
     for row, largest in enumerate(found.amax(-1).tolist()):  # NaN where the row has one
         if not isfinite(largest):
-            raise InvalidParameter("target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone")
+            raise InvalidParameter(
+                "target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone"
+            )
     return found
 
 
@@ -185,11 +213,15 @@ class Ending:
 
 
 def cut(verdicts: list[Verdict], spans: list[Span]) -> list[Verdict]:
-    """Ends each text at its first stop token, stop string or at max_tokens. Pure: nothing is kept or counted yet.
+    """Ends each text at its first stop token, stop string or at max_tokens. Pure: nothing is kept or counted
+    yet.
 
     A stop token is dropped; the token that completes a stop string or a grammar is kept.
     """
-    return [cut_one(verdict, span) if span.samples else verdict for verdict, span in zip(verdicts, spans, strict=True)]
+    return [
+        cut_one(verdict, span) if span.samples else verdict
+        for verdict, span in zip(verdicts, spans, strict=True)
+    ]
 
 
 def cut_one(verdict: Verdict, span: Span) -> Verdict:
@@ -204,7 +236,14 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
     if kind is not None and end < len(span.draft.tokens):
         kind = SpanKind.STOP if end < verdict.accepted else SpanKind.EARLY_STOP
     logprobs = verdict.logprobs and verdict.logprobs[: len(kept)]
-    return replace(verdict, tokens=kept, accepted=min(verdict.accepted, len(kept)), kind=kind, logprobs=logprobs, finish=finish)
+    return replace(
+        verdict,
+        tokens=kept,
+        accepted=min(verdict.accepted, len(kept)),
+        kind=kind,
+        logprobs=logprobs,
+        finish=finish,
+    )
 
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:

@@ -31,7 +31,10 @@ from tests.tiny.test_parity import (
     short_crowd,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @cache
@@ -48,7 +51,13 @@ def test_the_noise_is_the_same_to_the_last_bit() -> None:
 
 
 def test_tokens_are_drawn_as_on_the_cpu() -> None:
-    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.83}, {"top_k": 9, "min_p": 0.04}, {"top_k": 400}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.83},
+        {"top_k": 9, "min_p": 0.04},
+        {"top_k": 400},
+    ]
     settings += [{"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {3: 2.0}}]
     rows = []
     for i in range(600):
@@ -90,7 +99,9 @@ def test_logprobs_come_back_from_the_device() -> None:
     stock = stock_logprobs(asked.prompt + result.tokens)
     said = [*result.prompt_logprobs, *result.logprobs]
     assert len(said) == len(stock)
-    assert max(abs(one.logprob - float(logp[one.token])) for one, logp in zip(said, stock, strict=True)) < 1e-3
+    assert (
+        max(abs(one.logprob - float(logp[one.token])) for one, logp in zip(said, stock, strict=True)) < 1e-3
+    )
 
 
 def test_bf16_texts_start_like_the_plain_one() -> None:

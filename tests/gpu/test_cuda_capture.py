@@ -19,7 +19,10 @@ from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step
 from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 WORKSPACES = 96 << 20  # guess: of the products, one for each stream, and what the allocator takes at once
 
@@ -30,7 +33,9 @@ def captured_target(name: str, dtype: torch.dtype = torch.float32) -> Target:
 
 
 def captured_of(target: Target) -> Captured:
-    assert isinstance(target.run, Captured) and target.fusion is not None and target.fusion.captured, str(target.fusion)
+    assert isinstance(target.run, Captured) and target.fusion is not None and target.fusion.captured, str(
+        target.fusion
+    )
     return target.run
 
 
@@ -82,7 +87,9 @@ def test_what_it_takes_is_what_is_counted() -> None:
 
 def test_a_model_that_waits_for_the_device_stays_the_loop() -> None:
     """Dynamic RoPE looks at the positions; a recording that it broke would break the next one."""
-    waiting = build("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).to("cuda")
+    waiting = build("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).to(
+        "cuda"
+    )
     target = wrap_model(waiting, share=False, compile=True)
     assert target.fusion is not None and "not captured: " in str(target.fusion)
     captured_of(wrap_model(copy.deepcopy(tiny_model("llama")).to("cuda"), compile=True))

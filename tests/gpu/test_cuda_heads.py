@@ -14,7 +14,10 @@ from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_
 from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, crowd, plain, texts_of, whole, write
 from tests.tiny.test_parity import MODES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,9 @@ def reference(config: AdaptiveConfig, rounds: Rounds) -> list[tuple[int, float, 
     return found
 
 
-def followed(kind: type[AdaptiveLookahead], config: AdaptiveConfig, rounds: Rounds) -> list[tuple[int, float, int]]:
+def followed(
+    kind: type[AdaptiveLookahead], config: AdaptiveConfig, rounds: Rounds
+) -> list[tuple[int, float, int]]:
     lookahead, found = kind(config), []
     for one in rounds:
         lookahead.observe(*one)
@@ -52,7 +54,11 @@ def configs(draw: st.DrawFn) -> AdaptiveConfig:
     high = draw(st.integers(low, 20))
     alpha = draw(st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.5, 1.0]) | st.floats(0, 1))
     return AdaptiveConfig(
-        initial=draw(st.integers(low, high)), min=low, max=high, alpha=alpha, cooldown_steps=draw(st.integers(0, 5))
+        initial=draw(st.integers(low, high)),
+        min=low,
+        max=high,
+        alpha=alpha,
+        cooldown_steps=draw(st.integers(0, 5)),
     )
 
 
@@ -97,15 +103,22 @@ def test_a_planted_error_in_the_formulas_is_seen(planted: type[AdaptiveLookahead
     config = AdaptiveConfig(initial=4, min=1, max=10, alpha=0.5, cooldown_steps=0)
     for rounds in (HALVES, [(2, 5)]):
         assert followed(AdaptiveLookahead, config, rounds) == reference(config, rounds)
-    assert any(followed(planted, config, rounds) != reference(config, rounds) for rounds in (HALVES, [(2, 5)]))
+    assert any(
+        followed(planted, config, rounds) != reference(config, rounds) for rounds in (HALVES, [(2, 5)])
+    )
 
 
-@pytest.mark.parametrize(("accepted", "lookahead"), [(0, 2), (1, 2), (2, 3), (6, 7), (11, 12), (12, 12), (40, 12)])
+@pytest.mark.parametrize(
+    ("accepted", "lookahead"), [(0, 2), (1, 2), (2, 3), (6, 7), (11, 12), (12, 12), (40, 12)]
+)
 def test_it_comes_to_what_is_accepted_and_one_more(accepted: int, lookahead: int) -> None:
     follow = AdaptiveLookahead()
     for _ in range(60):
         follow.observe(40, accepted)
-    assert (follow.lookahead, follow.observations) == (lookahead, 60) and follow.mean_accepted == pytest.approx(accepted)
+    assert (follow.lookahead, follow.observations) == (
+        lookahead,
+        60,
+    ) and follow.mean_accepted == pytest.approx(accepted)
 
 
 def test_it_is_looked_at_every_so_many_observations() -> None:
@@ -144,7 +157,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value", "more", "limit"), WRONG)
-def test_a_wrong_setting_is_named_wherever_it_is_said(name: str, value: Any, more: dict[str, Any], limit: str) -> None:
+def test_a_wrong_setting_is_named_wherever_it_is_said(
+    name: str, value: Any, more: dict[str, Any], limit: str
+) -> None:
     with pytest.raises(InvalidParameter, match=limit) as caught:
         AdaptiveConfig(**{name: value, **more})
     assert caught.value.name == name
@@ -157,7 +172,9 @@ def test_a_wrong_setting_is_named_wherever_it_is_said(name: str, value: Any, mor
 
 
 def test_the_settings_reach_the_policy() -> None:
-    config = SpeculationConfig(adaptive_initial=4, adaptive_min=2, adaptive_max=10, adaptive_alpha=0.3, adaptive_cooldown_steps=2)
+    config = SpeculationConfig(
+        adaptive_initial=4, adaptive_min=2, adaptive_max=10, adaptive_alpha=0.3, adaptive_cooldown_steps=2
+    )
     assert config.adaptive == AdaptiveConfig(initial=4, min=2, max=10, alpha=0.3, cooldown_steps=2)
     assert SpeculationConfig().adaptive == AdaptiveConfig()
     assert (config.most("adaptive"), config.most("fixed")) == (10, 4)
@@ -209,7 +226,9 @@ def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
         told(policy, seq, 1, 1)
     assert policy.texts[seq.id].mean_accepted == before
     told(policy, seq, 1, 0)
-    assert policy.texts[seq.id].mean_accepted < before, "a short draft that did not stand is a miss like any other"
+    assert policy.texts[seq.id].mean_accepted < before, (
+        "a short draft that did not stand is a miss like any other"
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,17 +288,24 @@ class OneByOne(Adaptive):
 
 
 @pytest.mark.parametrize(("kind", "observations"), [(Adaptive, 2), (OneByOne, 1)])
-def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(kind: type[Adaptive], observations: int) -> None:
+def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(
+    kind: type[Adaptive], observations: int
+) -> None:
     shared = AdaptiveLookahead(AdaptiveConfig(initial=3, alpha=0.5, cooldown_steps=1))
     shared.observe(12, 8)
     accepted_in_full(kind(shared=shared))
     assert shared.observations == 1 + observations
 
 
-@pytest.mark.parametrize(("most", "bounds"), [(1, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))])
+@pytest.mark.parametrize(
+    ("most", "bounds"), [(1, (1, 1, 1)), (2, (2, 2, 2)), (3, (3, 2, 3)), (8, (5, 2, 8)), (64, (5, 2, 12))]
+)
 def test_settings_within_a_limit(most: int, bounds: tuple[int, int, int]) -> None:
     config = AdaptiveConfig(alpha=0.3, cooldown_steps=2).within(most)
-    assert (config.initial, config.min, config.max) == bounds and (config.alpha, config.cooldown_steps) == (0.3, 2)
+    assert (config.initial, config.min, config.max) == bounds and (config.alpha, config.cooldown_steps) == (
+        0.3,
+        2,
+    )
 
 
 STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 1) + 0.27 * drafts  # noqa: E731

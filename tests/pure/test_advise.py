@@ -50,9 +50,13 @@ def rounds_of(
     read: float = 0.0,
     also: Sequence[str] = (),
 ) -> list[Timed]:
-    """A plain step of one sequence takes 10 ms; a draft, a row, a sequence more and a token read cost shares of it. No noise."""
+    """A plain step of one sequence takes 10 ms; a draft, a row, a sequence more and a token read cost shares
+    of it. No noise.
+    """
     found = []
-    for batch, k, stride in [(b, k, s) for b in batches for k in (0, 0, *KS) for s in (1, 2) if s == 1 or k and b > 1]:
+    for batch, k, stride in [
+        (b, k, s) for b in batches for k in (0, 0, *KS) for s in (1, 2) if s == 1 or k and b > 1
+    ]:
         n = batch // stride * bool(k)
         calls = {"draft_model": Proposal(n, k, 10 * draft * k), "suffix": Proposal(n, k, 0.01)} if k else {}
         calls |= {name: calls["draft_model" if name == "liar" else "suffix"] for name in also if k}
@@ -65,7 +69,9 @@ def fit_of(draft: float, **more: float) -> Fit:
     return Fit.of(rounds_of(draft, **more), random.Random(0))
 
 
-def texts_of(acceptance: float, method: str = "draft_model", texts: int = 6, length: int = 200, k: int = 8) -> list[Drafts]:
+def texts_of(
+    acceptance: float, method: str = "draft_model", texts: int = 6, length: int = 200, k: int = 8
+) -> list[Drafts]:
     """Whether the draft at a place is right depends on the place alone, so that drafts from everywhere agree."""
     rng = random.Random(1)
     found: list[Drafts] = []
@@ -94,7 +100,9 @@ def test_a_walk_goes_over_what_is_accepted_and_one_token_more() -> None:
     text: Drafts = [{"a": Recorded(3, 2)}, {}, {}, {"a": Recorded(4, 4)}, {}, {}, {}, {}, {}]
     acceptance = Acceptance(fade=1.0)
     done = walk(Text(PROMPT, text), ["a"], 4, acceptance)
-    assert done == Walk(rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, asked=(3,), unread=(PROMPT + 1,))
+    assert done == Walk(
+        rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, asked=(3,), unread=(PROMPT + 1,)
+    )
     assert by_position(acceptance) == [1, 1, 0.5, 1] and acceptance.rate() == 6 / 7
     assert done.tokens_per_call == 3
 
@@ -112,11 +120,18 @@ def test_a_chain_asks_the_next_where_the_first_has_nothing() -> None:
     done = walked(text, ["a", "b"], 2)
     assert (done.rounds, done.tokens, done.asked) == (3, 4, (3, 2))
     whole = total([done, done])
-    assert (whole.rounds, whole.tokens, whole.asked, whole.unread) == (6, 8, (6, 4), tuple(2 * n for n in done.unread))
+    assert (whole.rounds, whole.tokens, whole.asked, whole.unread) == (
+        6,
+        8,
+        (6, 4),
+        tuple(2 * n for n in done.unread),
+    )
 
 
 def test_a_drafter_reads_the_prompt_and_what_others_drafted() -> None:
-    """A lookup has the draft at the second token: the drafter reads the three tokens of that round when it is next asked."""
+    """A lookup has the draft at the second token: the drafter reads the three tokens of that round when it is
+    next asked.
+    """
     text: Drafts = [{"b": Recorded(2, 0)}, {"a": Recorded(2, 2)}, {}, {}, {"b": Recorded(2, 0)}]
     assert walked(text, ["a", "b"], 2).unread[1] == PROMPT + 3
     every_time: Drafts = [{"b": Recorded(2, 0)}] * 5
@@ -155,7 +170,9 @@ def test_the_fit_is_what_was_measured() -> None:
     fit = fit_of(draft=0.1)
     for batch in BATCHES:
         assert fit.costs.step(batch) == pytest.approx(10 * (1 + 0.3 * (batch - 1)), rel=0.02)
-        assert fit.full_round(["draft_model"], batch, 4) == pytest.approx(fit.costs.step(batch) + 2 * batch + 4, rel=0.02)
+        assert fit.full_round(["draft_model"], batch, 4) == pytest.approx(
+            fit.costs.step(batch) + 2 * batch + 4, rel=0.02
+        )
     assert fit.misfit(rounds_of(0.1)) < 0.01 and fit.misfit(rounds_of(0.1, row=0.5)) > 0.1
 
 
@@ -187,7 +204,8 @@ def test_of_many_sequences_few_ask_a_drafter_that_comes_second() -> None:
 def test_a_step_is_a_mean_over_who_drafts() -> None:
     fit = fit_of(draft=0.2)
     drafting = Walk(rounds=100, tokens=200, drafting=50, drafts=200, accepted=100, asked=(100,), unread=(0,))
-    assert fit.step_ms(4, drafting) == pytest.approx(19 + 0.5 * 4 * 2, rel=0.02)  # 4 sequences, 2 rows of each on average
+    # 4 sequences, 2 rows of each on average
+    assert fit.step_ms(4, drafting) == pytest.approx(19 + 0.5 * 4 * 2, rel=0.02)
     assert fit.step_ms(4, drafting._replace(drafting=0, drafts=0)) == fit.costs.step(4)
 
 

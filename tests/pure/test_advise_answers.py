@@ -26,7 +26,9 @@ def written(drafts: list[Drafts], loops: Sequence[int] = ()) -> list[Written]:
     ]
 
 
-def advise(drafts: list[Drafts], rounds: list[Timed], ways: list[Way], loops: Sequence[int] = (), **wish: int) -> Advice:
+def advise(
+    drafts: list[Drafts], rounds: list[Timed], ways: list[Way], loops: Sequence[int] = (), **wish: int
+) -> Advice:
     texts = written(drafts, loops)
     groups = {one.case.name: GROUP for one in texts}
     base = SpeculationConfig(draft="some/draft")
@@ -55,14 +57,18 @@ def test_a_good_draft_is_advised_with_its_k() -> None:
     assert k == max(speeds, key=speeds.__getitem__) > 1
     assert advice.forecast.low <= advice.forecast.ratio <= advice.forecast.high
     said = answer(advice)
-    assert said[0].startswith(f"Yes: use `draft_model`, K = {k}. Predicted ") and said[0].endswith("; not measured live.")
+    assert said[0].startswith(f"Yes: use `draft_model`, K = {k}. Predicted ") and said[0].endswith(
+        "; not measured live."
+    )
 
 
 def test_a_draft_that_is_never_accepted_is_advised_against() -> None:
     advice = advise(texts_of(0.0), rounds_of(draft=0.05), [DRAFT])
     said = answer(advice)
     assert not advice.helps and advice.settings == {"method": "off"} and advice.up_to is None
-    assert said[0].startswith("No: leave speculation off. `draft_model`, K = 1 is the best prediction: predicted 0.")
+    assert said[0].startswith(
+        "No: leave speculation off. `draft_model`, K = 1 is the best prediction: predicted 0."
+    )
     assert any("found: 0%. At that rate not even a free draft pays" in line for line in said)
     assert not any("It pays up to" in line for line in said)
 
@@ -71,7 +77,11 @@ def test_the_target_as_its_own_draft_is_advised_against() -> None:
     """Everything is accepted, and every draft costs what a token costs."""
     advice = advise(texts_of(1.0), rounds_of(draft=1.0), [DRAFT])
     said = answer(advice)
-    assert not advice.helps and advice.forecast.acceptance.rate() == 1 and break_even(advice.round_costs(DRAFT, 1)) is None
+    assert (
+        not advice.helps
+        and advice.forecast.acceptance.rate() == 1
+        and break_even(advice.round_costs(DRAFT, 1)) is None
+    )
     begins = "By the cost model `draft_model` could not pay even if every draft were accepted (found: 100%)"
     line = next(line for line in said if line.startswith(begins))
     assert "a draft costs 1.0" in line and "much smaller drafter" in line
@@ -87,13 +97,17 @@ def test_the_same_drafts_at_another_cost_are_another_answer(draft: float, helps:
 def test_lookup_and_drafter_together_or_not() -> None:
     drafts, looks = texts_of(0.8), texts_of(0.95, "suffix")
     mixed = [
-        [{**here, **(there if at % 40 < 20 else {})} for at, (here, there) in enumerate(zip(a, b, strict=True))]
+        [
+            {**here, **(there if at % 40 < 20 else {})}
+            for at, (here, there) in enumerate(zip(a, b, strict=True))
+        ]
         for a, b in zip(drafts, looks, strict=True)
     ]
     together = advise(mixed, rounds_of(draft=0.3), [LOOK, DRAFT, BOTH])
     assert together.chosen.way == BOTH and together.settings["draft"] == "some/draft"
     apart = advise(mixed, rounds_of(draft=3.0), [LOOK, DRAFT, BOTH])
-    assert apart.chosen.way == LOOK and "draft" not in apart.settings  # nobody asks for it, so it is not loaded
+    # nobody asks for it, so it is not loaded
+    assert apart.chosen.way == LOOK and "draft" not in apart.settings
 
 
 def test_a_batch_in_which_rows_are_dear_ends_it() -> None:
@@ -111,7 +125,10 @@ def test_texts_that_loop_are_left_aside_and_reported() -> None:
     advice = advise(drafts, rounds_of(draft=0.3), [DRAFT], loops=(4, 5, 6))
     flattered = advise(drafts, rounds_of(draft=0.3), [DRAFT])
     assert not advice.helps and flattered.forecast.ratio > advice.forecast.ratio
-    assert any("3 of 7 texts end repeating themselves, which is easily drafted; they are left out" in s for s in answer(advice))
+    assert any(
+        "3 of 7 texts end repeating themselves, which is easily drafted; they are left out" in s
+        for s in answer(advice)
+    )
     forced = advise(drafts, rounds_of(draft=0.3), [DRAFT], loops=(1, 2, 3, 4, 5))
     assert forced.rests_on_loops and any("these figures are too high" in line for line in answer(forced))
 
@@ -135,9 +152,14 @@ def test_the_candidates_are_the_best_its_half_the_drafter_and_the_policy() -> No
 
 
 def test_every_request_names_its_policy() -> None:
-    """Whatever the engine's default is: a K is measured under `fixed`, and no K under `goodput` with its own most drafts."""
+    """Whatever the engine's default is: a K is measured under `fixed`, and no K under `goodput` with its own
+    most drafts.
+    """
     config = SpeculationConfig(num_speculative_tokens=3)
-    assert asking("suffix", 2) == {**Candidate(LOOK, 2).request(config)} and asking("suffix", 2)["policy"] == FIXED
+    assert (
+        asking("suffix", 2) == {**Candidate(LOOK, 2).request(config)}
+        and asking("suffix", 2)["policy"] == FIXED
+    )
     auto = Candidate(BOTH).request(config)
     assert (auto["method"], auto["policy"], auto["num_speculative_tokens"]) == ("auto", "goodput", 16)
 
@@ -190,13 +212,17 @@ def test_the_policy_is_advised_where_it_is_fastest() -> None:
     measure(advice, result(fixed, 1.2), result(policy, 1.4))
     assert advice.settings == {"method": "auto", "policy": "goodput", "draft": "some/draft"}
     said = answer(advice)
-    assert said[0].startswith("Yes: use `auto`, policy `goodput`. Measured 1.40x") and "not predicted" in said[0]
+    assert (
+        said[0].startswith("Yes: use `auto`, policy `goodput`. Measured 1.40x") and "not predicted" in said[0]
+    )
     line = next(line for line in said if "at other concurrency" in line)
     assert "4: neither measured nor predicted" in line and line.endswith("It pays up to concurrency 1.")
 
 
 def contradictions(advice: Advice) -> list[str]:
-    """Lines of an answer that give a speed which is not the measured one, of a setting at a concurrency that was measured."""
+    """Lines of an answer that give a speed which is not the measured one, of a setting at a concurrency that
+    was measured.
+    """
     found = []
     for line in answer(advice):
         for batch, told in re.findall(r"(\d+): ((?:measured|predicted) [\d.]+x)", line):
@@ -207,13 +233,20 @@ def contradictions(advice: Advice) -> list[str]:
 
 
 def test_no_statement_contradicts_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predicted to pay at 4, and measured slower there: no line says that it pays at 4, or at 8. The twin has one that does."""
+    """Predicted to pay at 4, and measured slower there: no line says that it pays at 4, or at 8.
+
+    The twin has one that does.
+    """
     advice = advise(texts_of(0.85), rounds_of(draft=0.02, row=0.01), [DRAFT])
     assert advice.up_to == 8
     measure(advice, result(advice.chosen, 1.4))
     measure(advice, result(advice.chosen, 0.9), batch=4)
     line = next(line for line in answer(advice) if "at other concurrency" in line)
-    assert "2: predicted" in line and "4: measured 0.90x (0.85 to 0.95), does not pay" in line and "8: predicted" in line
+    assert (
+        "2: predicted" in line
+        and "4: measured 0.90x (0.85 to 0.95), does not pay" in line
+        and "8: predicted" in line
+    )
     assert line.endswith("It pays up to concurrency 2, in part by prediction.") and advice.up_to == 2
     assert contradictions(advice) == []
     one = advice.forecast
@@ -227,7 +260,10 @@ def test_a_measured_concurrency_names_what_was_faster_there() -> None:
     measure(advice, result(one, 1.4))
     measure(advice, result(one, 1.1, 0.2), result(policy, 1.3), batch=8)
     line = next(line for line in answer(advice) if "at other concurrency" in line)
-    assert "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to 1.35))" in line
+    assert (
+        "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to 1.35))"
+        in line
+    )
 
 
 def test_a_noisy_machine_and_a_wrong_prediction_are_said() -> None:

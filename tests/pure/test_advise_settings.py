@@ -53,7 +53,9 @@ def loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> SpeculationConfig:
 
 
 def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = SpeculationConfig(draft={"draft_model": 'odd "name" \\ é 🙂'}, memory_limit_gb=2.5, options={"x": [1, True]})
+    base = SpeculationConfig(
+        draft={"draft_model": 'odd "name" \\ é 🙂'}, memory_limit_gb=2.5, options={"x": [1, True]}
+    )
     found = settings(base, "auto", "fixed", 3, ("suffix", "draft_model"))
     path = tmp_path / "speculon.toml"
     path.write_text(
@@ -64,7 +66,12 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
     read = loads(path, monkeypatch)
     assert read == base.model_copy(update={"method": "auto", "policy": "fixed", "num_speculative_tokens": 3})
     config = EngineConfig()
-    assert (config.model, config.dtype, config.threads, config.block_size) == ("some/model", "bfloat16", 2, 32)
+    assert (config.model, config.dtype, config.threads, config.block_size) == (
+        "some/model",
+        "bfloat16",
+        2,
+        32,
+    )
     assert config.serve.port == 9000 and "# kept" in path.read_text()
     write(path, {"model": "demo", "speculation": {"method": "off"}})
     assert loads(path, monkeypatch) == SpeculationConfig(method="off") and EngineConfig().model == "demo"
@@ -73,7 +80,8 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
 
 def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
     values = whole(
-        EngineConfig(events="x.jsonl"), settings(SpeculationConfig(draft="d"), "auto", "goodput", None, ("draft_model",))
+        EngineConfig(events="x.jsonl"),
+        settings(SpeculationConfig(draft="d"), "auto", "goodput", None, ("draft_model",)),
     )
     assert values == {"model": "demo", "speculation": {"method": "auto", "policy": "goodput", "draft": "d"}}
     assert as_toml(values).startswith('model = "demo"\n\n[speculation]\nmethod = "auto"\n')
@@ -92,7 +100,10 @@ def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPECULON_CONFIG", raising=False)
     values = {"model": "demo", "speculation": {"method": "off"}}
-    assert next_command(Path("a folder/speculon.toml"), values) == "SPECULON_CONFIG='a folder/speculon.toml' speculon serve"
+    assert (
+        next_command(Path("a folder/speculon.toml"), values)
+        == "SPECULON_CONFIG='a folder/speculon.toml' speculon serve"
+    )
     assert next_command(Path("speculon.toml"), values) == "speculon serve"
     assert next_command(None, values) == "speculon serve --model demo --method off"
     monkeypatch.setenv("SPECULON_CONFIG", "other.toml")
@@ -101,7 +112,11 @@ def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: py
 
 def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "speculon.toml"
-    for text in ('speculation = { method = "off", join = [\n1] }\n', 'speculation.method = "off"\n', "no toml ="):
+    for text in (
+        'speculation = { method = "off", join = [\n1] }\n',
+        'speculation.method = "off"\n',
+        "no toml =",
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match="speculon.toml"):
             write(path, {"model": "demo", "speculation": {"method": "suffix"}})
@@ -113,7 +128,10 @@ def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.sampled_from(["method", "draft"]), st.text(max_size=8), min_size=1))
 def test_any_string_survives_toml(values: Mapping[str, str]) -> None:
-    assert tomllib.loads(as_toml({"model": "x", "speculation": values})) == {"model": "x", "speculation": values}
+    assert tomllib.loads(as_toml({"model": "x", "speculation": values})) == {
+        "model": "x",
+        "speculation": values,
+    }
 
 
 def test_what_toml_cannot_say_is_refused() -> None:

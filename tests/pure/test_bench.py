@@ -31,8 +31,16 @@ from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
 
-ROUNDS = Rounds(90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5)
-NO_ROUNDS: dict[str, object] = {"per_position": [], "sources": {}, "rounds": None, "reached": None, "needed": []}
+ROUNDS = Rounds(
+    90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5
+)
+NO_ROUNDS: dict[str, object] = {
+    "per_position": [],
+    "sources": {},
+    "rounds": None,
+    "reached": None,
+    "needed": [],
+}
 
 
 def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
@@ -108,7 +116,11 @@ FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixe
         ("auto/matching", {"method": "auto", "acceptance": "matching"}, ("goodput", "adaptive")),
         ("auto/solo", {"method": "auto", "policy": "solo"}, ("solo", "solo")),
         ("auto:8/solo", {"method": "auto", "num_speculative_tokens": 8, "policy": "solo"}, ("solo", "solo")),
-        ("auto/goodput/rejection", {"method": "auto", "policy": "goodput", "acceptance": "rejection"}, ("goodput", "goodput")),
+        (
+            "auto/goodput/rejection",
+            {"method": "auto", "policy": "goodput", "acceptance": "rejection"},
+            ("goodput", "goodput"),
+        ),
         ("suffix/fixed", {"method": "suffix", "policy": "fixed"}, ("fixed", "fixed")),
     ],
 )
@@ -123,15 +135,39 @@ def test_a_mode_is_a_method_with_a_number_a_policy_and_a_rule(
 
 @pytest.mark.parametrize("policy", USUAL_DRAFTS)
 def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
-    assert parse_mode(f"auto/{policy}").speculation == {"method": "auto", "policy": policy}  # K is the policy's own
-    whole = {"method": "draft_model", "num_speculative_tokens": 4, "policy": policy, "acceptance": "rejection"}
+    # K is the policy's own
+    assert parse_mode(f"auto/{policy}").speculation == {"method": "auto", "policy": policy}
+    whole = {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "policy": policy,
+        "acceptance": "rejection",
+    }
     assert parse_mode(f"draft_model:4/{policy}/rejection").speculation == whole
 
 
 @pytest.mark.parametrize(
     "text",
-    ["ngram:", "ngram:0", f"ngram:{MAX_DRAFTS + 1}", "ngram:x", "ngram:-1", "ngram:4:4", f"ngram:{'9' * 5000}", ":4", "/fixed"]
-    + ["ngram/luck", "ngram/", "ngram:4/", "ngram//fixed", "ngram/fixed:4", "ngram:4/matching/x", "ngram:4/matching/matching"]
+    [
+        "ngram:",
+        "ngram:0",
+        f"ngram:{MAX_DRAFTS + 1}",
+        "ngram:x",
+        "ngram:-1",
+        "ngram:4:4",
+        f"ngram:{'9' * 5000}",
+        ":4",
+        "/fixed",
+    ]
+    + [
+        "ngram/luck",
+        "ngram/",
+        "ngram:4/",
+        "ngram//fixed",
+        "ngram/fixed:4",
+        "ngram:4/matching/x",
+        "ngram:4/matching/matching",
+    ]
     + ["ngram/rejection/fixed", "auto/solo/adaptive", "auto+adaptive", "auto:8+solo", "auto+auto"],
 )
 def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
@@ -144,7 +180,9 @@ def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["off:4", "off/matching", "off/fixed", "off:4/fixed"])
 def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"):
+    with pytest.raises(
+        InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"
+    ):
         Plan(modes=(text,))
 
 
@@ -158,7 +196,16 @@ def test_plain_decoding_runs_under_no_policy_that_learns() -> None:
 
 @pytest.mark.parametrize(
     ("text", "temperature"),
-    [("code", 0), ("prose", 1), ("prose@0.7", 0.7), ("code@1", 1), ("prose@0", 0), ("mixed", None), ("mixed@1", 1), ("warm", 0)],
+    [
+        ("code", 0),
+        ("prose", 1),
+        ("prose@0.7", 0.7),
+        ("code@1", 1),
+        ("prose@0", 0),
+        ("mixed", None),
+        ("mixed@1", 1),
+        ("warm", 0),
+    ],
 )
 def test_a_workload_has_a_temperature(text: str, temperature: float | None) -> None:
     assert parse(text)[1] == temperature
@@ -251,7 +298,10 @@ def test_users_of_a_loop_are_written_side_by_side_and_their_edits_one_after_the_
     for crowd in plan.concurrency:
         groups = side_by_side(cases, crowd)
         assert len(groups) == plan.groups("warm", crowd) >= 2
-        assert all(len({case.user for case in group}) == crowd and len({case.name for case in group}) == 1 for group in groups)
+        assert all(
+            len({case.user for case in group}) == crowd and len({case.name for case in group}) == 1
+            for group in groups
+        )
         for user in {case.user for case in cases}:
             mine = [case.name for group in groups for case in group if case.user == user]
             assert mine in ([], [str(i) for i in range(edits)])
@@ -276,7 +326,11 @@ def test_quartiles() -> None:
 
 def timed(draft: float, forward: float, step: float) -> dict[str, float]:
     """The profile of a step; what is left is the settling."""
-    return dict.fromkeys(PARTS, 0.0) | {"propose": draft, "forward": forward, "settle": step - draft - forward}
+    return dict.fromkeys(PARTS, 0.0) | {
+        "propose": draft,
+        "forward": forward,
+        "settle": step - draft - forward,
+    }
 
 
 def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
@@ -293,8 +347,14 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
     assert overhead([one]) == pytest.approx((25 - 17 - 2.5) / 25)
     assert profile([one]) == pytest.approx(timed(2.5 / 3, 17 / 3, 25 / 3))
     assert profile([]) == per_text([]) == {} and overhead([]) is None
-    pair = Measurement(0.5, [[1], [2]], [""], steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))])
-    assert per_text([pair]) == pytest.approx(timed(2 / 3, 4, 5))  # of three, whose last had no other beside it
+    pair = Measurement(
+        0.5,
+        [[1], [2]],
+        [""],
+        steps=[Step(2, 2, 2, True, timed(1, 6, 8)), Step(1, 1, 1, True, timed(1, 6, 7))],
+    )
+    # of three, whose last had no other beside it
+    assert per_text([pair]) == pytest.approx(timed(2 / 3, 4, 5))
     assert Measurement(0.5, [[1]], [""]).decode_tokens_per_second is None
 
 
@@ -308,7 +368,12 @@ def test_the_split_of_a_round_is_that_of_the_calls_that_verified_drafts() -> Non
     one = Measurement(0.5, [[1], [2]], ["", ""], steps=steps)
     found = rounds_of([one])
     assert found is not None
-    assert (found.calls, found.step_ms, found.draft_ms_per_position, found.tokens_per_target_call) == (2, 20, 4 / 8, 8 / 4)
+    assert (found.calls, found.step_ms, found.draft_ms_per_position, found.tokens_per_target_call) == (
+        2,
+        20,
+        4 / 8,
+        8 / 4,
+    )
     assert (found.draft, found.target, found.rest) == pytest.approx((4 / 40, 32 / 40, 4 / 40))
     assert mean_step_ms([one]) == pytest.approx(55 / 3)
     assert rounds_of([Measurement(0.5, [[1]], [""], steps=steps[:2])]) is None
@@ -317,7 +382,14 @@ def test_the_split_of_a_round_is_that_of_the_calls_that_verified_drafts() -> Non
 
 @pytest.mark.parametrize(
     ("tokens", "k", "a"),
-    [(1.5, 1, 0.5), (1.75, 2, 0.5), (1 + 0.9 + 0.81 + 0.729, 3, 0.9), (5.0, 4, 1.0), (1.0, 4, 0.0), (0.4, 4, 0.0)],
+    [
+        (1.5, 1, 0.5),
+        (1.75, 2, 0.5),
+        (1 + 0.9 + 0.81 + 0.729, 3, 0.9),
+        (5.0, 4, 1.0),
+        (1.0, 4, 0.0),
+        (0.4, 4, 0.0),
+    ],
 )
 def test_the_acceptance_that_a_number_of_tokens_needs(tokens: float, k: int, a: float) -> None:
     assert equal_acceptance(tokens, k) == pytest.approx(a, abs=1e-9)
@@ -329,17 +401,31 @@ def test_more_than_every_draft_and_the_bonus_is_impossible() -> None:
 
 def test_what_a_round_must_bring_follows_from_its_cost() -> None:
     needed = needs(ROUNDS, plain_ms=10.0, k=2)
-    assert [(need.speed, need.tokens_per_target_call) for need in needed] == [(1.0, 1.25), (1.5, 1.875), (2.0, 2.5)]
-    assert [need.acceptance for need in needed] == pytest.approx([(2**0.5 - 1) / 2, (4.5**0.5 - 1) / 2, (7**0.5 - 1) / 2])
+    assert [(need.speed, need.tokens_per_target_call) for need in needed] == [
+        (1.0, 1.25),
+        (1.5, 1.875),
+        (2.0, 2.5),
+    ]
+    assert [need.acceptance for need in needed] == pytest.approx(
+        [(2**0.5 - 1) / 2, (4.5**0.5 - 1) / 2, (7**0.5 - 1) / 2]
+    )
     assert [need.acceptance is None for need in needs(ROUNDS, plain_ms=6.0, k=2)] == [False, True, True]
 
 
 def test_acceptance_is_counted_over_the_drafts_that_were_reached() -> None:
     stats = RequestStats()
-    rounds = [(4, SpanKind.FULL), (3, SpanKind.TAIL), (0, SpanKind.EARLY), (2, SpanKind.STOP), (1, SpanKind.EARLY_STOP)]
+    rounds = [
+        (4, SpanKind.FULL),
+        (3, SpanKind.TAIL),
+        (0, SpanKind.EARLY),
+        (2, SpanKind.STOP),
+        (1, SpanKind.EARLY_STOP),
+    ]
     for accepted_drafts, kind in rounds:
         draft = Draft((1, 2, 3, 4), ("ngram",) * 4)
-        stats.record(Decision("ngram", 4), draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind))
+        stats.record(
+            Decision("ngram", 4), draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind)
+        )
     done = stats.speculation()
     assert done is not None and reached(done) == 10 / 13
 
@@ -365,7 +451,11 @@ def test_a_ratio_without_loops_needs_texts_written_alone() -> None:
 
 
 def test_tables_say_what_differs() -> None:
-    assert [figures(cell)[6] for cell in (make_cell("off"), make_cell(), make_cell(different=1))] == ["-", "all", "15/16"]
+    assert [figures(cell)[6] for cell in (make_cell("off"), make_cell(), make_cell(different=1))] == [
+        "-",
+        "all",
+        "15/16",
+    ]
     assert notes(make_cell("off", **NO_ROUNDS)) == []
     assert notes(make_cell(different=1, tie_nats=[2e-6])) == [
         "ngram:4: 80 50 % of the drafts at positions 1 to 2 accepted; accepted tokens from ngram 100%",
@@ -396,7 +486,9 @@ def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
 
 def test_a_rule_that_may_write_other_texts_is_named() -> None:
     said = notes(make_cell("draft_model:4/rejection", different=5, rejection=True))[-1]
-    assert said.endswith("5 of 16 texts differ from those of off, as rejection may: the distribution is the same")
+    assert said.endswith(
+        "5 of 16 texts differ from those of off, as rejection may: the distribution is the same"
+    )
 
 
 def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
@@ -411,18 +503,24 @@ def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
 
 
 def test_a_ratio_without_loops_is_shown_only_where_there_is_one() -> None:
-    assert [figures(cell)[2] for cell in (make_cell(), make_cell(ratio_without_loops=None, texts_without_loops=0))] == [
+    assert [
+        figures(cell)[2] for cell in (make_cell(), make_cell(ratio_without_loops=None, texts_without_loops=0))
+    ] == [
         "1.80 (6)",
         "-",
     ]
 
 
 def test_the_terminal_has_a_table_per_workload_and_crowd() -> None:
-    cells = [make_cell(mode, concurrency=count) for count in (1, 8) for mode in ("off", "draft_model:4/rejection")]
+    cells = [
+        make_cell(mode, concurrency=count) for count in (1, 8) for mode in ("off", "draft_model:4/rejection")
+    ]
     tables = [table(some) for some in by_cell(cells)]
     assert [made.title for made in tables] == ["code, one at a time", "code, 8 at once"]
     assert [made.row_count for made in tables] == [2, 2]
     screen = Console(width=80, file=StringIO())
-    screen.print(tables[1], table([make_cell("off"), make_cell("ngram:4", diagnosis="gated: low_acceptance")]))
+    screen.print(
+        tables[1], table([make_cell("off"), make_cell("ngram:4", diagnosis="gated: low_acceptance")])
+    )
     said = screen.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("diagnosis") == 2 and "pays" in said and "low_acceptance" in said and "…" not in said

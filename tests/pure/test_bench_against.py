@@ -1,4 +1,6 @@
-"""Policies against the best fixed mode, and why a mode did not help: figures that are known, and planted errors."""
+"""Policies against the best fixed mode, and why a mode did not help: figures that are known, and planted
+errors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PLAIN = [100.0] * 4
 
 
 def crowd(workload: str = "code", **speeds: list[float]) -> list[Cell]:
-    """The modes of one cell by their speeds per group, in one repeat; `auto` is the one whose policy is not fixed."""
+    """The modes of one cell by their speeds per group, in one repeat; `auto` is the one whose policy is not
+    fixed.
+    """
     every = {"off": PLAIN, **speeds, AGAIN: speeds.get("again", PLAIN)}
     every.pop("again", None)
     return [
@@ -45,7 +49,9 @@ def one(cells: list[Cell]) -> Against:
 
 
 def test_the_best_fixed_mode_is_picked_on_one_half_and_compared_on_the_other() -> None:
-    """`early` is fast in the first half alone, `late` in the second: what is picked on one half is slow on the other."""
+    """`early` is fast in the first half alone, `late` in the second: what is picked on one half is slow on
+    the other.
+    """
     found = one(crowd(early=[400, 400, 100, 100], late=[100, 100, 300, 300], auto=[200, 200, 200, 200]))
     assert found.picked == ("early", "late")
     assert found.over_best.ratio == pytest.approx(2) and found.over_plain.ratio == pytest.approx(2)
@@ -59,12 +65,16 @@ def test_a_planted_choice_on_the_same_half_gives_another_figure(monkeypatch: pyt
 
 
 def test_luck_is_no_merit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve fixed modes and a policy that differ by noise alone: picked on the same half the lucky one seems better."""
+    """Twelve fixed modes and a policy that differ by noise alone: picked on the same half the lucky one seems
+    better.
+    """
     monkeypatch.setattr(against, "DRAWS", 20)
     ratios: dict[str, list[float]] = {"honest": [], "planted": []}
     for seed in range(40):
         rng = random.Random(seed)
-        modes = {name: [100 * rng.lognormvariate(0, 0.1) for _ in range(8)] for name in [*"abcdefghijkl", "auto"]}
+        modes = {
+            name: [100 * rng.lognormvariate(0, 0.1) for _ in range(8)] for name in [*"abcdefghijkl", "auto"]
+        }
         cells = crowd(**{"again": [100.0] * 8, **modes})
         cells[0].speeds = [[100.0] * 8]
         ratios["honest"].append(one(cells).over_best.ratio)
@@ -89,7 +99,9 @@ def test_pairs_are_those_of_a_group_and_a_repeat() -> None:
     for cell, factor in zip(cells, (1, 2, 1.8, 1), strict=True):
         cell.speeds = [[factor * speed for speed in groups] for groups in weight]
     found = one(cells)
-    assert found.over_best == Estimate(*[pytest.approx(0.9)] * 3) and found.over_plain.ratio == pytest.approx(1.8)
+    assert found.over_best == Estimate(*[pytest.approx(0.9)] * 3) and found.over_plain.ratio == pytest.approx(
+        1.8
+    )
 
 
 def test_the_interval_is_that_of_the_bootstrap() -> None:
@@ -115,8 +127,11 @@ def test_few_groups_are_not_surer_than_they_are() -> None:
 
 def test_all_cells_weigh_the_same() -> None:
     cells = crowd("code", fast=[200] * 4, auto=[400] * 4) + crowd("prose", fast=[200] * 4, auto=[50] * 4)
-    *_, whole = against_best_fixed(cells)  # 2 where look-ups pay; 0.5 where the best fixed mode, plain or fast, is fast
-    assert whole.over_best.ratio == pytest.approx((2 * 0.25) ** 0.5) and whole.over_plain.ratio == pytest.approx(2**0.5)
+    # 2 where look-ups pay; 0.5 where the best fixed mode, plain or fast, is fast
+    *_, whole = against_best_fixed(cells)
+    assert whole.over_best.ratio == pytest.approx(
+        (2 * 0.25) ** 0.5
+    ) and whole.over_plain.ratio == pytest.approx(2**0.5)
 
 
 def test_a_single_group_has_no_other_half_and_fixed_modes_alone_no_table() -> None:
@@ -146,15 +161,32 @@ def test_transformers_own_loop_is_no_candidate() -> None:
 @pytest.mark.parametrize(
     ("auto", "said"),
     [
-        pytest.param([180, 181, 182, 183], "slower", id="slower than the best fixed mode, though faster than plain"),
+        pytest.param(
+            [180, 181, 182, 183], "slower", id="slower than the best fixed mode, though faster than plain"
+        ),
         pytest.param([220, 221, 222, 223], "faster", id="faster"),
         pytest.param([180, 220, 181, 221], "undecided", id="now this, now that"),
     ],
 )
 def test_the_report_says_who_is_slower(auto: list[float], said: str, tmp_path: Path) -> None:
     cells = crowd(fast=[200] * 4, auto=auto)
-    facts = {"name": "x", "parameters": 1, "layers": 1, "dtype": "float32", "threads": 1, "drafts": {}, "widened_to": None}
-    made = Report("speculon bench", {"repeats": 1, "prompts": 4, "max_tokens": 8}, facts, {}, cells, against_best_fixed(cells))
+    facts = {
+        "name": "x",
+        "parameters": 1,
+        "layers": 1,
+        "dtype": "float32",
+        "threads": 1,
+        "drafts": {},
+        "widened_to": None,
+    }
+    made = Report(
+        "speculon bench",
+        {"repeats": 1, "prompts": 4, "max_tokens": 8},
+        facts,
+        {},
+        cells,
+        against_best_fixed(cells),
+    )
     report.write(made, tmp_path)
     lines = (tmp_path / "bench.md").read_text().splitlines()
     for start in ("| code | 1 | auto | fast |", "| all | - | auto | - |"):
@@ -169,7 +201,14 @@ def test_the_table_is_whole_and_fits_the_terminal() -> None:
     rows = [*against_best_fixed(crowd(**{"draft_model:4": [200.0] * 4, "auto": [300.0] * 4}))]
     lines = against_markdown(rows).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert against_figures(rows[0])[:6] == ("code", "1", "auto", "draft_model:4", "1.50 (1.50-1.50)", "faster")
+    assert against_figures(rows[0])[:6] == (
+        "code",
+        "1",
+        "auto",
+        "draft_model:4",
+        "1.50 (1.50-1.50)",
+        "faster",
+    )
     screen = Console(width=80, file=StringIO())
     screen.print(against_table(rows))
     said = screen.file.getvalue().split()  # type: ignore[attr-defined]
@@ -206,19 +245,45 @@ PLAIN_STEP = part(0, 5)
     [
         pytest.param(stats(100, 4, 2), part(1, 6), 1.5, "pays", id="faster"),
         pytest.param(stats(2, 4, 0, no_match=98), part(0.1, 5), 1.0, "no proposals", id="nothing to look up"),
-        pytest.param(stats(0, 4, 0, no_match=98), part(0.1, 5.4), 0.9, "no proposals", id="not once, on a slow machine"),
-        pytest.param(stats(2, 4, 0, cost=90, no_match=8), part(0.1, 5), 1.0, "gated: cost", id="the policy saw no gain"),
-        pytest.param(stats(0, 4, 0, load=98), part(0, 5), 0.99, "gated: load", id="memory was promised to others"),
-        pytest.param(stats(40, 4, 0.3, no_match=60), part(0.1, 6.5), 0.8, "low acceptance", id="few guesses, and wrong ones"),
+        pytest.param(
+            stats(0, 4, 0, no_match=98), part(0.1, 5.4), 0.9, "no proposals", id="not once, on a slow machine"
+        ),
+        pytest.param(
+            stats(2, 4, 0, cost=90, no_match=8), part(0.1, 5), 1.0, "gated: cost", id="the policy saw no gain"
+        ),
+        pytest.param(
+            stats(0, 4, 0, load=98), part(0, 5), 0.99, "gated: load", id="memory was promised to others"
+        ),
+        pytest.param(
+            stats(40, 4, 0.3, no_match=60),
+            part(0.1, 6.5),
+            0.8,
+            "low acceptance",
+            id="few guesses, and wrong ones",
+        ),
         pytest.param(stats(100, 4, 1), part(3, 8), 0.7, "low acceptance", id="three of four fall"),
-        pytest.param(stats(100, 4, 3.8), part(20, 6), 0.9, "draft cost", id="right, but as dear as the target"),
-        pytest.param(stats(100, 4, 3.8), part(0.1, 26), 0.9, "verify cost", id="right, but the rows are dear"),
-        pytest.param(stats(100, 4, 2, max_tokens=1), part(1, 6), 1.01, "even", id="faster decoding, drowned in the noise"),
+        pytest.param(
+            stats(100, 4, 3.8), part(20, 6), 0.9, "draft cost", id="right, but as dear as the target"
+        ),
+        pytest.param(
+            stats(100, 4, 3.8), part(0.1, 26), 0.9, "verify cost", id="right, but the rows are dear"
+        ),
+        pytest.param(
+            stats(100, 4, 2, max_tokens=1),
+            part(1, 6),
+            1.01,
+            "even",
+            id="faster decoding, drowned in the noise",
+        ),
         pytest.param(stats(100, 4, 2), part(1, 6), 0.8, "unclear", id="faster decoding, slower all the same"),
-        pytest.param(stats(40, 4, 2, no_match=60), part(0.1, 5.1), 0.99, "no proposals", id="too few to be seen"),
+        pytest.param(
+            stats(40, 4, 2, no_match=60), part(0.1, 5.1), 0.99, "no proposals", id="too few to be seen"
+        ),
     ],
 )
-def test_the_diagnosis_names_what_was_measured(found: RequestStats, step: dict[str, float], ratio: float, said: str) -> None:
+def test_the_diagnosis_names_what_was_measured(
+    found: RequestStats, step: dict[str, float], ratio: float, said: str
+) -> None:
     assert diagnose(found, step, PLAIN_STEP, ratio, NOISE) == said
 
 

@@ -37,7 +37,11 @@ def test_a_prompt_that_begins_alike_finds_full_pages_but_computes_at_least_one_t
     first = make_sequence(list(range(8)))
     assert pool.attach(first) == 0
     fill(pool, first)
-    same, longer, other = make_sequence(list(range(8))), make_sequence(list(range(10))), make_sequence([9, *range(1, 8)])
+    same, longer, other = (
+        make_sequence(list(range(8))),
+        make_sequence(list(range(10))),
+        make_sequence([9, *range(1, 8)]),
+    )
     assert [pool.attach(s) for s in (same, longer, other)] == [4, 8, 0]
     assert same.table == first.table[:1] and longer.table == first.table[:2]
     pool.check_integrity([first, same, longer, other])
@@ -95,7 +99,9 @@ def test_random_life_keeps_the_pool_whole(seed: int):
     for _ in range(600):
         action = chance.random()
         if action < 0.3:
-            seq = make_sequence([chance.randrange(2) for _ in range(chance.randrange(1, 20))], max_tokens=chance.randrange(20))
+            seq = make_sequence(
+                [chance.randrange(2) for _ in range(chance.randrange(1, 20))], max_tokens=chance.randrange(20)
+            )
             pool.attach(seq)
             if pool.missing(seq, len(seq.tokens)) <= pool.available:
                 fill(pool, seq)

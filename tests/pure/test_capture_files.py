@@ -55,7 +55,9 @@ def test_the_oldest_go_beyond_the_bound(tmp_path: Path) -> None:
     "name, wrong",
     [
         pytest.param(
-            "_delete", lambda files, path: files._sizes.pop(path) and setattr(files, "taken", 0), id="nothing is deleted"
+            "_delete",
+            lambda files, path: files._sizes.pop(path) and setattr(files, "taken", 0),
+            id="nothing is deleted",
         ),
         pytest.param("append", lambda files, label, line: True, id="nothing is written"),
     ],
@@ -74,7 +76,10 @@ def test_a_line_each_of_many_keys_is_bounded_by_what_the_disk_takes(tmp_path: Pa
         files.append(f"{number:032x}", line(number, 100))
     assert on_disk(tmp_path) <= files.taken <= MB
     kept = numbers(tmp_path)
-    assert kept == list(range(kept[0], 1000)) and len(list(tmp_path.iterdir())) == len(kept) >= MB // (2 * BLOCK) - 1
+    assert (
+        kept == list(range(kept[0], 1000))
+        and len(list(tmp_path.iterdir())) == len(kept) >= MB // (2 * BLOCK) - 1
+    )
 
 
 def test_the_file_that_was_written_longest_ago_goes_first(tmp_path: Path) -> None:
@@ -172,7 +177,9 @@ def check_mended(root: Path, left: bytes) -> None:
     assert numbers(root) == list(range(21)) and files.taken == Files(root, MB).taken
 
 
-@pytest.mark.parametrize("left", [b"", b"4", b"7" * 999, b"8" * (2 * BLOCK + 17)], ids=["nothing", "a byte", "most", "blocks"])
+@pytest.mark.parametrize(
+    "left", [b"", b"4", b"7" * 999, b"8" * (2 * BLOCK + 17)], ids=["nothing", "a byte", "most", "blocks"]
+)
 def test_half_a_line_is_cut_off(left: bytes, tmp_path: Path) -> None:
     check_mended(tmp_path, left)
 
@@ -218,7 +225,9 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.param({"capture_gb": 0}, "capture_gb", id="nothing"),
         pytest.param({"capture_gb": float("inf")}, "capture_gb", id="everything"),
         pytest.param({"capture_key": " "}, "capture_key", id="an empty key"),
-        pytest.param({"api_key": "one", "capture_key": "secret"}, "capture_key", id="a key that opens nothing"),
+        pytest.param(
+            {"api_key": "one", "capture_key": "secret"}, "capture_key", id="a key that opens nothing"
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(said: dict[str, object], name: str) -> None:
@@ -227,7 +236,9 @@ def test_bad_settings_are_refused_by_name(said: dict[str, object], name: str) ->
     assert refused.value.name == name and "secret" not in str(refused.value)
 
 
-def test_a_folder_that_cannot_be_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert Capture.of(ServeConfig()) is None
     config = ServeConfig(capture=tmp_path / "new")
     monkeypatch.setattr(os, "access", lambda path, mode: False)

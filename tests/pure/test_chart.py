@@ -39,7 +39,11 @@ def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
         for mode in ("off", *modes, AGAIN)
     ]
     assert (
-        overlaps(cells, "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on " * 2)
+        overlaps(
+            cells,
+            "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on "
+            * 2,
+        )
         == []
     )
 
@@ -61,5 +65,7 @@ def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
 def test_a_planted_chart_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BAR", "LEGEND_CHAR", "TITLE_CHAR", "HANDLE"):
         monkeypatch.setattr(f"speculon.bench.chart.{name}", 0.02)
-    cells = [make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)]
+    cells = [
+        make_cell(mode, workload=name) for name in ("code", "edit", "prose@0.7") for mode in ("off", *MODES)
+    ]
     assert set(overlaps(cells, "a long title " * 20)) == {"legend", "title", "numbers"}

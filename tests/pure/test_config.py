@@ -1,4 +1,7 @@
-"""Settings say what is wrong with them: the name, the value, the limit. Request > keyword > environment > file > default."""
+"""Settings say what is wrong with them: the name, the value, the limit.
+
+Request > keyword > environment > file > default.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +59,18 @@ INF, NAN = float("inf"), float("nan")
         ("logit_bias", {"the": 1.0}, "integer"),
         ("bad_words", ("",), "each string"),
         ("bad_words", ("x",) * 257, "at most 256 items"),
-        ("structured", {"regex": "a*", "choice": ["b"]}, "exactly one of json_schema, json_object, regex, choice, grammar"),
+        (
+            "structured",
+            {"regex": "a*", "choice": ["b"]},
+            "exactly one of json_schema, json_object, regex, choice, grammar",
+        ),
         ("structured", {}, "exactly one"),
         ("structured", {"json_schema": False}, "no text"),
-        ("structured", {"json_schema": {"enum": ["x" * 2**16]}}, "at most 65536 characters as JSON, this has"),
+        (
+            "structured",
+            {"json_schema": {"enum": ["x" * 2**16]}},
+            "at most 65536 characters as JSON, this has",
+        ),
         ("structured", {"json_schema": {"enum": {1}}}, "not JSON"),
         ("structured", {"regex": ""}, "at least 1"),
         ("structured", {"regex": "x" * (2**16 + 1)}, "at most 65536"),
@@ -131,7 +142,11 @@ def test_parameters_cannot_be_changed_afterwards() -> None:
     [
         (SpeculationConfig, {"num_speculative_tokens": 65}, "num_speculative_tokens = 65: .* 64"),
         (SpeculationConfig, {"num_speculative_tokens": -1}, "num_speculative_tokens = -1"),
-        (SpeculationConfig, {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4 > prompt_lookup_max 3"),
+        (
+            SpeculationConfig,
+            {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min 4 > prompt_lookup_max 3",
+        ),
         (SpeculationConfig, {"synthetic_acceptance": 1.5}, "synthetic_acceptance = 1.5"),
         (SpeculationConfig, {"policy": "reckless"}, "policy = 'reckless': .*known are fixed"),
         (SpeculationConfig, {"k": 3}, "k = 3: unknown field"),
@@ -175,7 +190,9 @@ def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_keyword_beats_environment_beats_file_beats_default(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyword_beats_environment_beats_file_beats_default(
+    settings_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     default = EngineConfig()
     assert (default.block_size, default.max_num_seqs, default.max_batch_tokens) == (16, 32, 512)
     settings_file.write_text("block_size = 1\nmax_num_seqs = 1\nmax_batch_tokens = 1\n")
@@ -185,12 +202,21 @@ def test_keyword_beats_environment_beats_file_beats_default(settings_file: Path,
     assert (config.block_size, config.max_num_seqs, config.max_batch_tokens) == (1, 2, 3)
 
 
-def test_nested_settings_are_merged_field_by_field(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings_file.write_text('[speculation]\nmethod = "off"\nprompt_lookup_min = 1\nnum_speculative_tokens = 1\n')
+def test_nested_settings_are_merged_field_by_field(
+    settings_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings_file.write_text(
+        '[speculation]\nmethod = "off"\nprompt_lookup_min = 1\nnum_speculative_tokens = 1\n'
+    )
     monkeypatch.setenv("SPECULON_SPECULATION__NUM_SPECULATIVE_TOKENS", "2")
     monkeypatch.setenv("SPECULON_SPECULATION__PROMPT_LOOKUP_MAX", "7")
     spec = EngineConfig(speculation={"method": "ngram"}).speculation
-    assert (spec.method, spec.num_speculative_tokens, spec.prompt_lookup_min, spec.prompt_lookup_max) == ("ngram", 2, 1, 7)
+    assert (spec.method, spec.num_speculative_tokens, spec.prompt_lookup_min, spec.prompt_lookup_max) == (
+        "ngram",
+        2,
+        1,
+        7,
+    )
 
 
 def test_a_file_beside_the_call_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +241,9 @@ def test_a_file_beside_the_call_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         ("SPECULON_KV_MEMORY_GB", "inf", "kv_memory_gb = 'inf': .*finite"),
     ],
 )
-def test_a_bad_environment_is_named(name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_environment_is_named(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         EngineConfig()
@@ -249,7 +277,10 @@ def test_a_draft_is_a_path_an_object_or_a_table_of_them() -> None:
     assert SpeculationConfig().drafts == {}
     assert SpeculationConfig(draft="x").drafts == {"draft_model": "x"}
     assert SpeculationConfig(draft=model).drafts["draft_model"] is model
-    assert SpeculationConfig(draft={"mine": model, "draft_model": "x"}).drafts == {"mine": model, "draft_model": "x"}
+    assert SpeculationConfig(draft={"mine": model, "draft_model": "x"}).drafts == {
+        "mine": model,
+        "draft_model": "x",
+    }
     assert EngineConfig(speculation={"draft": model}).speculation.drafts["draft_model"] is model
     for wrong in (3, object(), {"mine": 3}):
         with pytest.raises(InvalidParameter, match="draft"):

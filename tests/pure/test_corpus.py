@@ -32,7 +32,9 @@ def library(tmp_path):
     [("statistics.py", True), ("turtle.py", True), ("test/test_re.py", True), ("json/decoder.py", False)],
 )
 def test_held_out_rule_is_pinned(path, expected):
-    """The split is part of the shipped model: a changed rule would put training files in the validation split."""
+    """The split is part of the shipped model: a changed rule would put training files in the validation
+    split.
+    """
     assert corpus.is_held_out(path) is expected
 
 
@@ -75,7 +77,9 @@ def test_rename_leaves_backslashes_in_the_new_name_alone():
 def test_edit_prompt_and_answer_share_the_fence():
     prompt = corpus.edit_prompt(SOURCE.rstrip(), "width", "breadth")
     answer = corpus.edit_answer(SOURCE.rstrip(), "width", "breadth")
-    assert prompt.startswith("Repeat this function with `width` renamed to `breadth`.\n\n```python\ndef area(")
+    assert prompt.startswith(
+        "Repeat this function with `width` renamed to `breadth`.\n\n```python\ndef area("
+    )
     assert answer.startswith("```python\ndef area(breadth,")
     assert prompt.endswith("\n```") and answer.endswith("\n```")
     assert corpus.rename(answer, "breadth", "width") == corpus.fenced(SOURCE.rstrip())

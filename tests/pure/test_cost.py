@@ -78,10 +78,14 @@ def test_a_batch_size_that_departs_from_the_sum_is_known_by_itself() -> None:
     for _ in range(60):
         costs.observe_step(4, 0, 0, 2 * step_ms(4, 0, 0))
         costs.observe_step(8, 0, 0, step_ms(8, 0, 0))
-    assert costs.step(4) > 1.6 * step_ms(4, 0, 0) and costs.step(8) == pytest.approx(step_ms(8, 0, 0), rel=0.1)
+    assert costs.step(4) > 1.6 * step_ms(4, 0, 0) and costs.step(8) == pytest.approx(
+        step_ms(8, 0, 0), rel=0.1
+    )
 
 
-@pytest.mark.parametrize(("seen", "asked", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)])
+@pytest.mark.parametrize(
+    ("seen", "asked", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)]
+)
 def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, known: bool) -> None:
     costs = Costs()
     costs.observe_step(asked, asked, 4, 50.0)  # one that drafts tells nothing of plain ones
@@ -92,7 +96,12 @@ def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, kno
 
 def test_nothing_is_known_before_the_first_measurement() -> None:
     costs = Costs()
-    assert not costs.known and costs.plain(1) is None and costs.proposal("model", 1, 4) == 0.0 and costs.calls("model") == 0
+    assert (
+        not costs.known
+        and costs.plain(1) is None
+        and costs.proposal("model", 1, 4) == 0.0
+        and costs.calls("model") == 0
+    )
     with pytest.raises(ValueError):
         costs.step(1)
     costs.observe_step(1, 0, 0, 0.0)  # a clock too coarse
@@ -116,7 +125,9 @@ def test_costs_outlive_a_process() -> None:
     assert again.proposal("model", 4, 4) == pytest.approx(costs.proposal("model", 4, 4), rel=0.1)
 
 
-@pytest.mark.parametrize("state", [{"": [1.0, 2.0]}, {"": ["x"] * 4}, {"model": [1.0] * 5}, {"": [float("inf")] * 4}, [1], None])
+@pytest.mark.parametrize(
+    "state", [{"": [1.0, 2.0]}, {"": ["x"] * 4}, {"model": [1.0] * 5}, {"": [float("inf")] * 4}, [1], None]
+)
 def test_what_no_cost_model_told_is_refused(state: object) -> None:
     with pytest.raises(ValueError):
         Costs().restore(state)

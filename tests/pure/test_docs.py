@@ -23,7 +23,9 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.fixture
@@ -85,9 +87,9 @@ def test_a_planted_mode_of_another_form_is_found() -> None:
 
 def test_the_default_modes_are_those_in_the_document() -> None:
     listed = ", ".join(f"`{mode}`" for mode in MODES)
-    assert f"are compared, as far as their drafters are given: {listed}." in (ROOT / "docs" / "bench.md").read_text(
-        encoding="utf-8"
-    )
+    assert f"are compared, as far as their drafters are given: {listed}." in (
+        ROOT / "docs" / "bench.md"
+    ).read_text(encoding="utf-8")
 
 
 def untold(answer: list[str], document: str) -> list[str]:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsafeCheckpoint, UnsupportedModel, WrongPair
+from speculon.errors import (
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+    WrongPair,
+)
 from speculon.models.drafters import Eagle3, Shape, check_offsets, check_pair
 from speculon.models.families import FOREIGN, family_of, recognise_drafter
 
@@ -101,7 +108,8 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
     return folder
 
 
-# -- taps ------------------------------------------------------------------------------------------------------------------
+# -- taps
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,9 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
         pytest.param((1, 46, 90), None, 94, [(1, 46, 90)], id="nested, Qwen3 235B"),
         pytest.param((2, 30, 58), None, 61, [(1, 29, 57)], id="nested, Kimi K2: the usual of the other way"),
         pytest.param((4, 20, 40), None, 45, [(4, 20, 40), (3, 19, 39)], id="nested, step 3.5: either"),
-        pytest.param((0, 20, 40), None, 45, [(0, 20, 40), (-1, 19, 39)], id="nested: either, one with embeddings"),
+        pytest.param(
+            (0, 20, 40), None, 45, [(0, 20, 40), (-1, 19, 39)], id="nested: either, one with embeddings"
+        ),
         pytest.param((4, 20, 45), None, 45, [(3, 19, 44)], id="nested: only one lies within"),
     ],
 )
@@ -130,13 +140,19 @@ def test_taps_are_outputs_of_layers(
 @pytest.mark.parametrize(
     ("ids", "after", "layers", "words"),
     [
-        pytest.param(None, True, 6, "names no layers.*need 7 of them; the target has 6", id="too shallow for the usual"),
-        pytest.param((1, 29, 57), None, 57, "reads layers 1, 29, 57, .* from 0 to 56", id="nested, out of range"),
+        pytest.param(
+            None, True, 6, "names no layers.*need 7 of them; the target has 6", id="too shallow for the usual"
+        ),
+        pytest.param(
+            (1, 29, 57), None, 57, "reads layers 1, 29, 57, .* from 0 to 56", id="nested, out of range"
+        ),
         pytest.param((1, 2, 9), False, 8, "reads layers 0, 1, 8, .* from 0 to 7", id="before, out of range"),
         pytest.param((-1, 2, 4), False, 8, "reads layers -2, 1, 3", id="before the embeddings"),
     ],
 )
-def test_taps_outside_the_target_are_refused(ids: tuple[int, ...] | None, after: bool | None, layers: int, words: str) -> None:
+def test_taps_outside_the_target_are_refused(
+    ids: tuple[int, ...] | None, after: bool | None, layers: int, words: str
+) -> None:
     with pytest.raises(WrongPair, match=words):
         replace(SHEET, tap_ids=ids, after=after).readings(layers)
 
@@ -158,7 +174,9 @@ def test_the_line_says_how_the_taps_are_read() -> None:
     ("target", "words"),
     [
         pytest.param(replace(TARGET, hidden=16), "width 8, the target's are 16", id="hidden"),
-        pytest.param(replace(TARGET, vocab_size=1000), "vocabulary of 20, the target's is 1,000", id="vocabulary"),
+        pytest.param(
+            replace(TARGET, vocab_size=1000), "vocabulary of 20, the target's is 1,000", id="vocabulary"
+        ),
         pytest.param(replace(TARGET, num_layers=6), "need 7 of them; the target has 6", id="layers"),
     ],
 )
@@ -199,23 +217,50 @@ FAMILIES: list[Any] = [
     pytest.param("P-EAGLE", {"architectures": ["PEagleDraftModel"]}, EAGLE3, id="peagle, SpecForge"),
     pytest.param("P-EAGLE", CONFIG, {**EAGLE3, "mask_hidden": (1, 1, 3 * H)}, id="peagle, by its tensor"),
     pytest.param("DFlash", {"speculators_model_type": "dflash"}, EAGLE1, id="dflash, speculators"),
-    pytest.param("DFlash", {"architectures": ["DFlashDraftModel"], "dflash_config": {}}, EAGLE1, id="dflash, z-lab"),
+    pytest.param(
+        "DFlash", {"architectures": ["DFlashDraftModel"], "dflash_config": {}}, EAGLE1, id="dflash, z-lab"
+    ),
     pytest.param("DFlash", {}, {**EAGLE1, "hidden_norm.weight": (H,)}, id="dflash, by its tensor"),
-    pytest.param("DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, EAGLE1, id="dflash2"),
+    pytest.param(
+        "DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, EAGLE1, id="dflash2"
+    ),
     pytest.param("Domino", {"dflash_config": {"projector_type": "domino"}}, EAGLE1, id="domino"),
     pytest.param("LiLiCorr", {"architectures": ["LiLiCorrDraftModel"]}, EAGLE1, id="lilicorr"),
-    pytest.param("DSpark", {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, EAGLE1, id="dspark, flat"),
+    pytest.param(
+        "DSpark", {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, EAGLE1, id="dspark, flat"
+    ),
     pytest.param("DSpark", {"dflash_config": {"projector_type": "dspark"}}, EAGLE1, id="dspark, nested"),
-    pytest.param("DSpark", {"speculators_model_type": "dspark", "markov_rank": 4}, EAGLE1, id="dspark, speculators"),
-    pytest.param("DSpark", {}, {**EAGLE1, "markov_head.markov_w1.weight": (20, 4)}, id="dspark, by its tensor"),
-    pytest.param("MTP", {"speculators_model_type": "mtp"}, {"mtp_layers.0.input_proj.weight": (H, 2 * H)}, id="mtp, speculators"),
+    pytest.param(
+        "DSpark", {"speculators_model_type": "dspark", "markov_rank": 4}, EAGLE1, id="dspark, speculators"
+    ),
+    pytest.param(
+        "DSpark", {}, {**EAGLE1, "markov_head.markov_w1.weight": (20, 4)}, id="dspark, by its tensor"
+    ),
+    pytest.param(
+        "MTP",
+        {"speculators_model_type": "mtp"},
+        {"mtp_layers.0.input_proj.weight": (H, 2 * H)},
+        id="mtp, speculators",
+    ),
     pytest.param("MTP", {}, {"mtp.fc.weight": (H, 2 * H), "mtp.norm.weight": (H,)}, id="mtp, by its tensors"),
     pytest.param("Medusa", {"medusa_num_heads": 4}, {"0.0.linear.weight": (H, H)}, id="medusa"),
     pytest.param("Medusa", {}, {"medusa_heads.0.0.linear.weight": (H, H)}, id="medusa, by its tensors"),
-    pytest.param("MLP speculator", {"model_type": "mlp_speculator"}, {"speculator.emb.0.weight": (20, H)}, id="mlp"),
-    pytest.param("LSTM speculator", {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, {"projs.0": (H, H)}, id="lstm"),
+    pytest.param(
+        "MLP speculator", {"model_type": "mlp_speculator"}, {"speculator.emb.0.weight": (20, H)}, id="mlp"
+    ),
+    pytest.param(
+        "LSTM speculator",
+        {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]},
+        {"projs.0": (H, H)},
+        id="lstm",
+    ),
     pytest.param("PARD", {"architectures": ["LlamaForCausalLM"], "pard_token": 19}, PLAIN, id="pard"),
-    pytest.param("Gemma 4 assistant", {"model_type": "gemma4_assistant"}, {"pre_projection.weight": (H, H)}, id="gemma4"),
+    pytest.param(
+        "Gemma 4 assistant",
+        {"model_type": "gemma4_assistant"},
+        {"pre_projection.weight": (H, H)},
+        id="gemma4",
+    ),
     pytest.param(
         "an EAGLE-3 head with latent attention",
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
@@ -235,14 +280,19 @@ FAMILIES: list[Any] = [
         id="tapless",
     ),
     pytest.param(
-        "EAGLE-1/2", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, EAGLE1, id="eagle, by its tensors"
+        "EAGLE-1/2",
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+        EAGLE1,
+        id="eagle, by its tensors",
     ),
     pytest.param("EAGLE-1/2", {"architectures": ["EagleLlamaForCausalLM"]}, PLAIN, id="eagle, by its config"),
 ]
 
 
 @pytest.mark.parametrize(("name", "config", "shapes"), FAMILIES)
-def test_what_is_not_carried_is_refused_by_name(name: str, config: dict[str, Any], shapes: Shapes, tmp_path: Path) -> None:
+def test_what_is_not_carried_is_refused_by_name(
+    name: str, config: dict[str, Any], shapes: Shapes, tmp_path: Path
+) -> None:
     family = family_of(write(tmp_path / "drafter", config, shapes))
     assert (family.method, family.sheet, family.checkpoint) == (None, None, None)
     assert family.line.startswith(f"{name}: ")
@@ -263,11 +313,18 @@ def test_an_unknown_kind_of_the_speculators_format_is_refused(tmp_path: Path) ->
     "shapes",
     [
         pytest.param(PLAIN, id="plain"),
-        pytest.param({**PLAIN, "mtp.fc.weight": (H, 2 * H), "mtp.norm.weight": (H,)}, id="with prediction layers of its own"),
+        pytest.param(
+            {**PLAIN, "mtp.fc.weight": (H, 2 * H), "mtp.norm.weight": (H,)},
+            id="with prediction layers of its own",
+        ),
     ],
 )
 def test_a_language_model_is_a_draft_model(shapes: Shapes, tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": H}, shapes)
+    folder = write(
+        tmp_path / "model",
+        {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": H},
+        shapes,
+    )
     family = family_of(folder)
     assert (family.method, family.refusal) == ("draft_model", None)
     assert family.checkpoint is not None
@@ -277,8 +334,13 @@ def test_a_language_model_is_a_draft_model(shapes: Shapes, tmp_path: Path) -> No
 
 
 def test_tensors_decide_whatever_the_config_calls_itself(tmp_path: Path) -> None:
-    assert family_of(write(tmp_path / "a", {**CONFIG, "architectures": ["LlamaForCausalLM"]}, EAGLE3)).method == "eagle3"
-    assert family_of(write(tmp_path / "b", CONFIG, EAGLE1)).line.startswith("EAGLE-1/2")  # and not what it claims
+    assert (
+        family_of(write(tmp_path / "a", {**CONFIG, "architectures": ["LlamaForCausalLM"]}, EAGLE3)).method
+        == "eagle3"
+    )
+    assert family_of(write(tmp_path / "b", CONFIG, EAGLE1)).line.startswith(
+        "EAGLE-1/2"
+    )  # and not what it claims
     with pytest.raises(MissingWeights, match="there is no tensor fc.weight"):
         family_of(write(tmp_path / "c", CONFIG, PLAIN))
     with pytest.raises(ModelError, match=r"fc is \[9, 24\] and the first q_proj \[8, 16\]"):
@@ -289,7 +351,9 @@ def test_tensors_decide_whatever_the_config_calls_itself(tmp_path: Path) -> None
 def test_pickles_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    with pytest.raises(UnsafeCheckpoint, match=r"pytorch_model.bin: pickle weights can run code; .* convert them"):
+    with pytest.raises(
+        UnsafeCheckpoint, match=r"pytorch_model.bin: pickle weights can run code; .* convert them"
+    ):
         family_of(tmp_path)
 
 

@@ -20,7 +20,21 @@ from typing import Any
 import pytest
 
 from speculon.config import EngineConfig
-from speculon.core import Ask, Decision, Draft, Finish, Load, Plan, Proposal, Reason, Span, SpanKind, Stop, Verdict, no_draft
+from speculon.core import (
+    Ask,
+    Decision,
+    Draft,
+    Finish,
+    Load,
+    Plan,
+    Proposal,
+    Reason,
+    Span,
+    SpanKind,
+    Stop,
+    Verdict,
+    no_draft,
+)
 from speculon.engine import events as module
 from speculon.engine.events import Events
 from speculon.errors import ConfigError, RecordError
@@ -40,7 +54,9 @@ def begun(path: Path, **settings: Any) -> Events:
 
 
 def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
-    """One round of one sequence: the lookup has no match, the model three drafts, of which two are kept and one is accepted."""
+    """One round of one sequence: the lookup has no match, the model three drafts, of which two are kept and
+    one is accepted.
+    """
     span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
     proposed = [("ngram", [span.seq], [no_draft(Stop.NO_MATCH)]), ("model", [span.seq], [DRAFT])]
     span.draft = DRAFT.cut(2)
@@ -66,14 +82,21 @@ def path(tmp_path: Path) -> Path:
 def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
     recording = written(path, speculation={"method": "ngram", "options": {"key": "hidden"}})
     header, (first, _, last) = recording.header, recording.rounds
-    assert header.device == "cpu" and header.versions["python"] == sys.version.split()[0] and header.block_size == 16
+    assert (
+        header.device == "cpu"
+        and header.versions["python"] == sys.version.split()[0]
+        and header.block_size == 16
+    )
     assert header.speculation["method"] == "ngram" and header.speculation["options"] == ["key"]
     assert (first.running, first.waiting, first.free_pages, first.rows, first.prompt_rows) == (1, 2, 3, 3, 0)
     assert first.target_ms == 2.0 and first.proposals == {"model": Proposal(1, 4, 0.5, 7)}
     assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
     (told,) = first.texts
     assert told.policy == "fixed" and told.methods == {"ngram": 4, "model": 4}
-    assert [(asked.method, asked.k, asked.found) for asked in told.asked] == [("ngram", 4, 0), ("model", 4, 3)]
+    assert [(asked.method, asked.k, asked.found) for asked in told.asked] == [
+        ("ngram", 4, 0),
+        ("model", 4, 3),
+    ]
     assert told.asked[1].confidence == (0.9, 0.8, 0.7)
     assert [(asked.match, asked.stop) for asked in told.asked] == [(0, "no_match"), (5, "confidence")]
     assert told.drafts == (("model", 2),) and (told.accepted, told.kind, told.tokens) == (1, SpanKind.TAIL, 2)
@@ -116,16 +139,28 @@ def test_without_the_setting_there_is_none() -> None:
 
 BROKEN = [
     pytest.param(
-        lambda lines: [lines[0], lines[1][:40] + "\n", *lines[2:]], r"events.jsonl, line 2: Invalid JSON", id="half a line"
+        lambda lines: [lines[0], lines[1][:40] + "\n", *lines[2:]],
+        r"events.jsonl, line 2: Invalid JSON",
+        id="half a line",
     ),
-    pytest.param(lambda lines: [*lines[:2], "{}\n", *lines[2:]], r"line 3: time: Field required", id="a field is missing"),
-    pytest.param(lambda lines: [*lines[:-1], lines[-1].replace('"running"', '"runing"')], r"line 4: run", id="a wrong name"),
+    pytest.param(
+        lambda lines: [*lines[:2], "{}\n", *lines[2:]],
+        r"line 3: time: Field required",
+        id="a field is missing",
+    ),
+    pytest.param(
+        lambda lines: [*lines[:-1], lines[-1].replace('"running"', '"runing"')],
+        r"line 4: run",
+        id="a wrong name",
+    ),
     pytest.param(
         lambda lines: [lines[0].replace('events":1', 'events":2'), *lines[1:]],
         r"line 1: version 2; .* reads version 1",
         id="version",
     ),
-    pytest.param(lambda lines: lines[1:], r"line 1: no record of rounds begins like this", id="no first line"),
+    pytest.param(
+        lambda lines: lines[1:], r"line 1: no record of rounds begins like this", id="no first line"
+    ),
     pytest.param(lambda lines: [], r"line 1: no record", id="empty"),
     pytest.param(lambda lines: ["[1]\n"], r"line 1: no record", id="another file"),
     pytest.param(lambda lines: ["\xff\xfe\x00\n"], r"line 1: no record", id="no text"),
@@ -134,7 +169,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("harm", "said"), BROKEN)
-def test_a_broken_record_is_told_by_file_and_line(path: Path, harm: Callable[[list[str]], list[str]], said: str) -> None:
+def test_a_broken_record_is_told_by_file_and_line(
+    path: Path, harm: Callable[[list[str]], list[str]], said: str
+) -> None:
     written(path)
     path.write_text("".join(harm(path.read_text().splitlines(keepends=True))), encoding="latin-1")
     with pytest.raises(RecordError, match=said):
@@ -156,11 +193,23 @@ def test_a_missing_file_is_told(path: Path) -> None:
 def test_a_record_without_matches_and_stops_is_read(path: Path) -> None:
     """As they were written before there were any."""
     written(path)
-    lines = path.read_text().replace('"match":5,"stop":"confidence"', "").replace(',"stop":"no_match"', "").replace(",}", "}")
+    lines = (
+        path.read_text()
+        .replace('"match":5,"stop":"confidence"', "")
+        .replace(',"stop":"no_match"', "")
+        .replace(",}", "}")
+    )
     assert '"match"' not in lines and '"stop"' not in lines
     path.write_text(lines)
     first, second = read(path).rounds[0].texts[0].asked
-    assert (first.found, first.match, first.stop, second.found, second.match, second.stop) == (0, 0, None, 3, 0, None)
+    assert (first.found, first.match, first.stop, second.found, second.match, second.stop) == (
+        0,
+        0,
+        None,
+        3,
+        0,
+        None,
+    )
 
 
 # size
@@ -177,7 +226,9 @@ def test_the_record_stays_within_its_limit_and_its_older_half_goes(path: Path) -
     recording = read(path)
     told = [round_.target_ms for round_ in recording.rounds]
     assert told == [float(i) for i in range(6000 - len(told), 6000)] and recording.header.part > 1
-    assert all(round_.texts[0].methods for round_ in recording.rounds[:2]), "each part tells the methods again"
+    assert all(round_.texts[0].methods for round_ in recording.rounds[:2]), (
+        "each part tells the methods again"
+    )
 
 
 def test_a_new_run_leaves_the_last_one_beside(path: Path) -> None:
@@ -241,7 +292,9 @@ def test_a_full_disk_costs_the_record_and_one_warning(
     assert recording.cut and 5 < len(recording.rounds) < 50
 
 
-def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events, stuck, free, real = begun(path), threading.Event(), threading.Event(), os.write
 
     def write(file: int, data: bytes) -> int:
@@ -266,12 +319,16 @@ def test_a_slow_disk_costs_rounds_that_are_counted_and_no_time(path: Path, monke
     assert rounds[-1].lost > 20 and len(rounds) + rounds[-1].lost == 42
 
 
-def test_a_fault_of_its_own_ends_the_record_and_nothing_else(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_its_own_ends_the_record_and_nothing_else(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     events = begun(path)
     tell(events)
     for _ in range(3):
         tell(events, make_sequence([1] * 4, request_id=b"no text"))  # type: ignore[arg-type]
-    assert [record.message for record in caplog.records] == ["no more rounds are recorded: a fault in the record itself"]
+    assert [record.message for record in caplog.records] == [
+        "no more rounds are recorded: a fault in the record itself"
+    ]
     assert len(read(path).rounds) == 1
 
 
@@ -279,7 +336,9 @@ def test_what_a_process_leaves_is_whole(path: Path) -> None:
     """At its end, without a word; and when it is killed, up to the last whole line."""
     code = "import sys; from pathlib import Path; from tests.pure.test_events import begun, tell; e = begun(Path(sys.argv[1]))\n"
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code + "for _ in range(30): tell(e)", str(path)], check=True, cwd=root)
+    subprocess.run(
+        [sys.executable, "-c", code + "for _ in range(30): tell(e)", str(path)], check=True, cwd=root
+    )
     assert len(read(path).rounds) == 30
     endless = subprocess.Popen([sys.executable, "-c", code + "while True: tell(e)", str(path)], cwd=root)
     while len(path.read_bytes()) < 100_000 or len(read(older(path)).rounds) != 30:

@@ -36,12 +36,16 @@ def drafted(proposer: Proposer, seq: Sequence) -> tuple[int, ...]:
 
 
 def check(name: str, extend: Callable[[Made, tuple[int, ...]], tuple[int, ...]]) -> int:
-    """How many of 300 texts were gone on with. Raises AssertionError where that differs from a draft of the written text."""
+    """How many of 300 texts were gone on with.
+
+    Raises AssertionError where that differs from a draft of the written text.
+    """
     found = 0
     for seed in range(300):
         chance = Random(seed)
         text = [chance.randrange(LETTERS) for _ in range(40)]
-        ahead = tuple(chance.sample(range(LETTERS), chance.randint(1, 4)))  # no match lies in it: none of it can be indexed
+        # no match lies in it: none of it can be indexed
+        ahead = tuple(chance.sample(range(LETTERS), chance.randint(1, 4)))
         one, twin = made(name, text), made(name, text)
         tail = extend(one, ahead)
         assert drafted(*one) == drafted(*twin), "nothing of what was ahead is kept"

@@ -80,7 +80,9 @@ def test_any_text_has_an_answer_and_the_same_one_again(text: str) -> None:
     assert favourable == (reason != NO_SIGNAL) and prompt_shape(text) == (favourable, reason)
 
 
-@pytest.mark.parametrize("part", ["a/", "a.", "-", " ", "\n ", "select ", "./", "a", "1", ".tsx", "`", "warning:"])
+@pytest.mark.parametrize(
+    "part", ["a/", "a.", "-", " ", "\n ", "select ", "./", "a", "1", ".tsx", "`", "warning:"]
+)
 def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
     began = thread_time()
     prompt_shape(part * (200_000 // len(part)))
@@ -88,5 +90,9 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
 
 
 def test_texts_of_one_kind_are_told_by_the_request() -> None:
-    kinds = {shape_of(greedy, prompt).name for greedy in (True, False) for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")}
+    kinds = {
+        shape_of(greedy, prompt).name
+        for greedy in (True, False)
+        for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")
+    }
     assert kinds == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}

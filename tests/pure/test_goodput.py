@@ -61,7 +61,9 @@ def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts:
 def test_a_useless_drafter_costs_next_to_nothing(texts: int) -> None:
     scene = world(lambda *_: 0.02, lambda _: texts)
     assert run(scene, 3000).rate(200) > 0.99 * plain(texts)
-    assert play(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(texts), "fixed, it does harm"
+    assert play(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(texts), (
+        "fixed, it does harm"
+    )
 
 
 def test_a_drafter_that_collapses_is_out_soon() -> None:
@@ -96,12 +98,20 @@ def swing(first: int) -> list[float]:
     """Mean rate in each phase of a load that swings, over the better of plain and best fixed there."""
     phases = [first, 65 - first] * 2
     ends = list(accumulate(PHASES[texts] for texts in phases))
-    scene = swinging(lambda number: next(texts for texts, end in zip(phases, ends, strict=True) if number < end))
+    scene = swinging(
+        lambda number: next(texts for texts, end in zip(phases, ends, strict=True) if number < end)
+    )
     runs = [run(scene, ends[-1], seed) for seed in range(2)]
     best = {
-        t: max(plain(t), *(play(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4))) for t in PHASES
+        t: max(
+            plain(t), *(play(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4))
+        )
+        for t in PHASES
     }  # type: ignore[misc]
-    return [mean(one.rate(end - PHASES[t], end) for one in runs) / best[t] for t, end in zip(phases, ends, strict=True)]
+    return [
+        mean(one.rate(end - PHASES[t], end) for one in runs) / best[t]
+        for t, end in zip(phases, ends, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("first", PHASES)
@@ -153,7 +163,9 @@ def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pyte
 
 def short(read_ms: float, most: int = 16) -> World:
     """Eight sequences of a long prompt and 16 tokens at once, one after the other."""
-    return World(STEP, {"model": Way(lambda *_: 0.9, DEAR, read_ms)}, lambda _: 8, most, prompt=256, length=16)
+    return World(
+        STEP, {"model": Way(lambda *_: 0.9, DEAR, read_ms)}, lambda _: 8, most, prompt=256, length=16
+    )
 
 
 def test_a_sequence_too_short_for_the_prefill_of_a_drafter_is_left_alone() -> None:
@@ -170,7 +182,9 @@ class Patchy(World):
     """The lookup has nothing in every other round, and much in the others."""
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        return Draft() if method == "lookup" and number % 2 else super().draft(number, text, method, k, random)
+        return (
+            Draft() if method == "lookup" and number % 2 else super().draft(number, text, method, k, random)
+        )
 
 
 def test_a_dear_model_fills_the_gaps_of_a_lookup_only_where_that_pays() -> None:
@@ -241,7 +255,9 @@ def test_a_cold_start_measures_before_it_asks_many() -> None:
     policy, seqs = Goodput(costs), [make_sequence([1, 2, 3], methods=("model",)) for _ in range(8)]
     assert {decision.reason for decision in policy.decide(seqs, Load(8, 0, 9))} == {Reason.COLD}
     costs.observe_step(8, 0, 0, 8.0)
-    assert sum(decision.k > 0 for decision in policy.decide(seqs, Load(8, 0, 9))) == 1, "a new method is tried on one"
+    assert sum(decision.k > 0 for decision in policy.decide(seqs, Load(8, 0, 9))) == 1, (
+        "a new method is tried on one"
+    )
 
 
 def decide(costs: Costs, accept: float, texts: int, rounds: int = 300) -> list[Decision]:
@@ -259,16 +275,28 @@ def decide(costs: Costs, accept: float, texts: int, rounds: int = 300) -> list[D
 
 @pytest.mark.parametrize(
     ("accept", "texts", "reason"),
-    [(0.02, 1, Reason.LOW_ACCEPTANCE), (0.02, 8, Reason.LOW_ACCEPTANCE), (0.8, 64, Reason.LOAD), (0.8, 1, None)],
+    [
+        (0.02, 1, Reason.LOW_ACCEPTANCE),
+        (0.02, 8, Reason.LOW_ACCEPTANCE),
+        (0.8, 64, Reason.LOAD),
+        (0.8, 1, None),
+    ],
 )
-def test_the_reason_is_the_one_that_keeps_a_model_out(accept: float, texts: int, reason: Reason | None) -> None:
+def test_the_reason_is_the_one_that_keeps_a_model_out(
+    accept: float, texts: int, reason: Reason | None
+) -> None:
     assert {one.reason for one in decide(Costs(), accept, texts)} == {reason}
 
 
 def test_a_model_too_dear_for_any_acceptance_is_refused_for_its_cost() -> None:
     costs = Costs()
     policy = Goodput(costs)
-    play(policy, World(STEP, {"model": Way(lambda *_: 1.0, lambda texts, k: 9.0 * k)}, lambda _: 1), 300, costs=costs)
+    play(
+        policy,
+        World(STEP, {"model": Way(lambda *_: 1.0, lambda texts, k: 9.0 * k)}, lambda _: 1),
+        300,
+        costs=costs,
+    )
     seqs = [make_sequence([1, 2, 3], methods=("model",))]
     assert Reason.COST in {policy.decide(seqs, Load(1, 0, 9))[0].reason for _ in range(3)}
 
@@ -288,13 +316,20 @@ def test_lookups_out_of_turn_are_a_cooldown() -> None:
     costs = Costs()
     policy = Noting(costs)
     policy.reasons = Counter()
-    play(policy, World(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 1), 300, costs=costs)
+    play(
+        policy,
+        World(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 1),
+        300,
+        costs=costs,
+    )
     assert set(policy.reasons) == {None, Reason.COLD, Reason.COOLDOWN} and policy.reasons[Reason.COLD] == 1
     assert policy.reasons[Reason.COOLDOWN] > policy.reasons[None] > 10
 
 
 @pytest.mark.parametrize(("favourable", "matches"), [(True, 0), (False, 2)])
-def test_a_lookup_of_an_unfavourable_prompt_shows_matches_before_it_is_verified(favourable: bool, matches: int) -> None:
+def test_a_lookup_of_an_unfavourable_prompt_shows_matches_before_it_is_verified(
+    favourable: bool, matches: int
+) -> None:
     shape = PromptShape("greedy", "path" if favourable else "no_signal", favourable)
     seen: list[Text] = []
 

@@ -41,7 +41,9 @@ def read_table(text: str) -> list[Row]:
         names = re.findall(r"`([^`]+)`", may)
         span = re.search(r"(\d)(?:–(\d))?", re.sub(r"`[^`]*`", "", may))
         below = range(int(span[1]), int(span[2] or span[1]) + 1) if span else range(0)
-        rows.append(Row(int(layer), tuple(re.findall(r"`([^`]+)`", modules)), below, tuple(names), torch == "yes"))
+        rows.append(
+            Row(int(layer), tuple(re.findall(r"`([^`]+)`", modules)), below, tuple(names), torch == "yes")
+        )
     return rows
 
 
@@ -78,7 +80,11 @@ def imports_of(source: str, modules: set[str]) -> Iterator[Import]:
             assert not node.level, "imports are absolute"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield resolve(whole if whole.removeprefix("speculon.") in modules else str(node.module), at_import, modules)
+                yield resolve(
+                    whole if whole.removeprefix("speculon.") in modules else str(node.module),
+                    at_import,
+                    modules,
+                )
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         pending.extend((child, at_import and not inside) for child in ast.iter_child_nodes(node))
 
@@ -151,14 +157,29 @@ def test_every_row_is_read_and_names_something() -> None:
 
 
 PLANTED = [
-    pytest.param("verify", "from speculon.proposers.ngram import NGram", "verify imports proposers.ngram", id="upward"),
+    pytest.param(
+        "verify", "from speculon.proposers.ngram import NGram", "verify imports proposers.ngram", id="upward"
+    ),
     pytest.param("verify", "def f():\n    import speculon.llm", "verify imports llm", id="in a function"),
-    pytest.param("control.policy", "from speculon.kv import blocks", "control.policy imports kv.blocks", id="by name"),
-    pytest.param("proposers.ngram", "import speculon.proposers.synthetic", "proposers.ngram imports proposers", id="sideways"),
+    pytest.param(
+        "control.policy", "from speculon.kv import blocks", "control.policy imports kv.blocks", id="by name"
+    ),
+    pytest.param(
+        "proposers.ngram",
+        "import speculon.proposers.synthetic",
+        "proposers.ngram imports proposers",
+        id="sideways",
+    ),
     pytest.param("errors", "from speculon import LLM", "errors imports __init__", id="the front door"),
-    pytest.param("kv.blocks", "import torch.nn", "kv.blocks brings torch in: kv.blocks -> torch.nn", id="torch"),
-    pytest.param("core", "try:\n    import torch\nfinally:\n    pass", "control.policy brings torch in", id="by a path"),
-    pytest.param("text", "if TYPE_CHECKING:\n    pass\nelse:\n    import speculon.llm", "text imports llm", id="else"),
+    pytest.param(
+        "kv.blocks", "import torch.nn", "kv.blocks brings torch in: kv.blocks -> torch.nn", id="torch"
+    ),
+    pytest.param(
+        "core", "try:\n    import torch\nfinally:\n    pass", "control.policy brings torch in", id="by a path"
+    ),
+    pytest.param(
+        "text", "if TYPE_CHECKING:\n    pass\nelse:\n    import speculon.llm", "text imports llm", id="else"
+    ),
     pytest.param("models.target", "import speculon.models.load", "a cycle: ", id="cycle"),
     pytest.param("utils", "", "utils stands in no row", id="no row"),
 ]
@@ -189,7 +210,14 @@ def test_what_is_allowed_is_not_found(module: str, line: str) -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]["bench"]
-    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]}
+    declared = {
+        re.split(r"[^\w-]", line)[0].replace("-", "_") for line in [*project["dependencies"], *extras]
+    }
     sources = read_sources()
-    used = {i.name.split(".")[0] for source in sources.values() for i in imports_of(source, set(sources)) if not i.ours}
+    used = {
+        i.name.split(".")[0]
+        for source in sources.values()
+        for i in imports_of(source, set(sources))
+        if not i.ours
+    }
     assert used - set(sys.stdlib_module_names) - declared == set()

@@ -1,4 +1,6 @@
-"""The comparison with other engines: pairs, texts that differ, modes that did not speculate, and the loop of a worker."""
+"""The comparison with other engines: pairs, texts that differ, modes that did not speculate, and the loop of
+a worker.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,22 @@ def test_a_text_ends_before_its_first_stop_token():
     [
         ("off", None, {"method": "off", "policy": "fixed"}),
         ("ngram", 8, {"method": "ngram", "num_speculative_tokens": 8, "policy": "fixed"}),
-        ("draft_model", 4, {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed", "draft": "some/draft"}),
+        (
+            "draft_model",
+            4,
+            {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixed", "draft": "some/draft"},
+        ),
         ("auto", None, {"method": "auto", "draft": "some/draft"}),
     ],
 )
-def test_our_modes_with_a_number_are_fixed(method: str, k: int | None, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+def test_our_modes_with_a_number_are_fixed(
+    method: str, k: int | None, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(ENGINES)
     ours, worker = importlib.import_module("ours"), importlib.import_module("worker")
-    settings = worker.Settings(method, k, "some/target", "some/draft", threads=1, context=8, texts=1, eos=(0,))
+    settings = worker.Settings(
+        method, k, "some/target", "some/draft", threads=1, context=8, texts=1, eos=(0,)
+    )
     assert ours.speculation_of(settings) == {"prompt_lookup_min": 1, "suffix_pools": 0, **asked}
 
 
@@ -96,7 +106,16 @@ def test_a_worker_answers_refuses_and_keeps_its_lines_clean(tmp_path: Path):
         "    def close(self): pass\n"
         "serve(Echo)\n"
     )
-    settings = {"method": "off", "k": None, "target": "", "draft": "", "threads": 1, "context": 8, "texts": 1, "eos": [0]}
+    settings = {
+        "method": "off",
+        "k": None,
+        "target": "",
+        "draft": "",
+        "threads": 1,
+        "context": 8,
+        "texts": 1,
+        "eos": [0],
+    }
     asks = [{"prompts": [[1]], "max_tokens": 1, "temperature": temperature} for temperature in (0, 1)]
     done = subprocess.run(
         [sys.executable, script, json.dumps(settings)],

@@ -73,7 +73,9 @@ def check_bounds(operations: list[tuple[str, int, int]]) -> None:
                 model[key] = model.pop(key)[0], clock.now
             pools.after(key, [1, 2], 4)
         elif what == "delete":
-            everybodys = [str(key_of(f"k{i}", (), tenant(i))) for i in range(6) if tenant(i) == tenant(key_number)]
+            everybodys = [
+                str(key_of(f"k{i}", (), tenant(i))) for i in range(6) if tenant(i) == tenant(key_number)
+            ]
             gone = [k for k in ([key] if n % 2 else everybodys) if model.pop(k, None) is not None]
             assert pools.forget(tenant(key_number), f"k{key_number}" if n % 2 else None) == len(gone)
         else:
@@ -81,11 +83,15 @@ def check_bounds(operations: list[tuple[str, int, int]]) -> None:
             pools = make(most, tokens, ttl, clock)
             pools.restore(saved)
         assert pools.sizes == {k: len(v[0]) for k, v in model.items()}
-        assert {k: list(p.trail.tokens) for k, p in pools._pools.items()} == {k: v[0] for k, v in model.items()}
+        assert {k: list(p.trail.tokens) for k, p in pools._pools.items()} == {
+            k: v[0] for k, v in model.items()
+        }
         assert len(pools.sizes) <= most and all(size <= tokens for size in pools.sizes.values())
 
 
-operation = st.tuples(st.sampled_from(["add", "add", "after", "delete", "wait", "save"]), st.integers(0, 5), st.integers(0, 49))
+operation = st.tuples(
+    st.sampled_from(["add", "add", "after", "delete", "wait", "save"]), st.integers(0, 5), st.integers(0, 49)
+)
 BUSY = [("add" if i % 3 else "wait", i % 5, i % 49) for i in range(60)]
 
 
@@ -113,8 +119,17 @@ def unlimited(pools: Pools, key: str, tokens: Any, used: float) -> None:
     ],
     ids=["tokens", "age", "pools", "keys", "deletes one", "deletes all", "restores nothing"],
 )
-def test_a_bound_that_does_not_hold_is_found_out(where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    operations = [*BUSY, *(("add", i, 5) for i in (1, 3)), ("save", 0, 0), ("delete", 1, 1), ("add", 5, 5), ("delete", 1, 0)]
+def test_a_bound_that_does_not_hold_is_found_out(
+    where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations = [
+        *BUSY,
+        *(("add", i, 5) for i in (1, 3)),
+        ("save", 0, 0),
+        ("delete", 1, 1),
+        ("add", 5, 5),
+        ("delete", 1, 0),
+    ]
     check_bounds(operations)
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises(AssertionError):
@@ -139,7 +154,9 @@ def test_what_is_forgotten_is_not_found() -> None:
 
 
 def check_isolation() -> None:
-    """A name, another one, a prompt, a name that reads like its digest's input, whoever wants none; of each also another's."""
+    """A name, another one, a prompt, a name that reads like its digest's input, whoever wants none; of each
+    also another's.
+    """
     prompt, said = [1, 2, 3], [5, 6, 7, 8, 9]
     for name, sees in [("me", True), ("you", False), (None, False), ("", False), (f"prompt {prompt}", False)]:
         for who, mine in [("a", True), ("b", False), ("", False)]:
@@ -148,7 +165,9 @@ def check_isolation() -> None:
             assert bool(draft(proposer, name, [*prompt, 5, 6], 3, who)) == (sees and mine), (name, who)
     proposer = Suffix.build(SpeculationConfig(), FACTS)
     write(proposer, None, prompt, said, "a")
-    assert draft(proposer, None, [*prompt, 5, 6], 3, "a") and not draft(proposer, None, [*prompt, 5, 6], 3, "b"), "a prompt's"
+    assert draft(proposer, None, [*prompt, 5, 6], 3, "a") and not draft(
+        proposer, None, [*prompt, 5, 6], 3, "b"
+    ), "a prompt's"
     assert not proposer.pools.forget("b") and proposer.pools.forget("a") == 1
 
 
@@ -161,7 +180,9 @@ def write(proposer: Suffix, pool: str | None, prompt: list[int], answer: list[in
     proposer.release(seq)
 
 
-def draft(proposer: Suffix, pool: str | None, tokens: list[int], prompt_len: int, tenant: str = "") -> tuple[int, ...]:
+def draft(
+    proposer: Suffix, pool: str | None, tokens: list[int], prompt_len: int, tenant: str = ""
+) -> tuple[int, ...]:
     seq = make_sequence(tokens[:prompt_len], output=tokens[prompt_len:], pool=pool, tenant=tenant)
     proposer.admit(seq)
     (found,) = proposer.propose([seq], [4], lease=None)  # type: ignore[arg-type]
@@ -178,7 +199,10 @@ def test_keys_do_not_see_each_other() -> None:
     [
         pytest.param(lambda name, prompt, tenant="": "all", id="one pool for all"),
         pytest.param(lambda name, prompt, tenant="": key_of(name, prompt), id="no tenant in the key"),
-        pytest.param(lambda name, prompt, tenant="": key_of(name, prompt, tenant if name else ""), id="in names' keys alone"),
+        pytest.param(
+            lambda name, prompt, tenant="": key_of(name, prompt, tenant if name else ""),
+            id="in names' keys alone",
+        ),
     ],
 )
 def test_a_shared_pool_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +215,9 @@ def test_without_a_name_the_same_prompt_finds_its_answers() -> None:
     proposer = Suffix.build(SpeculationConfig(), FACTS)
     long = [i % 7 for i in range(512)]
     write(proposer, None, [*long, 1], [30, 31, 32, 33])
-    assert draft(proposer, None, [*long, 2, 30, 31], 513) == (32, 33), "prompts that begin alike for 512 tokens"
+    assert draft(proposer, None, [*long, 2, 30, 31], 513) == (32, 33), (
+        "prompts that begin alike for 512 tokens"
+    )
     assert draft(proposer, None, [9, *long, 30, 31], 513) == ()
 
 
@@ -298,16 +324,30 @@ def weight(config: SpeculationConfig) -> int:
 
 def weight_of(one: tuple[str, Any]) -> int:
     (key, pool), trail = one, one[1].trail
-    parts = (key, pool, pool.used, trail, trail.__dict__, trail.tokens, trail._older, trail._latest, trail.end, trail._seed)
+    parts = (
+        key,
+        pool,
+        pool.used,
+        trail,
+        trail.__dict__,
+        trail.tokens,
+        trail._older,
+        trail._latest,
+        trail.end,
+        trail._seed,
+    )
     return sum(map(sys.getsizeof, parts))
 
 
 @pytest.mark.parametrize("sizes", [(3, 16), (3, 1000), (2, 2**16)])
-def test_the_pools_weigh_no_more_than_is_promised(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pools_weigh_no_more_than_is_promised(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pools, tokens = sizes
     config = SpeculationConfig(suffix_pools=pools, suffix_pool_tokens=tokens)
     assert 0.4 * config.remembered_bytes < weight(config) <= config.remembered_bytes
-    monkeypatch.setattr(store, "array", lambda kind, *more: array("q" if kind == "i" else kind, *more))  # tokens of 8 bytes
+    # tokens of 8 bytes
+    monkeypatch.setattr(store, "array", lambda kind, *more: array("q" if kind == "i" else kind, *more))
     if tokens > 16:
         assert weight(config) > config.remembered_bytes, "the planted error"
     assert SpeculationConfig(suffix_pools=0).remembered_bytes == 0
@@ -350,7 +390,10 @@ def use_all(pools: Pools) -> None:
 
 def test_nothing_is_touched_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     use_all(make(pools=3))
-    for name, wrong in [("forget", lambda pools, *_: len(pools._pools)), ("state", lambda pools: list(pools._pools.values()))]:
+    for name, wrong in [
+        ("forget", lambda pools, *_: len(pools._pools)),
+        ("state", lambda pools: list(pools._pools.values())),
+    ]:
         with monkeypatch.context() as patch:
             patch.setattr(Pools, name, wrong)
             with pytest.raises(AssertionError):

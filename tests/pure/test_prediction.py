@@ -1,4 +1,6 @@
-"""The cursor over a prediction: it follows any edit, finds its place within two rounds, and drafts nothing else."""
+"""The cursor over a prediction: it follows any edit, finds its place within two rounds, and drafts nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def rounds(prediction: list[int], text: list[int], k: int = K) -> Iterator[Round
 
 @dataclass(frozen=True)
 class Edited:
-    """A text made of runs of the prediction, given as (first, last + 1), and of foreign tokens, given as None."""
+    """A text made of runs of the prediction, given as (first, last + 1), and of foreign tokens, given as
+    None.
+    """
 
     prediction: list[int]
     parts: list[tuple[int, int] | None]
@@ -77,7 +81,9 @@ def check_alignment(edited: Edited) -> None:
 
 
 def check_piece(prediction: list[int], text: list[int]) -> None:
-    """Every draft is a piece of the prediction and no longer than asked for, and the rounds add up to the text."""
+    """Every draft is a piece of the prediction and no longer than asked for, and the rounds add up to the
+    text.
+    """
     whole, at = spell(prediction), min(1, len(text))
     for r in rounds(prediction, text):
         assert spell(r.draft) in whole and len(r.draft) <= min(K, len(text) - r.start - 1)
@@ -87,12 +93,15 @@ def check_piece(prediction: list[int], text: list[int]) -> None:
 
 
 def check_repeated_lines() -> None:
-    """Lines that all look alike, but for a number: one is replaced, the next lines are drafted, not others like them."""
+    """Lines that all look alike, but for a number: one is replaced, the next lines are drafted, not others
+    like them.
+    """
     line = [1, 2, 3, 4, 5]
     prediction = [token for i in range(40) for token in [100 + i, *line]]
     text = [*prediction[:120], FOREIGN, *line, *prediction[126:]]
     after = [r for r in rounds(prediction, text) if r.start > 120]
-    assert after[0].accepted == 0 and after[1].accepted >= 5, after[:3]  # the replaced token; then two of the next line
+    # the replaced token; then two of the next line
+    assert after[0].accepted == 0 and after[1].accepted >= 5, after[:3]
     assert sum(len(r.draft) - r.accepted for r in after) <= 2 * FIRST
 
 
@@ -102,9 +111,13 @@ def distinct(size: int) -> list[int]:
 
 @st.composite
 def edits(draw: st.DrawFn) -> Edited:
-    """Insertions, deletions, replacements, repetitions and reordering of a prediction without repeated tokens."""
+    """Insertions, deletions, replacements, repetitions and reordering of a prediction without repeated
+    tokens.
+    """
     size = draw(st.integers(4, 120))
-    piece = st.tuples(st.integers(0, size - 1), st.integers(1, 40)).map(lambda p: (p[0], min(size, p[0] + p[1])))
+    piece = st.tuples(st.integers(0, size - 1), st.integers(1, 40)).map(
+        lambda p: (p[0], min(size, p[0] + p[1]))
+    )
     return Edited(distinct(size), draw(st.lists(st.one_of(st.none(), piece), min_size=1, max_size=12)))
 
 
@@ -119,7 +132,9 @@ def test_drafts_are_pieces_of_the_prediction_whatever_the_edit(edited: Edited) -
 
 
 @given(st.lists(st.integers(1, 3), max_size=60), st.lists(st.integers(1, 4), max_size=60))
-def test_drafts_are_pieces_of_the_prediction_whatever_the_text(prediction: list[int], text: list[int]) -> None:
+def test_drafts_are_pieces_of_the_prediction_whatever_the_text(
+    prediction: list[int], text: list[int]
+) -> None:
     check_piece(prediction, text)
 
 
@@ -154,7 +169,9 @@ def test_it_follows(parts: list[tuple[int, int] | None]) -> None:
     edited = Edited(distinct(60), parts)
     check_alignment(edited)
     text, _ = edited.runs()
-    assert sum(r.accepted + 1 for r in rounds(edited.prediction, text) if r.accepted) > 0.5 * (len(text) - parts.count(None))
+    assert sum(r.accepted + 1 for r in rounds(edited.prediction, text) if r.accepted) > 0.5 * (
+        len(text) - parts.count(None)
+    )
 
 
 def never(cursor: Cursor, new: int) -> None:
@@ -198,7 +215,9 @@ def test_a_cursor_that_loses_its_place_is_found_out(wrong: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wrong", [never, anywhere, shortest, late])
-def test_a_cursor_that_repeated_lines_mislead_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cursor_that_repeated_lines_mislead_is_found_out(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Cursor, "_find", wrong)
     with pytest.raises(AssertionError):
         check_repeated_lines()
@@ -230,7 +249,9 @@ def test_the_prediction_is_used_up() -> None:
 
 
 def test_a_long_prediction_costs_little_however_long_the_text_is_another() -> None:
-    """100,000 tokens: spelled in 6 ms; 25 to 100 us per token while the place is lost, 1 ms at worst (one core of 2)."""
+    """100,000 tokens: spelled in 6 ms; 25 to 100 us per token while the place is lost, 1 ms at worst (one
+    core of 2).
+    """
     prediction = [i * i % 30_011 for i in range(100_000)]
     began = thread_time()
     cursor = Cursor(spell(prediction))
@@ -284,7 +305,9 @@ def test_ids_need_no_tokenizer_and_text_does() -> None:
     assert read_prediction(None, None, 10) == read_prediction((), None, 10) == ()
     with pytest.raises(InvalidParameter, match="prediction = 10: token ids go from 0 to 9"):
         read_prediction((1, 10), None, 10)
-    with pytest.raises(InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"):
+    with pytest.raises(
+        InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"
+    ):
         read_prediction("text", None, 10)
 
 

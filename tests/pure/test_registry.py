@@ -85,10 +85,15 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
 
 
 def test_names_resolve_to_methods(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry, "_registered", {})  # other tests of the same process register names of their own
+    # other tests of the same process register names of their own
+    monkeypatch.setattr(registry, "_registered", {})
     proposers = Proposers(SpeculationConfig(), FACTS)
     assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("suffix",), ("ngram",)]
-    assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [None, None, Reason.NO_DRAFTER]
+    assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [
+        None,
+        None,
+        Reason.NO_DRAFTER,
+    ]
     known = "off, auto, draft_model, eagle3, grammar, ngram, prediction, suffix, synthetic"
     with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
         proposers.lacking("eagle9")

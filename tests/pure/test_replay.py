@@ -35,7 +35,9 @@ class Recorder:
     def __init__(self, k: int = 4, noise: float = 0.03, seed: int = 0):
         self.k, self.noise, self.random, self.rounds = k, noise, Random(seed), list[Round]()
 
-    def texts(self, count: int, accept: Any, name: str = "t", length: int = LENGTH, off: bool = False) -> Recorder:
+    def texts(
+        self, count: int, accept: Any, name: str = "t", length: int = LENGTH, off: bool = False
+    ) -> Recorder:
         """Some at the same time, to their ends; `accept` of the tokens written so far."""
         written = [0] * count
         first = True
@@ -47,11 +49,17 @@ class Recorder:
                 drafts += told[-1].drafted
                 written[i] += told[-1].tokens
             asked = [t.asked[0].k for t in told if t.asked]
-            calls = {"model": (len(asked), max(asked), self._noisy(call_ms(len(asked), max(asked))))} if asked else {}
+            calls = (
+                {"model": (len(asked), max(asked), self._noisy(call_ms(len(asked), max(asked))))}
+                if asked
+                else {}
+            )
             ms = {"propose": sum(ms for _, _, ms in calls.values())}
             now = {"running": len(told), "waiting": 0, "free_pages": 1, "rows": len(told) + drafts}
             target_ms = self._noisy(step_ms(len(told), drafts))
-            self.rounds.append(Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(told)))
+            self.rounds.append(
+                Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(told))
+            )
             first = False
         return self
 
@@ -66,7 +74,13 @@ class Recorder:
         asked = (Asked(method="model", k=k, found=k),)
         kind = SpanKind.FULL if accepted == k else SpanKind.EARLY
         end = "length" if written + accepted + 1 >= length else None
-        more: dict[str, Any] = {"asked": asked, "drafts": (("model", k),), "accepted": accepted, "kind": kind, "finish": end}
+        more: dict[str, Any] = {
+            "asked": asked,
+            "drafts": (("model", k),),
+            "accepted": accepted,
+            "kind": kind,
+            "finish": end,
+        }
         return TextRound(id=name, policy="fixed", methods=methods, tokens=accepted + 1, **more)
 
     def _noisy(self, ms: float) -> float:
@@ -76,7 +90,9 @@ class Recorder:
         return Recording(HEADER, self.rounds)
 
 
-def replayed(recording: Recording, k: int | None, policy: Policy | None = None, costs: Costs | None = None) -> Played:
+def replayed(
+    recording: Recording, k: int | None, policy: Policy | None = None, costs: Costs | None = None
+) -> Played:
     return play(policy or Fixed(), Replay(recording, k), costs=costs)
 
 
@@ -95,7 +111,9 @@ def test_costs_are_those_of_the_record() -> None:
         recorder.texts(count, lambda at: 0.7, name=f"{count}-")
     scene = Replay(recorder.done())
     for texts, drafts in ((1, 0), (1, 4), (4, 16), (16, 64)):
-        assert scene.step_ms(texts, texts * bool(drafts), drafts) == pytest.approx(step_ms(texts, drafts), rel=0.05)
+        assert scene.step_ms(texts, texts * bool(drafts), drafts) == pytest.approx(
+            step_ms(texts, drafts), rel=0.05
+        )
     assert scene.proposal_ms("model", 8, 4) == pytest.approx(call_ms(8, 4), rel=0.1)
     assert scene.misfit < 0.05 and not scene.notes
 
@@ -146,7 +164,9 @@ def test_a_replay_in_the_wrong_order_would_be_seen() -> None:
 
 
 def test_texts_come_when_as_much_work_is_done_as_in_the_record() -> None:
-    recorder = Recorder().texts(2, lambda at: 0.8, "a").texts(6, lambda at: 0.8, "b").texts(1, lambda at: 0.8, "c")
+    recorder = (
+        Recorder().texts(2, lambda at: 0.8, "a").texts(6, lambda at: 0.8, "b").texts(1, lambda at: 0.8, "c")
+    )
     recording = recorder.done()
     assert [past.begins for past in Replay(recording).past] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
     for k in (0, 1, 4, 16):
@@ -165,7 +185,11 @@ def test_a_text_that_wanted_no_drafts_gets_none() -> None:
 
 def test_a_text_that_was_not_asked_borrows_from_others() -> None:
     def silent(told: TextRound) -> TextRound:
-        return told if told.id == "t0" else told.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
+        return (
+            told
+            if told.id == "t0"
+            else told.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
+        )
 
     rounds = Recorder().texts(2, lambda at: 0.8).rounds
     silent_rounds = [r.model_copy(update={"texts": tuple(map(silent, r.texts))}) for r in rounds]
@@ -188,7 +212,9 @@ def test_what_a_record_cannot_say_is_told() -> None:
     assert "model was always asked for 4" in notes(
         *[r for r in rounds if "model" not in r.proposals or r.proposals["model"][1] == 4]
     )
-    assert "no proposal of model was timed" in notes(*[r.model_copy(update={"proposals": {}}) for r in rounds])
+    assert "no proposal of model was timed" in notes(
+        *[r.model_copy(update={"proposals": {}}) for r in rounds]
+    )
     assert "3 rounds are not in the record" in notes(*rounds[:-1], rounds[-1].model_copy(update={"lost": 3}))
     assert "not whole" in notes(*rounds, cut=True) and not notes(*rounds)
     wild = [r.model_copy(update={"target_ms": r.target_ms * (1 + 3 * (i % 2))}) for i, r in enumerate(rounds)]

@@ -22,7 +22,10 @@ SECRETS = re.compile(
 
 def repository_files() -> list[Path]:
     listing = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listing.returncode == 0:
         return [path for name in listing.stdout.split("\0") if name and (path := ROOT / name).is_file()]
@@ -30,7 +33,10 @@ def repository_files() -> list[Path]:
 
 
 def is_untracked(path: Path) -> bool:
-    return any(part in UNTRACKED or part.endswith(".egg-info") or (part[0] == "." and part != ".ci") for part in path.parts)
+    return any(
+        part in UNTRACKED or part.endswith(".egg-info") or (part[0] == "." and part != ".ci")
+        for part in path.parts
+    )
 
 
 def secrets_in(text: str) -> list[str]:
@@ -39,12 +45,18 @@ def secrets_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize("module", ["speculon", "speculon.cli", "speculon.config", "speculon.text"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    code = f"import {module}, sys; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
+    code = (
+        f"import {module}, sys; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_files_are_short() -> None:
-    lengths = {path: path.read_text(encoding="utf-8").count("\n") for path in repository_files() if path.suffix == ".py"}
+    lengths = {
+        path: path.read_text(encoding="utf-8").count("\n")
+        for path in repository_files()
+        if path.suffix == ".py"
+    }
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_LINES} == {}
 
 
@@ -61,14 +73,19 @@ def test_no_secret_lies_about() -> None:
         assert not secrets_in(path.read_bytes().decode("utf-8", errors="ignore")), path
 
 
-@pytest.mark.parametrize("planted", ["hf_" + "a1B2" * 9, "ghp_" + "x9" * 18, "-----BEGIN " + "PRIVATE KEY", "AKIA" + "Q" * 16])
+@pytest.mark.parametrize(
+    "planted", ["hf_" + "a1B2" * 9, "ghp_" + "x9" * 18, "-----BEGIN " + "PRIVATE KEY", "AKIA" + "Q" * 16]
+)
 def test_a_planted_secret_is_found(planted: str) -> None:
     assert secrets_in(f"token = '{planted}'")
 
 
 def test_the_package_stays_small() -> None:
     package = ROOT / "src"
-    assert sum(path.stat().st_size for path in repository_files() if path.is_relative_to(package)) <= MAX_PACKAGE_BYTES
+    assert (
+        sum(path.stat().st_size for path in repository_files() if path.is_relative_to(package))
+        <= MAX_PACKAGE_BYTES
+    )
 
 
 def test_one_version() -> None:

@@ -87,7 +87,9 @@ def test_abort_ends_running_waiting_and_not_yet_started_samples():
     [
         pytest.param({}, Decision("ngram", 4), id="as set"),
         pytest.param({"max_tokens": 3}, Decision("ngram", 2), id="no further than max_tokens"),
-        pytest.param({"max_tokens": 1}, Decision(None, 0, Reason.MAX_TOKENS), id="the last token needs no draft"),
+        pytest.param(
+            {"max_tokens": 1}, Decision(None, 0, Reason.MAX_TOKENS), id="the last token needs no draft"
+        ),
         pytest.param({"off": Reason.OFF_REQUEST}, Decision(None, 0, Reason.OFF_REQUEST), id="off by request"),
         pytest.param({"given": ("given",), "given_k": 9}, Decision("given", 9), id="the longer of two"),
         pytest.param(
@@ -107,12 +109,30 @@ def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
         pytest.param([], {}, EmptyPrompt, "no tokens", id="empty"),
         pytest.param([99], {}, InvalidParameter, "prompt = 99: token ids go from 0 to 9", id="unknown id"),
         pytest.param([1] * 21, {}, TooLong, "prompt 21 > context 20", id="prompt too long"),
-        pytest.param([1] * 11, {"max_tokens": 10}, TooLong, "prompt 11 \\+ max_tokens 10 > context 20", id="answer too long"),
-        pytest.param([1] * 10, {"max_tokens": 7}, NeverFits, "17 tokens need 5 KV pages of 4, the pool owns 4", id="never fits"),
-        pytest.param([1], {"max_tokens": 1, "logit_bias": {10: 1.0}}, InvalidParameter, "logit_bias = 10", id="bias id"),
-        pytest.param([1], {"max_tokens": 1, "logprobs": 11}, InvalidParameter, "logprobs = 11", id="logprobs"),
+        pytest.param(
+            [1] * 11,
+            {"max_tokens": 10},
+            TooLong,
+            "prompt 11 \\+ max_tokens 10 > context 20",
+            id="answer too long",
+        ),
+        pytest.param(
+            [1] * 10,
+            {"max_tokens": 7},
+            NeverFits,
+            "17 tokens need 5 KV pages of 4, the pool owns 4",
+            id="never fits",
+        ),
+        pytest.param(
+            [1], {"max_tokens": 1, "logit_bias": {10: 1.0}}, InvalidParameter, "logit_bias = 10", id="bias id"
+        ),
+        pytest.param(
+            [1], {"max_tokens": 1, "logprobs": 11}, InvalidParameter, "logprobs = 11", id="logprobs"
+        ),
     ],
 )
-def test_admission_refuses_by_name_and_number(prompt: list[int], params: dict, error: type[Exception], said: str):
+def test_admission_refuses_by_name_and_number(
+    prompt: list[int], params: dict, error: type[Exception], said: str
+):
     with pytest.raises(error, match=said):
         check_request(prompt, SamplingParams(**params), vocab_size=10, max_context=20, pages=4, block_size=4)

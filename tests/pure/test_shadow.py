@@ -1,4 +1,6 @@
-"""Drafts that are only watched: each is judged once, as verification would have, and the account is the one it would have had."""
+"""Drafts that are only watched: each is judged once, as verification would have, and the account is the one
+it would have had.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
         pytest.param((A, B, C), (A, B, X), 3, 2, 3, id="the text differs"),
     ],
 )
-def test_the_fate_of_a_draft(draft: tuple[int, ...], written: tuple[int, ...], drafted: int, accepted: int, judged: int) -> None:
+def test_the_fate_of_a_draft(
+    draft: tuple[int, ...], written: tuple[int, ...], drafted: int, accepted: int, judged: int
+) -> None:
     shadow, seq = Shadow(), make_sequence([A, B])
     shadow.watch(seq, "any", guess(*draft))
     assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, False)]
@@ -54,7 +58,9 @@ def test_the_fate_of_a_draft(draft: tuple[int, ...], written: tuple[int, ...], d
     ("written", "drafted", "accepted"),
     [pytest.param((A,), 1, 1, id="one token"), pytest.param((A, B), 2, 2, id="two")],
 )
-def test_a_text_that_ends_early_censors_the_rest(written: tuple[int, ...], drafted: int, accepted: int) -> None:
+def test_a_text_that_ends_early_censors_the_rest(
+    written: tuple[int, ...], drafted: int, accepted: int
+) -> None:
     shadow, seq = Shadow(), make_sequence([7])
     shadow.watch(seq, "any", guess(A, B, C, confidence=(0.9, 0.8, 0.7)))
     assert write(shadow, seq, *written) == []
@@ -166,7 +172,8 @@ def tales(draw: st.DrawFn) -> Tale:
     chance = random.Random(draw(st.integers(0, 1000)))
     drafts = []
     for at in range(len(truth)):
-        rest = truth[at : at + chance.choice([0, 1, 3, 6])][: len(truth) - at - 1]  # as far as max_tokens lets a draft go
+        # as far as max_tokens lets a draft go
+        rest = truth[at : at + chance.choice([0, 1, 3, 6])][: len(truth) - at - 1]
         drafts.append(tuple(token if chance.random() < 0.8 else 2 - token for token in rest))
     return Tale(truth, drafts)
 
@@ -201,7 +208,9 @@ def test_counting_every_draft_flatters_and_is_seen(monkeypatch: pytest.MonkeyPat
     settle = Shadow.settle
     rounds, drafted, accepted = tale.watched()
     assert (rounds, drafted, accepted) == tale.verified
-    monkeypatch.setattr(Shadow, "settle", lambda *args, **kw: [replace(one, overlaps=False) for one in settle(*args, **kw)])
+    monkeypatch.setattr(
+        Shadow, "settle", lambda *args, **kw: [replace(one, overlaps=False) for one in settle(*args, **kw)]
+    )
     _, all_drafted, all_accepted = tale.watched()
     assert all_accepted / all_drafted > 1.2 * accepted / drafted
 
@@ -212,7 +221,11 @@ def test_counting_every_draft_flatters_and_is_seen(monkeypatch: pytest.MonkeyPat
 def test_it_asks_as_fixed_does_and_says_why_nothing_is_verified() -> None:
     policy, seq = ShadowPolicy(), make_sequence([1], methods=("suffix", "model"), max_tokens=3)
     (decision,) = policy.decide([seq], Load(1, 0, 9))
-    assert (decision.k, decision.unused, [ask.method for ask in decision.asks]) == (2, Reason.SHADOW, ["suffix", "model"])
+    assert (decision.k, decision.unused, [ask.method for ask in decision.asks]) == (
+        2,
+        Reason.SHADOW,
+        ["suffix", "model"],
+    )
 
 
 def watched_stats() -> RequestStats:
@@ -236,7 +249,12 @@ def test_what_was_watched_is_told_also_where_no_round_ran() -> None:
     counters = EngineCounters()
     counters.totals.add(stats)
     counters.totals.add(stats)
-    assert counters.snapshot()["speculation"]["shadow"]["suffix"] == {**SUFFIX, "rounds": 4, "drafted": 12, "accepted": 6}
+    assert counters.snapshot()["speculation"]["shadow"]["suffix"] == {
+        **SUFFIX,
+        "rounds": 4,
+        "drafted": 12,
+        "accepted": 6,
+    }
     line = log_line("r-1", stats, 1.0, "stop")
     assert line == (
         "r-1 1 tok 1.00 s 1.0 tok/s stop | suffix in shadow 50% of 6 drafts | model in shadow 100% of 1 drafts | shadow 1"
@@ -252,4 +270,6 @@ def test_the_account_in_words() -> None:
     stats.record(Decision("suffix", 2), guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL))
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in said
-    assert account(RequestStats().speculation(), {}) == "no speculation: the text ended before a round could run"
+    assert (
+        account(RequestStats().speculation(), {}) == "no speculation: the text ended before a round could run"
+    )

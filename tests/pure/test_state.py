@@ -1,4 +1,6 @@
-"""What is kept across restarts: whole files of their owner alone; none in doubt is believed, written over, or fatal."""
+"""What is kept across restarts: whole files of their owner alone; none in doubt is believed, written over, or
+fatal.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,13 @@ class Clock:
 class Engine:
     """What keeps a state, without a model."""
 
-    def __init__(self, folder: Path, config: SpeculationConfig = CONFIG, facts: TargetFacts = FACTS, parameters: int = 7):
+    def __init__(
+        self,
+        folder: Path,
+        config: SpeculationConfig = CONFIG,
+        facts: TargetFacts = FACTS,
+        parameters: int = 7,
+    ):
         self.proposers, self.policies = Proposers(config, facts), Policies(config)
         settings = EngineConfig(state=folder, speculation=config)
         state = State.of(settings, self.proposers, self.policies, facts, parameters=parameters, threads=1)
@@ -102,17 +110,26 @@ def test_what_was_learned_is_known_again(tmp_path: Path) -> None:
     assert again.loaded == {"pools": 1, "policies": 2}
     assert again.proposers.remembered == first.proposers.remembered == (1, 9)
     assert again.policies.state() == learned.state() and again.policies.costs.known
-    assert again.policies.costs.proposal("model", 3, 4) == pytest.approx(learned.costs.proposal("model", 3, 4), rel=0.2)
+    assert again.policies.costs.proposal("model", 3, 4) == pytest.approx(
+        learned.costs.proposal("model", 3, 4), rel=0.2
+    )
 
 
 def test_no_text_and_no_name_is_in_what_policies_keep(tmp_path: Path) -> None:
     folder = kept(tmp_path)
     assert '"me"' not in the(folder, "pools").read_text() + the(folder, "policies").read_text()
-    assert "[4,5,6,7,8" not in the(folder, "policies").read_text() and "4,5,6,7,8" in the(folder, "pools").read_text()
+    assert (
+        "[4,5,6,7,8" not in the(folder, "policies").read_text()
+        and "4,5,6,7,8" in the(folder, "pools").read_text()
+    )
 
 
-@pytest.mark.parametrize("other", [{"parameters": 8}, {"facts": TargetFacts(51, 1000)}], ids=["model", "vocabulary"])
-def test_another_models_files_are_left_alone(other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "other", [{"parameters": 8}, {"facts": TargetFacts(51, 1000)}], ids=["model", "vocabulary"]
+)
+def test_another_models_files_are_left_alone(
+    other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = contents(kept(tmp_path))
     with caplog.at_level(logging.INFO, "speculon"):
         engine = Engine(tmp_path, **other)
@@ -133,10 +150,14 @@ def test_another_models_files_are_left_alone(other: Any, tmp_path: Path, caplog:
     ],
     ids=["device", "dtype", "compiled", "draft"],
 )
-def test_beliefs_are_of_a_machine_and_answers_are_not(other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beliefs_are_of_a_machine_and_answers_are_not(
+    other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept(tmp_path)
     monkeypatch.setattr(
-        Proposers, "_build", lambda self, method, build=Proposers._build: method != "plug" and build(self, method)
+        Proposers,
+        "_build",
+        lambda self, method, build=Proposers._build: method != "plug" and build(self, method),
     )
     monkeypatch.setattr("speculon.proposers.compose.check_method", lambda name: name)
     assert Engine(tmp_path, **other).loaded == {"pools": 2, "policies": 0}
@@ -155,21 +176,37 @@ DOUBTS: list[Any] = [
     pytest.param("pools", lambda said: "\0\xff" + said, id="no text"),
     pytest.param("pools", lambda said: "[" * 100_000, id="too deep"),
     pytest.param("pools", lambda said: said.replace("state 2", "state 1"), id="another format"),
-    pytest.param("pools", lambda said: said.replace('"vocab_size":50', '"vocab_size":51'), id="another model"),
+    pytest.param(
+        "pools", lambda said: said.replace('"vocab_size":50', '"vocab_size":51'), id="another model"
+    ),
     pytest.param("pools", lambda said: said.replace('"suffix"', '"nosuch"'), id="an unknown method"),
-    pytest.param("pools", lambda said: said.replace('"suffix"', '"ngram"'), id="a method that remembers nothing"),
+    pytest.param(
+        "pools", lambda said: said.replace('"suffix"', '"ngram"'), id="a method that remembers nothing"
+    ),
     pytest.param("pools", lambda said: said.replace('"suffix"', "5"), id="no method"),
     pytest.param("pools", lambda said: said.replace("[1,2,3,4,5", "[1,2,[3],4,5"), id="a list for a token"),
     pytest.param("pools", lambda said: said.replace(",4,5,", ",4,50,"), id="no token"),
-    pytest.param("pools", lambda said: "\n".join(line for line in said.split("\n") if "4,5,6" not in line), id="a pool is gone"),
-    pytest.param("policies", lambda said: said.replace('"goodput"', '"fixed"'), id="a policy that learns nothing"),
+    pytest.param(
+        "pools",
+        lambda said: "\n".join(line for line in said.split("\n") if "4,5,6" not in line),
+        id="a pool is gone",
+    ),
+    pytest.param(
+        "policies", lambda said: said.replace('"goodput"', '"fixed"'), id="a policy that learns nothing"
+    ),
     pytest.param("policies", lambda said: said.replace('"goodput"', '"nosuch"'), id="an unknown policy"),
     pytest.param("policies", lambda said: said.replace('"model":[[', '"model":[[9,'), id="a place of five"),
-    pytest.param("policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":["x",'), id="no number"),
-    pytest.param("policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":[1,'), id="a cost too many"),
+    pytest.param(
+        "policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":["x",'), id="no number"
+    ),
+    pytest.param(
+        "policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":[1,'), id="a cost too many"
+    ),
     pytest.param("policies", lambda said: said.replace('"costs"', '"coasts"'), id="no costs"),
     pytest.param("policies", lambda said: said.replace('"model":[[', '"model":[["x"],['), id="no place"),
-    pytest.param("policies", lambda said: said.replace('"model":[[16,', '"model":[[99,'), id="a position too deep"),
+    pytest.param(
+        "policies", lambda said: said.replace('"model":[[16,', '"model":[[99,'), id="a position too deep"
+    ),
 ]
 
 
@@ -196,7 +233,9 @@ def test_a_file_in_doubt_is_told_once_and_stays(
     assert path.read_bytes() == broken.encode("latin-1"), "not written over"
 
 
-def test_a_file_written_over_in_spite_of_doubt_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_written_over_in_spite_of_doubt_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted error: a part that is kept although its file is not believed."""
     path = the(kept(tmp_path), "pools")
     path.write_text("x")
@@ -226,7 +265,9 @@ def test_it_writes_now_and_then_beside_the_engine(tmp_path: Path) -> None:
     assert Engine(tmp_path).loaded["pools"] == 1, "not due again"
 
 
-def test_a_late_writing_does_not_undo_what_was_saved_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_writing_does_not_undo_what_was_saved_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a pool that was deleted would come back with the next start."""
     held, write = threading.Event(), module.write
 
@@ -293,5 +334,17 @@ def test_a_full_disk_costs_the_state_alone(
 
 def test_the_lines_are_json_for_anybody(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in the(kept(tmp_path), "pools").read_text().splitlines()]
-    assert lines[0]["identity"] == {"model": "demo", "parameters": 7, "vocab_size": 50} and lines[-1] == {"end": 2}
-    assert [line[0] for line in lines[1:-1]] == ["suffix", "suffix"] and lines[1][1][2] == [1, 2, 3, 4, 5, 6, 7, 8, -1]
+    assert lines[0]["identity"] == {"model": "demo", "parameters": 7, "vocab_size": 50} and lines[-1] == {
+        "end": 2
+    }
+    assert [line[0] for line in lines[1:-1]] == ["suffix", "suffix"] and lines[1][1][2] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        -1,
+    ]

@@ -1,4 +1,6 @@
-"""Each proposal carries why it ended and how long its match was, and keeps both where others cut it or go on behind it."""
+"""Each proposal carries why it ended and how long its match was, and keeps both where others cut it or go on
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ def drafted(proposer: Proposer, seq: Sequence, k: int) -> Told:
     return told(draft)
 
 
-def asked(method: str, tokens: list[int], k: int = 4, settings: dict[str, Any] | None = None, **fields: Any) -> Told:
-    return drafted(find_factory(method)(SpeculationConfig(**settings or {}), FACTS), make_sequence(tokens, **fields), k)
+def asked(
+    method: str, tokens: list[int], k: int = 4, settings: dict[str, Any] | None = None, **fields: Any
+) -> Told:
+    return drafted(
+        find_factory(method)(SpeculationConfig(**settings or {}), FACTS), make_sequence(tokens, **fields), k
+    )
 
 
 def forced(*tokens: int) -> Any:
@@ -50,12 +56,34 @@ LOOKUPS = [
     pytest.param("ngram", [7, 7, 7], {}, (4, 2, Stop.LIMIT), id="ngram, a match at the end repeats itself"),
     pytest.param("suffix", [1, 2, 3, 4], {}, NO_MATCH, id="suffix, nothing repeats"),
     pytest.param("suffix", [*TEN, 1, 2, 3], {}, (4, 3, Stop.LIMIT), id="suffix"),
-    pytest.param("suffix", [*TEN, 1, 2, 3], {"k": 3, "settings": {"suffix_max_factor": 1.0}}, (3, 3, Stop.LIMIT), id="as many"),
-    pytest.param("suffix", [*TEN, 1, 2, 3], {"settings": {"suffix_max_factor": 1.0}}, (3, 3, Stop.FACTOR), id="suffix, factor"),
     pytest.param(
-        "suffix", [1, 2, 8, 1, 2, 9, 1, 2], {"settings": {"suffix_max_factor": 1.0}}, (2, 2, Stop.FACTOR), id="factor, in doubt"
+        "suffix",
+        [*TEN, 1, 2, 3],
+        {"k": 3, "settings": {"suffix_max_factor": 1.0}},
+        (3, 3, Stop.LIMIT),
+        id="as many",
     ),
-    pytest.param("suffix", [*TEN, 1, 2, 3], {"settings": {"suffix_min_hits": 2}}, (0, 3, Stop.MIN_HITS), id="found once"),
+    pytest.param(
+        "suffix",
+        [*TEN, 1, 2, 3],
+        {"settings": {"suffix_max_factor": 1.0}},
+        (3, 3, Stop.FACTOR),
+        id="suffix, factor",
+    ),
+    pytest.param(
+        "suffix",
+        [1, 2, 8, 1, 2, 9, 1, 2],
+        {"settings": {"suffix_max_factor": 1.0}},
+        (2, 2, Stop.FACTOR),
+        id="factor, in doubt",
+    ),
+    pytest.param(
+        "suffix",
+        [*TEN, 1, 2, 3],
+        {"settings": {"suffix_min_hits": 2}},
+        (0, 3, Stop.MIN_HITS),
+        id="found once",
+    ),
     pytest.param(
         "suffix",
         [1, 2, 8, 3, 1, 2, 8, 4, 1, 2],
@@ -78,11 +106,33 @@ LOOKUPS = [
         id="suffix, half of the matches",
     ),
     pytest.param("prediction", [5], {"output": [70], "prediction": (1, 2)}, NO_MATCH, id="prediction, lost"),
-    pytest.param("prediction", [5], {"output": [1, 2, 3], "prediction": tuple(TEN)}, (4, 3, Stop.LIMIT), id="prediction"),
-    pytest.param("prediction", [5], {"output": [1, 2], "prediction": (1, 2, 3)}, (1, 2, Stop.SOURCE_END), id="prediction's end"),
-    pytest.param("prediction", [5], {"output": [1, 2], "prediction": (1, 2)}, (0, 2, Stop.SOURCE_END), id="at prediction's end"),
     pytest.param(
-        "prediction", [5], {"k": 20, "output": [70, 1, 2], "prediction": tuple(range(1, 40))}, (8, 2, Stop.WINDOW), id="window"
+        "prediction",
+        [5],
+        {"output": [1, 2, 3], "prediction": tuple(TEN)},
+        (4, 3, Stop.LIMIT),
+        id="prediction",
+    ),
+    pytest.param(
+        "prediction",
+        [5],
+        {"output": [1, 2], "prediction": (1, 2, 3)},
+        (1, 2, Stop.SOURCE_END),
+        id="prediction's end",
+    ),
+    pytest.param(
+        "prediction",
+        [5],
+        {"output": [1, 2], "prediction": (1, 2)},
+        (0, 2, Stop.SOURCE_END),
+        id="at prediction's end",
+    ),
+    pytest.param(
+        "prediction",
+        [5],
+        {"k": 20, "output": [70, 1, 2], "prediction": tuple(range(1, 40))},
+        (8, 2, Stop.WINDOW),
+        id="window",
     ),
     pytest.param("grammar", [5], {}, NO_MATCH, id="grammar, none"),
     pytest.param("grammar", [5], {"grammar": forced()}, (0, 0, Stop.CHOICE), id="grammar, a choice at once"),
@@ -125,7 +175,9 @@ def test_a_remembered_sequence_ends(k: int, expected: Told) -> None:
     st.lists(st.integers(1, 3), max_size=50),
     st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=40),
 )
-def test_a_prediction_matches_as_much_as_stands_anywhere(prediction: list[int], written: list[list[int]]) -> None:
+def test_a_prediction_matches_as_much_as_stands_anywhere(
+    prediction: list[int], written: list[list[int]]
+) -> None:
     whole, text = spell(prediction), ""
     cursor = Cursor(whole)
     for piece in written:
@@ -142,7 +194,11 @@ WHOLE = Draft((1, 2, 3), ("a", "a", "a"), None, (0.5, 0.5, 0.5), 7, Stop.FACTOR)
 
 
 def test_a_cut_keeps_what_the_proposal_was() -> None:
-    assert [told(WHOLE.cut(k)) for k in (9, 2, 0)] == [(3, 7, Stop.FACTOR), (2, 7, Stop.FACTOR), (0, 7, Stop.FACTOR)]
+    assert [told(WHOLE.cut(k)) for k in (9, 2, 0)] == [
+        (3, 7, Stop.FACTOR),
+        (2, 7, Stop.FACTOR),
+        (0, 7, Stop.FACTOR),
+    ]
 
 
 def test_a_cut_may_say_why_and_says_nothing_where_nothing_is_cut() -> None:
@@ -171,12 +227,20 @@ class Fixed:
         return [self.draft] * len(seqs)
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(layers=(), bytes_fixed=0, max_context=None, taps=()) if name == "needs" else lambda *_: None
+        return (
+            SimpleNamespace(layers=(), bytes_fixed=0, max_context=None, taps=())
+            if name == "needs"
+            else lambda *_: None
+        )
 
 
-def proposed(monkeypatch: pytest.MonkeyPatch, draft: Draft, k: int = 2, **fields: Any) -> tuple[list[Told], Decision]:
+def proposed(
+    monkeypatch: pytest.MonkeyPatch, draft: Draft, k: int = 2, **fields: Any
+) -> tuple[list[Told], Decision]:
     """What the proposers note of a round in which `fixed` drafts this, and what the round came to."""
-    monkeypatch.setattr("speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)})
+    monkeypatch.setattr(
+        "speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)}
+    )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
     seq = make_sequence([1, 2, 3], method="fixed", **fields)
     _, (decision,) = proposers.propose([Span(seq, 2, 1)], [Decision("fixed", k)], LEASE)
@@ -189,7 +253,10 @@ def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposed(monkeypatch, WHOLE)[0] == [(2, 7, Stop.LIMIT)], "more than it was asked for"
     assert proposed(monkeypatch, WHOLE, 3)[0] == [(3, 7, Stop.FACTOR)]
     assert proposed(monkeypatch, WHOLE, 3, grammar=grammar)[0] == [(2, 7, Stop.GRAMMAR)]
-    assert proposed(monkeypatch, WHOLE, 1, grammar=grammar) == ([(0, 7, Stop.GRAMMAR)], Decision("fixed", 0, Reason.NO_MATCH))
+    assert proposed(monkeypatch, WHOLE, 1, grammar=grammar) == (
+        [(0, 7, Stop.GRAMMAR)],
+        Decision("fixed", 0, Reason.NO_MATCH),
+    )
 
 
 def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +277,9 @@ def test_a_wrong_match_or_stop_is_a_drafters_fault(
     assert not told and decision.reason is Reason.ERROR and "is a number of tokens" in caplog.text
 
 
-def test_a_failed_call_leaves_no_proposal_and_the_next_round_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_leaves_no_proposal_and_the_next_round_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     proposers = Proposers(SpeculationConfig(method="ngram"), FACTS)
     seq = make_sequence([1, 2, 1, 2])
     for _ in range(2):

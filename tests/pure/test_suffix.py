@@ -60,7 +60,9 @@ def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -
     return draft, confidence, length, stop
 
 
-def propose(own: list[int], answers: list[list[int]], k: int, limits: Limits, cuts: list[int] | None = None) -> Guess:
+def propose(
+    own: list[int], answers: list[list[int]], k: int, limits: Limits, cuts: list[int] | None = None
+) -> Guess:
     """By the proposer, for a text that has grown in pieces which end at `cuts`."""
     proposer = Suffix(limits, make(tokens=1000))
     for answer in answers:
@@ -76,11 +78,17 @@ def propose(own: list[int], answers: list[list[int]], k: int, limits: Limits, cu
 
 
 texts = st.lists(st.integers(1, 4), min_size=1, max_size=30)
-limits = st.builds(Limits, st.sampled_from([0.4, 1.0, 2.5]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(1, 3))
+limits = st.builds(
+    Limits, st.sampled_from([0.4, 1.0, 2.5]), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(1, 3)
+)
 
 
 @given(
-    texts, st.lists(texts, max_size=3).filter(lambda said: sum(map(len, said)) < LOOKS - 4), st.integers(1, 9), limits, st.data()
+    texts,
+    st.lists(texts, max_size=3).filter(lambda said: sum(map(len, said)) < LOOKS - 4),
+    st.integers(1, 9),
+    limits,
+    st.data(),
 )
 def test_it_drafts_what_counting_by_brute_force_does(
     own: list[int], answers: list[list[int]], k: int, limits: Limits, data: st.DataObject
@@ -108,8 +116,12 @@ def test_long_texts_whose_every_place_is_looked_at(seed: int, monkeypatch: pytes
     [
         pytest.param([1, 2, 3, 4], [], [], id="nothing repeats"),
         pytest.param([1, 2, 8, 1, 2, 9, 1, 2], [], [9, 1, 2, 9], id="the newest among equals"),
-        pytest.param([1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2], [], [8, 1, 2, 9], id="most often wins over the newest"),
-        pytest.param([5, 1, 2, 8, 1, 2, 9, 5, 1, 2], [], [8, 1, 2, 9, 5, 1], id="longest wins over most often"),
+        pytest.param(
+            [1, 2, 8, 1, 2, 8, 1, 2, 9, 1, 2], [], [8, 1, 2, 9], id="most often wins over the newest"
+        ),
+        pytest.param(
+            [5, 1, 2, 8, 1, 2, 9, 5, 1, 2], [], [8, 1, 2, 9, 5, 1], id="longest wins over most often"
+        ),
         pytest.param([7, 7, 7], [], [7, 7, 7, 7], id="a match at the end repeats itself"),
         pytest.param([1, 2], [[1, 2, 3, 4]], [3, 4], id="an earlier answer"),
         pytest.param([1, 2], [[1, 2], [3, 4]], [], id="not beyond an answer's end"),
@@ -151,7 +163,9 @@ COUNT, EXTEND = suffix.count, Trail.extend
         (store, "LOOKS", 3),
     ],
 )
-def test_another_way_to_choose_is_found_out(where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_way_to_choose_is_found_out(
+    where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "LOOKS", 10**6)
     monkeypatch.setattr(where, name, wrong)
     with pytest.raises((AssertionError, IndexError)):

@@ -53,8 +53,14 @@ def test_each_position_is_true_as_often_as_wanted(acceptance: float) -> None:
     right = [0] * 4
     for at in range(len(TEXT) - 4):
         draft = ask(proposer, seq, 4)
-        assert len(draft.tokens) == 4 and set(draft.sources) == {"synthetic"} and all(0 <= t < VOCAB for t in draft.tokens)
-        right = [n + (token == TEXT[at + i]) for i, (n, token) in enumerate(zip(right, draft.tokens, strict=True))]
+        assert (
+            len(draft.tokens) == 4
+            and set(draft.sources) == {"synthetic"}
+            and all(0 <= t < VOCAB for t in draft.tokens)
+        )
+        right = [
+            n + (token == TEXT[at + i]) for i, (n, token) in enumerate(zip(right, draft.tokens, strict=True))
+        ]
         seq.tokens.append(TEXT[at])
     assert all(abs(n / (len(TEXT) - 4) - acceptance) < (0.08 if 0 < acceptance < 1 else 1e-9) for n in right)
 

@@ -50,12 +50,18 @@ def test_without_a_round_there_is_no_speculation_but_reasons_are_there() -> None
 
 
 def test_the_figures_of_known_rounds() -> None:
-    stats = recorded(PROMPT, speculative(4), speculative(0), speculative(2), plain(), speculative(1, k=1, source="other"))
+    stats = recorded(
+        PROMPT, speculative(4), speculative(0), speculative(2), plain(), speculative(1, k=1, source="other")
+    )
     done = stats.speculation()
     assert done is not None
     assert (done.rounds, done.drafted, done.accepted, done.rejected) == (4, 13, 7, 6)
     assert (done.target_calls, done.draft_calls, done.emitted, done.verified_positions) == (6, 5, 13, 19)
-    assert done.acceptance_rate == 7 / 13 and done.tokens_per_target_call == 13 / 6 and done.mean_accepted_per_round == 7 / 4
+    assert (
+        done.acceptance_rate == 7 / 13
+        and done.tokens_per_target_call == 13 / 6
+        and done.mean_accepted_per_round == 7 / 4
+    )
     assert done.per_position == [3 / 4, 2 / 3, 1 / 3, 1 / 3]
     assert done.by_source == {"ngram": {"drafted": 12, "accepted": 6}, "other": {"drafted": 1, "accepted": 1}}
     assert done.span_kinds == {"full": 1, "early": 3}
@@ -74,21 +80,39 @@ CHANGES = [
     pytest.param([plain(), plain(), PROMPT, plain()], {}, id="plain all along"),
     pytest.param([PROMPT, speculative(4), speculative(0)], {}, id="one method all along"),
     pytest.param([speculative(4), plain(Reason.COST, None)], {("ngram", "plain", "cost"): 1}, id="given up"),
-    pytest.param([plain(Reason.COLD, None), plain(), speculative(1)], {("plain", "ngram", "no_match"): 1}, id="taken up"),
-    pytest.param([by_chain("ngram"), by_chain("model")], {("ngram", "model", "no_match"): 1}, id="the next in turn"),
-    pytest.param([by_chain("model"), by_chain("ngram")], {("model", "ngram", "earlier"): 1}, id="back to the first"),
-    pytest.param([speculative(1), speculative(1, source="other")], {("ngram", "other", "cost"): 1}, id="another is asked"),
+    pytest.param(
+        [plain(Reason.COLD, None), plain(), speculative(1)],
+        {("plain", "ngram", "no_match"): 1},
+        id="taken up",
+    ),
+    pytest.param(
+        [by_chain("ngram"), by_chain("model")], {("ngram", "model", "no_match"): 1}, id="the next in turn"
+    ),
+    pytest.param(
+        [by_chain("model"), by_chain("ngram")], {("model", "ngram", "earlier"): 1}, id="back to the first"
+    ),
+    pytest.param(
+        [speculative(1), speculative(1, source="other")],
+        {("ngram", "other", "cost"): 1},
+        id="another is asked",
+    ),
     pytest.param(
         [by_chain("ngram"), by_chain(None), by_chain("ngram"), by_chain(None)],
         {("ngram", "plain", "no_match"): 2, ("plain", "ngram", "no_match"): 1},
         id="there and back",
     ),
-    pytest.param([by_chain("a word"), by_chain("another"), plain()], {("model", "plain", "no_match"): 1}, id="a plug-in's words"),
+    pytest.param(
+        [by_chain("a word"), by_chain("another"), plain()],
+        {("model", "plain", "no_match"): 1},
+        id="a plug-in's words",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("rounds", "changes"), CHANGES)
-def test_changes_of_mind_are_counted_by_their_reason(rounds: list[Any], changes: dict[tuple[str, str, str], int]) -> None:
+def test_changes_of_mind_are_counted_by_their_reason(
+    rounds: list[Any], changes: dict[tuple[str, str, str], int]
+) -> None:
     stats = recorded(*rounds)
     assert stats.changes == changes
     assert sum(one["count"] for one in stats.change_list()) == sum(changes.values())
@@ -127,7 +151,9 @@ def test_proposals_are_counted_by_how_they_ended_and_by_what_they_matched() -> N
     assert stats.stops == {"suffix": {"limit": 2, "no_match": 1, "factor": 1}, "model": {"limit": 1}}
     assert stats.matches == {"suffix": {4: 2, 9: 1}, "plug-in": {3: 1}}
     assert stats.proposed.total() == len(PROPOSALS)
-    assert {type(stop) for ended in stats.stops.values() for stop in ended} == {str}, "words, as JSON has them"
+    assert {type(stop) for ended in stats.stops.values() for stop in ended} == {str}, (
+        "words, as JSON has them"
+    )
     total = RequestStats()
     for _ in range(2):
         total.add(stats)
@@ -147,7 +173,11 @@ def test_what_is_recorded_adds_up(rounds: list[tuple[Decision | None, Draft, Ver
     stats = recorded(*rounds)
     assert stats.emitted == sum(len(verdict.tokens) for _, _, verdict in rounds)
     assert stats.kinds.total() == stats.rounds
-    assert stats.rounds + stats.reasons.total() + sum(1 for d, _, _ in rounds if d is None) == stats.target_calls == len(rounds)
+    assert (
+        stats.rounds + stats.reasons.total() + sum(1 for d, _, _ in rounds if d is None)
+        == stats.target_calls
+        == len(rounds)
+    )
     assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
     assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total()
     if done := stats.speculation():
@@ -155,7 +185,9 @@ def test_what_is_recorded_adds_up(rounds: list[tuple[Decision | None, Draft, Ver
 
 
 @given(st.lists(ROUNDS, max_size=4))
-def test_sums_of_accounts_are_accounts_of_all_rounds(parts: list[list[tuple[Decision | None, Draft, Verdict]]]) -> None:
+def test_sums_of_accounts_are_accounts_of_all_rounds(
+    parts: list[list[tuple[Decision | None, Draft, Verdict]]],
+) -> None:
     total = RequestStats()
     for part in parts:
         total.add(recorded(*part))
@@ -188,7 +220,9 @@ def test_a_snapshot_is_plain_data_and_does_not_move() -> None:
     before = counters.snapshot()
     counters.totals.add(recorded(speculative(3), plain()))
     counters.finished["stop"] += 1
-    assert before["emitted"] == 5 and before["finished"] == {"stop": 1} and before["reasons"] == {"no_match": 1}
+    assert (
+        before["emitted"] == 5 and before["finished"] == {"stop": 1} and before["reasons"] == {"no_match": 1}
+    )
     assert before["changes"] == [{"from": "ngram", "to": "plain", "reason": "no_match", "count": 1}]
     assert before["speculation"]["rounds"] == 1 and counters.snapshot()["speculation"]["rounds"] == 2
     assert EngineCounters().snapshot()["speculation"] is None
@@ -198,8 +232,16 @@ def test_a_snapshot_is_plain_data_and_does_not_move() -> None:
     ("stats", "seconds", "line"),
     [
         (RequestStats(), 0.0, "r-1 0 tok 0.00 s 0.0 tok/s abort"),
-        (recorded(plain(), plain(Reason.MAX_TOKENS)), 1.0, "r-1 2 tok 1.00 s 2.0 tok/s abort | no_match 1 max_tokens 1"),
-        (recorded(speculative(4)), 0.5, "r-1 5 tok 0.50 s 10.0 tok/s abort | ngram 100% of 4 drafts 5.00/call"),
+        (
+            recorded(plain(), plain(Reason.MAX_TOKENS)),
+            1.0,
+            "r-1 2 tok 1.00 s 2.0 tok/s abort | no_match 1 max_tokens 1",
+        ),
+        (
+            recorded(speculative(4)),
+            0.5,
+            "r-1 5 tok 0.50 s 10.0 tok/s abort | ngram 100% of 4 drafts 5.00/call",
+        ),
     ],
 )
 def test_one_line_says_it_all(stats: RequestStats, seconds: float, line: str) -> None:

@@ -36,7 +36,9 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, special_tokens=[END, HARD], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, initial_alphabet=alphabet, special_tokens=[END, HARD], show_progress=False
+    )
     backend.train_from_iterator(CORPUS, trainer)
     inner = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
     inner.chat_template = TEMPLATE
@@ -54,7 +56,9 @@ def word_level() -> Tokenizer:
 
 
 VOCAB = byte_level().vocab_size
-TEXTS = st.text(st.sampled_from("ab \n.stophere€你🙂é") | st.characters(exclude_categories=["Cs"]), max_size=40)
+TEXTS = st.text(
+    st.sampled_from("ab \n.stophere€你🙂é") | st.characters(exclude_categories=["Cs"]), max_size=40
+)
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=80)
 OUTPUTS = TEXTS.map(lambda text: byte_level().encode(text)) | IDS
 WHERE = st.lists(st.integers(0, 100), max_size=8)
@@ -96,7 +100,9 @@ class TestTokenizer:
     def test_size(self) -> None:
         assert byte_level().vocab_size == len(byte_level().inner.get_vocab()) > 256
 
-    @pytest.mark.parametrize("text", ["\x00", "\x07\x1b[2J\x7f", "\ufeff\u202e\ufffe", "\ufffd", "\r\n\x85\u2028"])
+    @pytest.mark.parametrize(
+        "text", ["\x00", "\x07\x1b[2J\x7f", "\ufeff\u202e\ufffe", "\ufffd", "\r\n\x85\u2028"]
+    )
     def test_control_characters_are_text(self, text: str) -> None:
         assert byte_level().decode(byte_level().encode(text)) == text
 
@@ -135,7 +141,15 @@ class TestChat:
 
     @pytest.mark.parametrize(
         "messages",
-        [[], "a", {"role": "a"}, ["a"], [{"content": "a"}], [{"role": "a"}], [{"role": "a", "content": "\ud800"}]],
+        [
+            [],
+            "a",
+            {"role": "a"},
+            ["a"],
+            [{"content": "a"}],
+            [{"role": "a"}],
+            [{"role": "a", "content": "\ud800"}],
+        ],
     )
     def test_bad_messages_are_refused_by_name(self, messages: object) -> None:
         with pytest.raises(InvalidParameter, match="messages"):
@@ -145,14 +159,21 @@ class TestChat:
 class TestStream:
     @given(OUTPUTS, WHERE, st.booleans())
     @example([ord("a")] * 3 * MAX_UNSURE, [], True)
-    def test_pushes_and_flush_are_the_decoded_whole(self, ids: list[int], where: list[int], skip: bool) -> None:
+    def test_pushes_and_flush_are_the_decoded_whole(
+        self, ids: list[int], where: list[int], skip: bool
+    ) -> None:
         stream = Stream(byte_level(), skip_special_tokens=skip)
         pieces = [stream.push(part) for part in cuts(ids, where)]
         assert "".join(pieces) + stream.flush() == byte_level().decode(ids, skip_special_tokens=skip)
 
-    @given(st.integers(0, 255).map(lambda byte: byte_level().inner.convert_tokens_to_ids(chr(byte)) or 2), st.integers(1, 4))
+    @given(
+        st.integers(0, 255).map(lambda byte: byte_level().inner.convert_tokens_to_ids(chr(byte)) or 2),
+        st.integers(1, 4),
+    )
     def test_endless_garbage_is_passed_on(self, token: int, repeats: int) -> None:
-        ids = byte_level().encode("€")[-1:] * 3 * MAX_UNSURE * repeats + byte_level().encode("€ you") + [token]
+        ids = (
+            byte_level().encode("€")[-1:] * 3 * MAX_UNSURE * repeats + byte_level().encode("€ you") + [token]
+        )
         stream = Stream(byte_level())
         assert stream.push(ids[: 2 * MAX_UNSURE])
         assert len(stream._window) <= MAX_UNSURE
@@ -218,7 +239,9 @@ class TestStream:
 class TestStopStrings:
     @settings(max_examples=300)
     @given(OUTPUTS, STOPS, WHERE)
-    def test_found_where_decoding_everything_finds_it(self, ids: list[int], stops: list[str], where: list[int]) -> None:
+    def test_found_where_decoding_everything_finds_it(
+        self, ids: list[int], stops: list[str], where: list[int]
+    ) -> None:
         finder, before, found = StopStrings(stops, byte_level()), [], None
         for part in cuts(ids, where):
             found = finder.find(before, tuple(part))
@@ -229,7 +252,9 @@ class TestStopStrings:
         assert found == naive_end(ids, stops)
 
     @given(IDS, st.lists(st.sampled_from(["\ufffd", "\ufffd\ufffd", "\ufffda"]), min_size=1), WHERE)
-    def test_the_same_end_however_many_tokens_come_at_once(self, ids: list[int], stops: list[str], where: list[int]) -> None:
+    def test_the_same_end_however_many_tokens_come_at_once(
+        self, ids: list[int], stops: list[str], where: list[int]
+    ) -> None:
         def end(parts: list[list[int]]) -> tuple[int, str] | None:
             before: list[int] = []
             for part in parts:
@@ -272,7 +297,9 @@ class TestStopStrings:
         longest, decoded = 4 * len(stop) * 2 + 100, []
         decode = byte_level().decode
         before = byte_level().encode("hello 🦊 " * 2000)
-        monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, skip=True: decoded.append(len(ids)) or decode(ids, skip))
+        monkeypatch.setattr(
+            Tokenizer, "decode", lambda self, ids, skip=True: decoded.append(len(ids)) or decode(ids, skip)
+        )
         StopStrings([stop], byte_level()).find(before, (5,))
         assert max(decoded) <= longest < len(before) / 3
 

@@ -16,7 +16,10 @@ from speculon.errors import DataError, InvalidParameter, InvalidRequest
 from speculon.train.data import Document, Messages, Rows, read_documents, split
 from speculon.train.settings import HeadSettings, TrainSettings
 
-TURNS = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+TURNS = [
+    {"role": r, "content": c}
+    for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+]
 
 
 class Bytes:
@@ -26,7 +29,12 @@ class Bytes:
         return list(text.encode())
 
     def render_chat(
-        self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None, *, answer_follows: bool = True
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answer_follows: bool = True,
     ) -> str:
         if any(m["content"] is None for m in messages):
             raise InvalidRequest("no template for calls")
@@ -48,7 +56,9 @@ def text(document: Document) -> str:
 
 
 def learned(document: Document) -> str:
-    return bytes(token for token, answer in zip(document.ids, document.answer, strict=True) if answer).decode()
+    return bytes(
+        token for token, answer in zip(document.ids, document.answer, strict=True) if answer
+    ).decode()
 
 
 def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path: Path) -> None:
@@ -67,7 +77,10 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path:
         pytest.param({"tokens": [97, 98, 99], "prompt_tokens": 2}, "abc", "c", 2, id="tokens"),
         pytest.param({"tokens": [97, 98]}, "ab", "ab", 0, id="tokens without a prompt"),
         pytest.param(
-            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "model": "other keys"},
+            {
+                "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
+                "model": "other keys",
+            },
             "<user>hi</><assistant>ho</>",
             "ho</>",
             len("<user>hi</><assistant>"),
@@ -89,7 +102,9 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path:
         ),
     ],
 )
-def test_a_line_says_what_is_learned(tmp_path: Path, record: dict[str, Any], whole: str, answer: str, prompt: int) -> None:
+def test_a_line_says_what_is_learned(
+    tmp_path: Path, record: dict[str, Any], whole: str, answer: str, prompt: int
+) -> None:
     (document,) = read(lines(tmp_path / "x.jsonl", record))
     assert (text(document), learned(document), document.prompt) == (whole, answer, prompt)
 
@@ -97,7 +112,9 @@ def test_a_line_says_what_is_learned(tmp_path: Path, record: dict[str, Any], who
 def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
     """As a server writes it that captures its traffic: JSON needs no escape for them."""
     file = tmp_path / "x.jsonl"
-    file.write_text("".join(json.dumps({"text": f"a{end}b"}, ensure_ascii=False) + "\r\n" for end in "\u2028\u2029\x85\r"))
+    file.write_text(
+        "".join(json.dumps({"text": f"a{end}b"}, ensure_ascii=False) + "\r\n" for end in "\u2028\u2029\x85\r")
+    )
     assert [text(d) for d in read(file)] == ["a\u2028b", "a\u2029b", "a\x85b", "a\rb"]
 
 
@@ -111,8 +128,14 @@ def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path
 
 
 def test_a_call_that_the_template_cannot_write_ends_what_is_read(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    (document,) = read(lines(tmp_path / "x.jsonl", {"messages": [*TURNS, TURNS[0], call]}, {"messages": [TURNS[0], call]}))
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    (document,) = read(
+        lines(tmp_path / "x.jsonl", {"messages": [*TURNS, TURNS[0], call]}, {"messages": [TURNS[0], call]})
+    )
     assert learned(document) == "b</>d</>"
 
 
@@ -124,7 +147,11 @@ def test_a_call_that_the_template_cannot_write_ends_what_is_read(tmp_path: Path)
         pytest.param("[1]", "none of the known keys", id="no object"),
         pytest.param('{"text": 3}', "text must be a string", id="no text"),
         pytest.param('{"messages": "hi"}', "list of objects with a role", id="no messages"),
-        pytest.param('{"messages": [{"role": "user"}, {"role": "assistant"}]}', "message 2 has neither", id="no content"),
+        pytest.param(
+            '{"messages": [{"role": "user"}, {"role": "assistant"}]}',
+            "message 2 has neither",
+            id="no content",
+        ),
         pytest.param('{"tokens": [-1]}', "list of token ids", id="negative id"),
         pytest.param('{"tokens": [1], "prompt_tokens": 2}', "from 0 to 1", id="prompt beyond the text"),
     ],
@@ -160,7 +187,8 @@ def documents(count: int = 12) -> list[Document]:
 def test_a_position_counts_when_its_successor_is_an_answer() -> None:
     rows = Rows.of([Document((1, 2, 3, 4, 5), (False, False, True, False, True), 2)] * 40, 8, 9, 0.25, seed=0)
     ids, weights = rows.ids.ravel(), rows.weights.ravel()
-    wanted = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}  # by token: what its successor counts; 9 ends a text
+    # by token: what its successor counts; 9 ends a text
+    wanted = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}
     assert [wanted[int(token)] for token in ids[:-1]] == weights[:-1].tolist()
 
 
@@ -214,8 +242,16 @@ def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
         pytest.param({"data": ()}, "data = ", id="no data"),
         pytest.param({"optimizer": "sgd"}, "optimizer = 'sgd'", id="optimizer"),
         pytest.param({"minutes": 0}, "minutes = 0", id="minutes"),
-        pytest.param({"length": 128}, "eval_tokens = 128 leaves no prompt of 8 tokens in a length of 128", id="no eval prompt"),
-        pytest.param({"regenerate": 1, "regenerate_tokens": 1017}, "regenerate_tokens = 1017 leaves no prompt", id="no prompt"),
+        pytest.param(
+            {"length": 128},
+            "eval_tokens = 128 leaves no prompt of 8 tokens in a length of 128",
+            id="no eval prompt",
+        ),
+        pytest.param(
+            {"regenerate": 1, "regenerate_tokens": 1017},
+            "regenerate_tokens = 1017 leaves no prompt",
+            id="no prompt",
+        ),
         pytest.param({"out": "."}, "out = '.': a folder by its name", id="no name"),
         pytest.param({"epochs": 3}, "epochs = 3: unknown field", id="unknown"),
     ],

@@ -1,4 +1,6 @@
-"""The server inside the test's process, over a scripted engine in a thread: real sockets and real pipes, no model."""
+"""The server inside the test's process, over a scripted engine in a thread: real sockets and real pipes, no
+model.
+"""
 
 from __future__ import annotations
 
@@ -99,14 +101,18 @@ def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
 
 
 @contextmanager
-def served(template: str = "{{ messages }}", script: dict[str, Any] | None = None, **serve: Any) -> Iterator[Inside]:
+def served(
+    template: str = "{{ messages }}", script: dict[str, Any] | None = None, **serve: Any
+) -> Iterator[Inside]:
     """A server of these settings; `script` are the scripted engine's own."""
     max_num_seqs = serve.pop("max_num_seqs", 32)
     settings: dict[str, Any] = {"model": "scripted", "max_num_seqs": max_num_seqs, "serve": serve}
     engine = ThreadEngine(settings, **(script or {}))
     server = Server(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
     listener = listen("127.0.0.1", 0)
-    options = uvicorn.Config(create_app(server, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+    options = uvicorn.Config(
+        create_app(server, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+    )
     http = uvicorn.Server(options)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()

@@ -31,7 +31,9 @@ class Outside:
         clean |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SCRIPTED_STEP": "0.01"}
         with self._log.open("wb") as log:
             command = [sys.executable, *program, "serve", *arguments]
-            self.process = subprocess.Popen(command, cwd=folder, env=clean | env, stdout=subprocess.DEVNULL, stderr=log)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=clean | env, stdout=subprocess.DEVNULL, stderr=log
+            )
 
     @property
     def stderr(self) -> str:
@@ -61,7 +63,9 @@ class Outside:
         """The engine's process; without the one that Python keeps to tidy up."""
         pid = self.process.pid
         listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [
+            int(child) for child in listed if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
 
     def end(self, seconds: float = 30.0) -> int:
         """TERM, and the exit status."""
@@ -71,7 +75,9 @@ class Outside:
 
 
 @contextmanager
-def started(folder: Path, *arguments: str, program: tuple[str, ...] = SCRIPTED, **env: str) -> Iterator[Outside]:
+def started(
+    folder: Path, *arguments: str, program: tuple[str, ...] = SCRIPTED, **env: str
+) -> Iterator[Outside]:
     outside = Outside(folder, ("--port", "0", *arguments), program, **env)
     try:
         yield outside

@@ -1,4 +1,5 @@
-"""An engine without a model: it writes what the prompt says, steps as fast as it is told to, and fails when it is told to.
+"""An engine without a model: it writes what the prompt says, steps as fast as it is told to, and fails when
+it is told to.
 
 Everything around it is the real thing: the worker and its pipe, the asynchronous engine, the HTTP server.
 """
@@ -20,7 +21,8 @@ from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
 
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
-SAY = b"say:"  # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
+# the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
+SAY = b"say:"
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 LP = -0.5
 
@@ -72,7 +74,9 @@ class Running:
 class ScriptedEngine:
     """What `Worker` needs of an engine. Admits `max_num_seqs` texts and lets the others wait."""
 
-    def __init__(self, config: EngineConfig, step_seconds: float = 0.0, faults: Seq[BaseException | None] = ()):
+    def __init__(
+        self, config: EngineConfig, step_seconds: float = 0.0, faults: Seq[BaseException | None] = ()
+    ):
         self.config, self.tokenizer = config, Tokenizer(Bytes())
         self.step_seconds, self.faults = step_seconds, deque(faults)
         self.target, self.max_context = SimpleNamespace(vocab_size=VOCAB), CONTEXT
@@ -95,7 +99,11 @@ class ScriptedEngine:
         return Load(len(self.running), len(self.waiting), PAGES - len(self.running))
 
     def add_request(
-        self, prompt: list[int], params: SamplingParams, speculation: RequestSpeculation | None, request_id: str
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        speculation: RequestSpeculation | None,
+        request_id: str,
     ) -> str:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
@@ -147,11 +155,17 @@ class ScriptedEngine:
         text.stats.reasons[Reason.NO_MATCH.value] += 1
         text.stats.changes["ngram", PLAIN, Reason.NO_MATCH.value] += 1
         tops = text.params.logprobs
-        lps = None if tops is None else tuple(TokenLogprobs(t, LP, 1, ((t, LP), (EOS, -2.0))[:tops]) for t in new)
+        lps = (
+            None
+            if tops is None
+            else tuple(TokenLogprobs(t, LP, 1, ((t, LP), (EOS, -2.0))[:tops]) for t in new)
+        )
         if finish:
             self._end(text, finish)
         stats = text.stats if finish else None
-        return Event(text.request_id, text.sample, tuple(new), lps, finish, self._prompt_logprobs(text), stats)
+        return Event(
+            text.request_id, text.sample, tuple(new), lps, finish, self._prompt_logprobs(text), stats
+        )
 
     def _prompt_logprobs(self, text: Running) -> tuple[TokenLogprobs, ...] | None:
         if text.params.prompt_logprobs is None or text.sample or text.stats.target_calls > 1:

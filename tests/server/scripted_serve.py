@@ -1,6 +1,8 @@
-"""`speculon serve` over a scripted engine in a process of its own: `SCRIPTED_STEP=0.01 python scripted_serve.py serve --port 0`.
+"""`speculon serve` over a scripted engine in a process of its own: `SCRIPTED_STEP=0.01 python
+scripted_serve.py serve --port 0`.
 
-The command, the engine's process, its worker and their pipe are the real ones; only model and tokenizer are not.
+The command, the engine's process, its worker and their pipe are the real ones; only model and tokenizer are
+not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
 
         def __init__(self, progress: Any, **given: Any):
             progress("reading the script")
-            self.engine = ScriptedEngine(EngineConfig(**given), step_seconds=float(os.environ["SCRIPTED_STEP"]))
+            self.engine = ScriptedEngine(
+                EngineConfig(**given), step_seconds=float(os.environ["SCRIPTED_STEP"])
+            )
 
     sys.modules["speculon.llm"] = llm = ModuleType("speculon.llm")
     llm.LLM = Scripted  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Whatever comes in at the door: an answer in OpenAI's shape, one line in the log, one count, and the others go on."""
+"""Whatever comes in at the door: an answer in OpenAI's shape, one line in the log, one count, and the others
+go on.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "10,000 stop strings": (json.dumps({"prompt": "x", "stop": ["s"] * 10_000}), "stop"),
     "an empty stop string": ('{"prompt": "x", "stop": ""}', "stop"),
     "a huge stop string": (json.dumps({"prompt": "x", "stop": "s" * 100_000}), "stop"),
-    "5,000 biases": (json.dumps({"prompt": "x", "logit_bias": {str(i): 1 for i in range(5000)}}), "logit_bias"),
+    "5,000 biases": (
+        json.dumps({"prompt": "x", "logit_bias": {str(i): 1 for i in range(5000)}}),
+        "logit_bias",
+    ),
     "a bias of no token": ('{"prompt": "x", "logit_bias": {"the": 1}}', "logit_bias"),
     "an empty prompt": ('{"prompt": ""}', "prompt"),
     "no prompts": ('{"prompt": []}', "prompt"),
@@ -112,15 +117,27 @@ def test_bad_bodies_are_refused_by_name(inside: Inside, caplog: pytest.LogCaptur
         pytest.param({"messages": []}, "messages", id="no messages"),
         pytest.param({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", id="unknown role"),
         pytest.param({"messages": [{"role": "user", "content": 5}]}, None, id="a number for a text"),
-        pytest.param({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, id="an image"),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, id="an image"
+        ),
         pytest.param({"top_logprobs": 2}, "top_logprobs", id="top_logprobs alone"),
         pytest.param({"logprobs": True, "top_logprobs": 21}, "top_logprobs", id="too many logprobs"),
         pytest.param({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", id="two limits"),
         pytest.param({"tool_choice": "required"}, "tool_choice", id="a choice of no tools"),
-        pytest.param({"response_format": {"type": "json_schema"}}, "response_format.json_schema", id="no schema"),
+        pytest.param(
+            {"response_format": {"type": "json_schema"}}, "response_format.json_schema", id="no schema"
+        ),
         pytest.param({"response_format": {"type": "yaml"}}, "response_format.type", id="unknown format"),
-        pytest.param({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", id="a template of its own"),
-        pytest.param({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", id="what the template is given anyway"),
+        pytest.param(
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs",
+            id="a template of its own",
+        ),
+        pytest.param(
+            {"chat_template_kwargs": {"tools": []}},
+            "chat_template_kwargs",
+            id="what the template is given anyway",
+        ),
         pytest.param({"modalities": ["audio"]}, None, id="audio"),
     ],
 )
@@ -154,7 +171,9 @@ def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
 ) -> None:
     read: list[int] = []
     encode = Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **how: read.append(len(text)) or encode(self, text, **how))
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, **how: read.append(len(text)) or encode(self, text, **how)
+    )
     text = "x" * 900_000
     body = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
     error = refusal(inside.post(route, **body), 400)
@@ -176,7 +195,9 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("depth", [200, 400, 900])
-@pytest.mark.parametrize("place", ["tools", "response_format", "chat_template_kwargs", "metadata", "message", "prediction"])
+@pytest.mark.parametrize(
+    "place", ["tools", "response_format", "chat_template_kwargs", "metadata", "message", "prediction"]
+)
 def test_deep_nesting_is_no_fault(inside: Inside, place: str, depth: int) -> None:
     deep = nested(depth)
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
@@ -194,12 +215,18 @@ def test_deep_nesting_is_no_fault(inside: Inside, place: str, depth: int) -> Non
 
 def test_prompts_of_any_characters_are_written(inside: Inside) -> None:
     text = "".join(map(chr, [*range(32), 127, 0x85, 0x2028, 0xFEFF, 0xFFFF, 0x10FFFF]))
-    assert inside.post("completions", prompt="say:" + text, max_tokens=99).json()["choices"][0]["text"] == text
+    assert (
+        inside.post("completions", prompt="say:" + text, max_tokens=99).json()["choices"][0]["text"] == text
+    )
     messages = [{"role": "user", "content": "say:" + text}]
-    assert inside.post("chat/completions", messages=messages).json()["choices"][0]["message"]["content"] == text
+    assert (
+        inside.post("chat/completions", messages=messages).json()["choices"][0]["message"]["content"] == text
+    )
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None]
+)
 def test_other_content_types_are_refused(inside: Inside, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     error = refusal(inside.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
@@ -208,7 +235,9 @@ def test_other_content_types_are_refused(inside: Inside, kind: str | None) -> No
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
 def test_json_is_json(inside: Inside, kind: str) -> None:
-    response = inside.client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind})
+    response = inside.client.post(
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
+    )
     assert response.status_code == 200
 
 
@@ -217,12 +246,18 @@ def test_json_is_json(inside: Inside, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["other", "\udfff", "x" * 5000, "a\nb"])
 def test_other_models_are_not_found(inside: Inside, name: str) -> None:
-    error = refusal(inside.client.post("/v1/completions", content=json.dumps({"prompt": "x", "model": name}), headers=JSON), 404)
+    error = refusal(
+        inside.client.post(
+            "/v1/completions", content=json.dumps({"prompt": "x", "model": name}), headers=JSON
+        ),
+        404,
+    )
     assert (error["code"], error["param"]) == ("model_not_found", "model") and len(error["message"]) < 200
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"]
+    "path",
+    ["/", "/v1", "/v1/nothing", "/v1/completions/", "/%0Aforged", "/../etc/passwd", "/v1/models/other"],
 )
 def test_unknown_routes_are_not_found(inside: Inside, caplog: pytest.LogCaptureFixture, path: str) -> None:
     counted = inside.metric("speculon_http_requests_total")
@@ -251,7 +286,8 @@ def test_other_methods_are_refused(inside: Inside, method: str, path: str, allow
 
 
 @pytest.mark.parametrize(
-    ("sent", "kept"), [("abc-1.2:3_x", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)]
+    ("sent", "kept"),
+    [("abc-1.2:3_x", True), ("x" * 64, True), ("x" * 65, False), ("a b", False), ("é", False)],
 )
 def test_request_ids_are_echoed(inside: Inside, sent: str, kept: bool) -> None:
     for path in ("/health", "/v1/nothing"):
@@ -269,12 +305,18 @@ def test_what_may_fall_is_no_counter(inside: Inside) -> None:
 
 def test_no_web_page_may_call_unless_told(inside: Inside) -> None:
     headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
-    for response in (inside.client.get("/health", headers=headers), inside.client.options("/v1/completions", headers=headers)):
+    for response in (
+        inside.client.get("/health", headers=headers),
+        inside.client.options("/v1/completions", headers=headers),
+    ):
         assert not [name for name in response.headers if name.startswith("access-control")]
     with served(cors_origins=["https://example.com"], api_key="k") as other:
         assert other.client.options("/v1/completions", headers=headers).status_code == 200
         refused = other.client.get("/v1/models", headers={**headers, "authorization": ""})
-        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://example.com"
+        assert (
+            refused.status_code == 401
+            and refused.headers["access-control-allow-origin"] == "https://example.com"
+        )
         refused = other.client.get("/v1/models", headers={**headers, "origin": "https://example.org"})
         assert "access-control-allow-origin" not in refused.headers
 
@@ -284,7 +326,16 @@ def test_no_web_page_may_call_unless_told(inside: Inside) -> None:
 
 def test_only_the_key_opens() -> None:
     with served(api_key="secret") as inside:
-        for wrong in ("", "Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret", "Bearer Secret", "Bearer \xe9"):
+        for wrong in (
+            "",
+            "Bearer",
+            "Bearer secre",
+            "Bearer secrets",
+            "Basic secret",
+            "secret",
+            "Bearer Secret",
+            "Bearer \xe9",
+        ):
             response = inside.client.get("/v1/models", headers={"authorization": wrong.encode("latin-1")})
             assert refusal(response, 401)["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"

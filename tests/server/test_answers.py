@@ -107,7 +107,9 @@ def test_streamed_and_whole_completions_are_alike(inside: Inside, case: str) -> 
     check_alike(whole, events_of(inside.post("completions", **asked)))
 
 
-@pytest.mark.parametrize("case", [name for name, body in CASES.items() if isinstance(body["prompt"], str) and "echo" not in body])
+@pytest.mark.parametrize(
+    "case", [name for name, body in CASES.items() if isinstance(body["prompt"], str) and "echo" not in body]
+)
 def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
     asked = dict(CASES[case])
     asked["messages"] = [{"role": "user", "content": asked.pop("prompt")}]
@@ -115,7 +117,9 @@ def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
     if "logprobs" in asked:
         asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
     whole = inside.post("chat/completions", **asked).json()
-    events = events_of(inside.post("chat/completions", **asked, stream=True, stream_options={"include_usage": True}))
+    events = events_of(
+        inside.post("chat/completions", **asked, stream=True, stream_options={"include_usage": True})
+    )
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     check_alike(whole, events)
 
@@ -125,9 +129,13 @@ def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
     [
         pytest.param(lambda events: events.pop(1), id="a chunk is lost"),
         pytest.param(lambda events: events.insert(1, events[1]), id="a chunk comes twice"),
-        pytest.param(lambda events: events[-2]["choices"][0].update(finish_reason="stop"), id="another reason"),
+        pytest.param(
+            lambda events: events[-2]["choices"][0].update(finish_reason="stop"), id="another reason"
+        ),
         pytest.param(lambda events: events[-1]["usage"].update(completion_tokens=1), id="another usage"),
-        pytest.param(lambda events: events[1]["choices"][0]["logprobs"]["text_offset"].append(3), id="another offset"),
+        pytest.param(
+            lambda events: events[1]["choices"][0]["logprobs"]["text_offset"].append(3), id="another offset"
+        ),
         pytest.param(lambda events: events[1].update(id="other"), id="another id"),
         pytest.param(lambda events: events.insert(-1, events[1]), id="text after the end"),
     ],
@@ -136,7 +144,9 @@ def test_a_stream_that_differs_is_seen(inside: Inside, fault: Any) -> None:
     """The twin of the two above."""
     asked = {"prompt": "a", "max_tokens": 7, "logprobs": 0}
     whole = inside.post("completions", **asked).json()
-    events = events_of(inside.post("completions", **asked, stream=True, stream_options={"include_usage": True}))
+    events = events_of(
+        inside.post("completions", **asked, stream=True, stream_options={"include_usage": True})
+    )
     check_alike(whole, json.loads(json.dumps(events)))
     fault(events)
     with pytest.raises(AssertionError):
@@ -164,7 +174,11 @@ def test_offsets_point_at_what_they_are_of(inside: Inside) -> None:
     asked = {"prompt": "é<say:a ST€🙂 STOP", "stop": "STOP", "max_tokens": 60, "echo": True, "logprobs": 0}
     (choice,) = inside.post("completions", **asked).json()["choices"]
     text, table = choice["text"], choice["logprobs"]
-    shown = [(token, offset) for token, offset in zip(table["tokens"], table["text_offset"], strict=True) if token != "\ufffd"]
+    shown = [
+        (token, offset)
+        for token, offset in zip(table["tokens"], table["text_offset"], strict=True)
+        if token != "\ufffd"
+    ]
     assert text == "é<say:a ST€🙂 STOPa ST€🙂 "
     for token, offset in shown:
         assert (text + "STOP")[offset] == token, (token, offset)
@@ -187,7 +201,9 @@ def test_a_chat_may_go_to_the_end_of_the_context() -> None:
         assert usage["total_tokens"] == 4096
         full = inside.post("chat/completions", messages=[{"role": "user", "content": "x" * 4090}]).json()
         assert full["usage"]["completion_tokens"] == 0 and full["choices"][0]["finish_reason"] == "length"
-        error = inside.post("chat/completions", messages=[{"role": "user", "content": "x" * 4091}]).json()["error"]
+        error = inside.post("chat/completions", messages=[{"role": "user", "content": "x" * 4091}]).json()[
+            "error"
+        ]
         assert error["code"] == "context_length_exceeded"
 
 

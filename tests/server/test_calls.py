@@ -1,4 +1,6 @@
-"""Calls of tools as templates make models write them: recognised in whatever pieces the text comes, or left as text."""
+"""Calls of tools as templates make models write them: recognised in whatever pieces the text comes, or left
+as text.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,26 @@ def call(name: str = "f", **arguments: Any) -> str:
 
 
 def read(make: Callable[[], Reply], parts: list[str]) -> tuple[Any, bool]:
-    """The message that a text in these parts adds up to, without the calls' random ids; and whether it is a call."""
+    """The message that a text in these parts adds up to, without the calls' random ids; and whether it is a
+    call.
+    """
     reply = make()
     message = join([delta for part in parts for delta in reply.push(part)] + reply.end())
-    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
+    calls = [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
+    ]
     return (message["content"], calls), reply.called
 
 
 @pytest.mark.parametrize(
     ("template", "kind"),
-    [(HERMES, Tagged), (LLAMA, Bare), ("{{ messages }}", None), ("{{ messages }}<tool_call>", None), ("", None)],
+    [
+        (HERMES, Tagged),
+        (LLAMA, Bare),
+        ("{{ messages }}", None),
+        ("{{ messages }}<tool_call>", None),
+        ("", None),
+    ],
 )
 def test_templates_tell_how_calls_are_written(template: str, kind: type | None) -> None:
     assert recognise(template) is kind
@@ -88,15 +100,31 @@ def test_a_recogniser_that_loses_text_is_seen() -> None:
 
 
 def test_the_schema_of_calls_keeps_every_tools_own_definitions() -> None:
-    point = {"type": "object", "properties": {"at": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"type": "integer"}}}
-    named = {"type": "object", "properties": {"at": {"$ref": "#/definitions/p"}}, "definitions": {"p": {"type": "string"}}}
+    point = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/p"}},
+        "$defs": {"p": {"type": "integer"}},
+    }
+    named = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/definitions/p"}},
+        "definitions": {"p": {"type": "string"}},
+    }
     functions = [{"name": "a", "parameters": point}, {"name": "b", "parameters": named}, {"name": "c"}]
     schema = calls_schema(functions, parallel=True)
-    assert schema["$defs"] == {"a.p": {"type": "integer"}, "b.p": {"type": "string"}} and schema["maxItems"] > 1
+    assert (
+        schema["$defs"] == {"a.p": {"type": "integer"}, "b.p": {"type": "string"}} and schema["maxItems"] > 1
+    )
     forms = [form["properties"]["arguments"] for form in schema["items"]["anyOf"]]
-    assert [form.get("properties") for form in forms] == [{"at": {"$ref": "#/$defs/a.p"}}, {"at": {"$ref": "#/$defs/b.p"}}, None]
+    assert [form.get("properties") for form in forms] == [
+        {"at": {"$ref": "#/$defs/a.p"}},
+        {"at": {"$ref": "#/$defs/b.p"}},
+        None,
+    ]
     assert calls_schema(functions[:1], parallel=False)["maxItems"] == 1
-    assert "$defs" not in calls_schema([{"name": "odd", "parameters": {"$defs": [1], "definitions": None}}], parallel=True)
+    assert "$defs" not in calls_schema(
+        [{"name": "odd", "parameters": {"$defs": [1], "definitions": None}}], parallel=True
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

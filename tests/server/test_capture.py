@@ -57,7 +57,10 @@ def settle(inside: Inside) -> None:
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
     {"role": "user", "content": "Call f.", "name": "\ud800"},
-    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "x": 1}]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "x": 1}],
+    },
     {"role": "tool", "tool_call_id": "1", "content": EMOJI, "image": "A" * 100},
     {"role": "assistant", "content": "Done.", "reasoning_content": "It is done."},
     {"role": "user", "content": "say:and again"},
@@ -79,8 +82,16 @@ CHATS: dict[str, dict[str, Any]] = {
     "stop string": {"messages": user("say:one STOP two"), "stop": "STOP"},
     "emoji cut": {"messages": user("say:" + EMOJI), "max_tokens": 6},
     "calls": {"messages": user("say:Well: " + call(x="é")), "tools": [TOOL], "max_tokens": 200},
-    "forced": {"messages": user('say:[{"name": "f", "arguments": {"x": 1}}]'), "tools": [TOOL], "tool_choice": "required"},
-    "named": {"messages": user('say:{"x": 1}'), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    "forced": {
+        "messages": user('say:[{"name": "f", "arguments": {"x": 1}}]'),
+        "tools": [TOOL],
+        "tool_choice": "required",
+    },
+    "named": {
+        "messages": user('say:{"x": 1}'),
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
     "JSON": {"messages": user('say:{"x": 1}'), "response_format": {"type": "json_object"}},
     "template": {"messages": user("say:yes"), "chat_template_kwargs": {"enable_thinking": False}},
 }
@@ -97,9 +108,13 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 def ask(inside: Inside, route: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
     """What the client saw, by choice."""
     content = json.dumps(body | {"stream": stream})
-    response = inside.client.post(f"/v1/{route}", content=content, headers={"content-type": "application/json"})
+    response = inside.client.post(
+        f"/v1/{route}", content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 200, response.text
-    choices: list[dict[str, Any]] = put_together(events_of(response))["choices"] if stream else response.json()["choices"]
+    choices: list[dict[str, Any]] = (
+        put_together(events_of(response))["choices"] if stream else response.json()["choices"]
+    )
     return choices
 
 
@@ -123,7 +138,10 @@ def expected(route: str, body: dict[str, Any], choice: dict[str, Any]) -> dict[s
 
 
 BODIES = {"chat/completions": CHATS, "completions": COMPLETIONS}
-TELLING = {"chat/completions": {name: CHATS[name] for name in ("history", "calls")}, "completions": {"many": COMPLETIONS["many"]}}
+TELLING = {
+    "chat/completions": {name: CHATS[name] for name in ("history", "calls")},
+    "completions": {"many": COMPLETIONS["many"]},
+}
 
 
 def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> None:
@@ -140,15 +158,25 @@ def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> Non
         settle(inside)
         size = sum(path.stat().st_size for path in folder.glob("*/*.jsonl"))
         wait_until(lambda: inside.metric("speculon_captured_texts_total") == len(wanted), 2)
-        assert inside.metric("speculon_captured_bytes_total") == size < inside.metric("speculon_capture_disk_bytes")
-        assert inside.metric("speculon_capturing") == 1 and inside.metric("speculon_capture_lost_texts_total") == 0
+        assert (
+            inside.metric("speculon_captured_bytes_total")
+            == size
+            < inside.metric("speculon_capture_disk_bytes")
+        )
+        assert (
+            inside.metric("speculon_capturing") == 1
+            and inside.metric("speculon_capture_lost_texts_total") == 0
+        )
     found = []
     for line in read(folder):
         assert META < line.keys() and line["model"] == "scripted" and line["key"] == label_of(tenant_of(b""))
         assert line["tokens"] > 0 and line["prompt_tokens"] > 0 and line["time"] > 1.7e9
         if "messages" in line:
             line["messages"][-1] = without_ids(line["messages"][-1])
-        found.append({key: line[key] for key in line if key not in META} | {key: line[key] for key in ("index", "finish_reason")})
+        found.append(
+            {key: line[key] for key in line if key not in META}
+            | {key: line[key] for key in ("index", "finish_reason")}
+        )
         found[-1]["temperature"] = line["temperature"]
     assert found == wanted
 
@@ -164,11 +192,22 @@ SAID = lines.join
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
-        pytest.param(capture, "lines_of", lambda answer, key: list(ALL(answer, key))[:1], id="a choice is lost"),
-        pytest.param(capture, "lines_of", lambda answer, key: [*ALL(answer, key)][::-1], id="choices are mixed up"),
+        pytest.param(
+            capture, "lines_of", lambda answer, key: list(ALL(answer, key))[:1], id="a choice is lost"
+        ),
+        pytest.param(
+            capture, "lines_of", lambda answer, key: [*ALL(answer, key)][::-1], id="choices are mixed up"
+        ),
         pytest.param(lines, "join", lambda said: SAID(said[:-1]), id="the end of a text is lost"),
-        pytest.param(lines, "join", lambda said: {"role": "assistant", "content": SAID(said)["content"] or ""}, id="no calls"),
-        pytest.param(lines, "text_of", lambda content: content if isinstance(content, str) else "", id="parts are lost"),
+        pytest.param(
+            lines,
+            "join",
+            lambda said: {"role": "assistant", "content": SAID(said)["content"] or ""},
+            id="no calls",
+        ),
+        pytest.param(
+            lines, "text_of", lambda content: content if isinstance(content, str) else "", id="parts are lost"
+        ),
         pytest.param(Files, "append", lambda files, label, line: True, id="nothing is written"),
     ],
 )
@@ -187,8 +226,12 @@ def check_unfinished(folder: Path) -> None:
     """Requests that were aborted, by whoever, or failed, leave nothing; beside them others do."""
     with served(capture=str(folder), request_timeout=0.5, script={"step_seconds": 0.01}) as inside:
         late = inside.post("completions", prompt=["say:short", "x"], max_tokens=2000).json()
-        assert [choice["finish_reason"] for choice in late["choices"]] == ["stop", "abort"], "one of its texts was whole"
-        streamed = events_of(inside.post("completions", prompt=["say:short", "x"], max_tokens=2000, stream=True))
+        assert [choice["finish_reason"] for choice in late["choices"]] == ["stop", "abort"], (
+            "one of its texts was whole"
+        )
+        streamed = events_of(
+            inside.post("completions", prompt=["say:short", "x"], max_tokens=2000, stream=True)
+        )
         assert [choice["finish_reason"] for choice in put_together(streamed)["choices"]] == ["stop", "abort"]
         body = {"prompt": ["say:short", "x"], "max_tokens": 60, "stream": True}
         with inside.client.stream("POST", "/v1/completions", json=body) as gone:
@@ -197,7 +240,9 @@ def check_unfinished(folder: Path) -> None:
             inside.client.post("/v1/completions", json={**body, "stream": False}, timeout=0.1)
         inside.eventually(lambda: not inside.engine.has_work)
         refusal(inside.post("completions", prompt="x" * 5000), 400)
-        assert inside.post("completions", prompt="x", max_tokens=0).json()["choices"][0]["text"] == "", "and no text is none"
+        assert inside.post("completions", prompt="x", max_tokens=0).json()["choices"][0]["text"] == "", (
+            "and no text is none"
+        )
         assert inside.post("completions", prompt="say:kept").status_code == 200
         with inside.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2000}) as lost:
             rest = lost.iter_lines()
@@ -217,7 +262,10 @@ def test_aborted_and_failed_requests_leave_nothing(tmp_path: Path) -> None:
     [
         pytest.param(capture, "ended_well", lambda answer: True, id="aborted texts"),
         pytest.param(
-            capture, "ended_well", lambda answer: any(text.reason == "stop" for text in answer.texts), id="half a request"
+            capture,
+            "ended_well",
+            lambda answer: any(text.reason == "stop" for text in answer.texts),
+            id="half a request",
         ),
     ],
 )
@@ -267,7 +315,10 @@ def write(inside: Inside, key: str, text: str = "say:yes") -> None:
 
 def whose(folder: Path) -> Counter[str]:
     """Texts by folder; the label in a line is its folder's name."""
-    assert all(json.loads(path.read_text().splitlines()[0])["key"] == path.parent.name for path in folder.glob("*/*.jsonl"))
+    assert all(
+        json.loads(path.read_text().splitlines()[0])["key"] == path.parent.name
+        for path in folder.glob("*/*.jsonl")
+    )
     return Counter(line["key"] for line in read(folder))
 
 
@@ -278,7 +329,9 @@ def test_each_key_has_a_folder_and_no_key_is_written(tmp_path: Path) -> None:
             write(inside, key)
         assert inside.client.post("/v1/completions", json={"prompt": "x"}, headers=by("c")).status_code == 401
     assert whose(tmp_path) == {labels[0]: 2, labels[1]: 1}
-    assert "key-of" not in "".join(path.read_text() for path in tmp_path.glob("*/*.jsonl")) + str([*tmp_path.rglob("*")])
+    assert "key-of" not in "".join(path.read_text() for path in tmp_path.glob("*/*.jsonl")) + str(
+        [*tmp_path.rglob("*")]
+    )
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["the server asks for keys", "it does not"])
@@ -294,14 +347,18 @@ def test_a_key_deletes_what_is_its_own(tmp_path: Path) -> None:
     with served(api_key=KEYS, capture=str(tmp_path)) as inside:
         for key in KEYS:
             write(inside, key)
-        assert refusal(inside.client.delete(ROUTE + "?user=alice", headers=by(KEYS[0])), 400)["param"] == "query"
+        assert (
+            refusal(inside.client.delete(ROUTE + "?user=alice", headers=by(KEYS[0])), 400)["param"] == "query"
+        )
         assert inside.client.delete(ROUTE, headers=by("key-of-c")).status_code == 401
         assert sum(whose(tmp_path).values()) == 2
         statuses = [inside.client.delete(ROUTE, headers=by(KEYS[0])).status_code for _ in range(2)]
         assert statuses == [204, 404] and whose(tmp_path) == {label_of(tenant_of(KEYS[1].encode())): 1}
         write(inside, KEYS[0])
     with served(api_key=KEYS, capture=str(tmp_path)) as inside:
-        assert inside.client.delete(ROUTE, headers=by(KEYS[0])).status_code == 204, "of an earlier process, too"
+        assert inside.client.delete(ROUTE, headers=by(KEYS[0])).status_code == 204, (
+            "of an earlier process, too"
+        )
     assert whose(tmp_path) == {label_of(tenant_of(KEYS[1].encode())): 1}
 
 
@@ -336,7 +393,9 @@ def test_a_disk_that_refuses_ends_the_capture_and_no_request(
         monkeypatch.undo()
         write(inside, "a")
         wait_until(lambda: inside.metric("speculon_capture_lost_texts_total") == 4)
-        assert inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_texts_total") == 1
+        assert (
+            inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_texts_total") == 1
+        )
         said = [record.getMessage() for record in caplog.records if "captured" in record.getMessage()]
         assert said == [f"no more texts are captured: {tmp_path}: No space left on device"], "once"
         assert len(read(tmp_path)) == 1
@@ -382,7 +441,10 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
             body = {"prompt": f"say:{number}"}
             assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 200
         wait_until(lambda: len(read(folder)) == 5)
-        assert f"captures what clients of every API key ask and get in {folder}, 0.5 GB at most\n" in server.stderr
+        assert (
+            f"captures what clients of every API key ask and get in {folder}, 0.5 GB at most\n"
+            in server.stderr
+        )
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
     (path,) = folder.glob("*/*.jsonl")
@@ -391,12 +453,21 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
     environment = {"SPECULON_SERVE__CAPTURE": str(folder), "SPECULON_SERVE__CAPTURE_KEY": "one\ntwo"}
     with started(tmp_path / "second", **environment) as server:
         url = server.ready()
-        assert "captures what clients of 2 API keys ask and get" in server.stderr and "half a line" in server.stderr
+        assert (
+            "captures what clients of 2 API keys ask and get" in server.stderr
+            and "half a line" in server.stderr
+        )
         for key in ("one", "three"):
             body = {"prompt": f"say:{key}"}
-            assert httpx.post(url + "/v1/completions", json=body, headers=by(key), trust_env=False).status_code == 200
+            assert (
+                httpx.post(url + "/v1/completions", json=body, headers=by(key), trust_env=False).status_code
+                == 200
+            )
         assert server.end() == 0, server.stderr
-    assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [*"01234", "one"]
+    assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [
+        *"01234",
+        "one",
+    ]
 
 
 def test_a_folder_that_cannot_be_ends_the_start(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Clients that send too much or too slowly, leave, or read nothing; limits; and faults inside: the others go on."""
+"""Clients that send too much or too slowly, leave, or read nothing; limits; and faults inside: the others go
+on.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,11 @@ def test_a_lie_about_the_length_is_no_way_in(inside: Inside) -> None:
     with connect(inside) as sock:
         sock.sendall(head("/v1/completions", "content-length: 99999999999999999999999"))
         assert b" 413 " in (said := all_from(sock)) or b" 400 " in said
-    for line in ("content-length: -5", "content-length: 1\r\ncontent-length: 2", "transfer-encoding: nonsense"):
+    for line in (
+        "content-length: -5",
+        "content-length: 1\r\ncontent-length: 2",
+        "transfer-encoding: nonsense",
+    ):
         with connect(inside) as sock:
             sock.sendall(head("/v1/completions", line))
             sock.shutdown(socket.SHUT_WR)
@@ -67,7 +73,13 @@ def test_a_lie_about_the_length_is_no_way_in(inside: Inside) -> None:
 
 
 def test_no_http_at_all(inside: Inside) -> None:
-    for nonsense in (b"\x00" * 100, b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"x" * 100_000, b"GET / HTTP/9.9\r\n\r\n"):
+    for nonsense in (
+        b"\x00" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET\r\n\r\n",
+        b"x" * 100_000,
+        b"GET / HTTP/9.9\r\n\r\n",
+    ):
         with connect(inside) as sock:
             sock.sendall(nonsense)
             sock.shutdown(socket.SHUT_WR)
@@ -98,10 +110,14 @@ def test_slow_clients_hurt_nobody() -> None:
             sock.close()
 
 
-def test_a_client_that_leaves_in_its_own_body_is_gone(inside: Inside, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_in_its_own_body_is_gone(
+    inside: Inside, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "speculon.server"):
         with connect(inside) as sock:
-            sock.sendall(head("/v1/completions", "content-type: application/json", "content-length: 1000") + b"{")
+            sock.sendall(
+                head("/v1/completions", "content-type: application/json", "content-length: 1000") + b"{"
+            )
             time.sleep(0.1)
         wait_until(lambda: caplog.messages)
     assert len(caplog.messages) == 1 and " 499 " in caplog.messages[0]
@@ -116,14 +132,20 @@ def test_when_the_client_goes_the_engine_stops(stream: bool, pause: float) -> No
     with served(script={"step_seconds": 0.01}) as inside:
         body = json.dumps({**LONG, "stream": stream}).encode()
         sock = connect(inside)
-        sock.sendall(head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}") + body)
+        sock.sendall(
+            head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}") + body
+        )
         time.sleep(pause)
         if pause:
             wait_until(lambda: inside.engine.running)
         sock.close()
-        wait_until(lambda: inside.metric('speculon_http_requests_total{route="/v1/completions",status="499"}') == 1)
+        wait_until(
+            lambda: inside.metric('speculon_http_requests_total{route="/v1/completions",status="499"}') == 1
+        )
         wait_until(lambda: not inside.engine.has_work and inside.server.engine.open_requests == 0)
-        wait_until(lambda: inside.metric("speculon_texts_running") == inside.metric("speculon_requests_open") == 0)
+        wait_until(
+            lambda: inside.metric("speculon_texts_running") == inside.metric("speculon_requests_open") == 0
+        )
         if pause:
             assert inside.engine.aborted and inside.metric('speculon_requests_total{finish="abort"}') == 1
 
@@ -148,7 +170,9 @@ def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
         body = json.dumps({"prompt": "x", "n": 4, "max_tokens": 4000, "stream": True, "logprobs": 2}).encode()
         sock = connect(inside)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.sendall(head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}") + body)
+        sock.sendall(
+            head("/v1/completions", "content-type: application/json", f"content-length: {len(body)}") + body
+        )
         wait_until(lambda: inside.engine.running)
         for _ in range(3):
             assert inside.client.get("/health").status_code == 200
@@ -166,13 +190,17 @@ def test_requests_end_when_their_time_is_over() -> None:
         whole = inside.post("completions", **LONG, speculation={"stats": True}).json()
         choice = whole["choices"][0]
         rounds = whole["speculation"]["reasons"]["no_match"]
-        assert rounds > 3 and whole["speculation"]["changes"][0]["count"] == rounds, "it comes with its account"
+        assert rounds > 3 and whole["speculation"]["changes"][0]["count"] == rounds, (
+            "it comes with its account"
+        )
         assert choice["finish_reason"] == "abort" and choice["text"].startswith("abc")
         assert whole["usage"]["completion_tokens"] == len(choice["text"])
         streamed = inside.post("completions", **LONG, stream=True).text
         assert '"finish_reason":"abort"' in streamed and streamed.endswith("data: [DONE]\n\n")
         wait_until(lambda: not inside.engine.has_work)
-        assert len(inside.engine.aborted) == 2 and inside.metric('speculon_requests_total{finish="abort"}') == 2
+        assert (
+            len(inside.engine.aborted) == 2 and inside.metric('speculon_requests_total{finish="abort"}') == 2
+        )
 
 
 def test_requests_end_in_time_though_the_engine_has_no_time_for_them() -> None:
@@ -185,9 +213,16 @@ def test_requests_end_in_time_though_the_engine_has_no_time_for_them() -> None:
 
 def test_changes_of_mind_are_counted_by_way_and_reason() -> None:
     with served() as inside:
-        told = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()["speculation"]
+        told = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()[
+            "speculation"
+        ]
         (change,) = told["changes"]
-        assert change == {"from": "ngram", "to": "plain", "reason": "no_match", "count": told["reasons"]["no_match"]}
+        assert change == {
+            "from": "ngram",
+            "to": "plain",
+            "reason": "no_match",
+            "count": told["reasons"]["no_match"],
+        }
         label = 'speculon_changes_total{from="ngram",reason="no_match",to="plain"}'
         inside.eventually(lambda: inside.metric(label) == change["count"])
         assert inside.metric("speculon_changes_total{") == change["count"], "no other way was gone"
@@ -195,7 +230,9 @@ def test_changes_of_mind_are_counted_by_way_and_reason() -> None:
 
 def test_a_full_queue_says_when_to_come_again() -> None:
     with served(max_queue=1, max_num_seqs=1, script={"step_seconds": 0.02}) as inside:
-        open_streams = [inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(2)]
+        open_streams = [
+            inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) for _ in range(2)
+        ]
         responses = [stream.__enter__() for stream in open_streams]
         refused = inside.post("completions", prompt="x")
         assert refusal(refused, 429)["code"] == "queue_full" and int(refused.headers["retry-after"]) > 0
@@ -203,7 +240,10 @@ def test_a_full_queue_says_when_to_come_again() -> None:
         for stream in open_streams:
             stream.__exit__(None, None, None)
         wait_until(lambda: inside.post("completions", prompt="x").status_code == 200)
-        assert len(responses) == 2 and inside.metric('speculon_http_requests_total{route="/v1/completions",status="429"}') >= 1
+        assert (
+            len(responses) == 2
+            and inside.metric('speculon_http_requests_total{route="/v1/completions",status="429"}') >= 1
+        )
 
 
 # faults inside
@@ -215,7 +255,10 @@ def test_a_fault_of_the_engine_is_an_answer() -> None:
         error = refusal(inside.post("completions", prompt="x"), 500)
         assert error["code"] == "engine_error" and "planted" in error["message"]
         lines = inside.post("completions", **LONG, stream=True).text.split("\n\n")
-        assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "engine_error" and lines[-2] == "data: [DONE]"
+        assert (
+            json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "engine_error"
+            and lines[-2] == "data: [DONE]"
+        )
         assert inside.post("completions", prompt="say:yes").json()["choices"][0]["text"] == "yes"
         assert inside.metric('speculon_http_requests_total{route="/v1/completions",status="500"}') == 2
 

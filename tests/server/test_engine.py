@@ -237,8 +237,13 @@ async def test_a_step_that_fails_once_harms_nobody() -> None:
 @running
 async def test_a_step_that_fails_again_ends_those_who_run_and_nobody_else() -> None:
     settings = {"model": "scripted", "max_num_seqs": 1}
-    async with begun(faults=[None, MemoryError("planted"), MemoryError("planted")], settings=settings) as engine:
-        first, second = await engine.submit([ask("a", max_tokens=99)]), await engine.submit([ask("b", max_tokens=26)])
+    async with begun(
+        faults=[None, MemoryError("planted"), MemoryError("planted")], settings=settings
+    ) as engine:
+        first, second = (
+            await engine.submit([ask("a", max_tokens=99)]),
+            await engine.submit([ask("b", max_tokens=26)]),
+        )
         with pytest.raises(EngineError, match="the step failed: MemoryError: planted"):
             await all_of(first)
         first.close()
@@ -308,7 +313,9 @@ def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_lost_event_is_seen() -> None:
-    """The twin: an engine that ends a text without a word leaves it open, and the tests above would wait for ever."""
+    """The twin: an engine that ends a text without a word leaves it open, and the tests above would wait for
+    ever.
+    """
 
     class Mute(ScriptedEngine):
         def step(self) -> list[Any]:

@@ -1,4 +1,6 @@
-"""The server against its own description: whatever the OpenAPI schema allows or forbids, no 5xx, no hang, and true answers."""
+"""The server against its own description: whatever the OpenAPI schema allows or forbids, no 5xx, no hang, and
+true answers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.server.inside import served
 from tests.server.outside import Outside
 
 SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
-MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}  # the fuzzer is to try requests, not to write texts
+# the fuzzer is to try requests, not to write texts
+MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
 OPERATIONS = {
     "/v1/completions": "post",
     "/v1/chat/completions": "post",
@@ -37,7 +40,9 @@ class Fuzzed:
 
     def __init__(self, url: str, session: requests.Session):
         self.url, self._session = url, session
-        self.schema = schemathesis.openapi.from_dict(session.get(url + "/openapi.json", timeout=SECONDS).json())
+        self.schema = schemathesis.openapi.from_dict(
+            session.get(url + "/openapi.json", timeout=SECONDS).json()
+        )
 
     def cases(self, method: str, path: str, mode: GenerationMode) -> st.SearchStrategy[Any]:
         return self.schema[path][method.upper()].as_strategy(generation_mode=mode)
@@ -48,7 +53,9 @@ class Fuzzed:
             shorten(case.body)
         # what the schema allows may still be refused by name: one field may depend on another
         wrong = [positive_data_acceptance]
-        case.call_and_validate(base_url=self.url, session=self._session, timeout=SECONDS, excluded_checks=wrong)
+        case.call_and_validate(
+            base_url=self.url, session=self._session, timeout=SECONDS, excluded_checks=wrong
+        )
 
 
 def shorten(body: dict[str, Any]) -> None:
@@ -86,7 +93,9 @@ def fuzz(fuzzed: Fuzzed, method: str, path: str, mode: GenerationMode, examples:
 
 @pytest.mark.parametrize("path", OPERATIONS)
 def test_answers_are_as_described(fuzzed: Fuzzed, path: str) -> None:
-    fuzz(fuzzed, OPERATIONS[path], path, GenerationMode.POSITIVE, EXAMPLES if OPERATIONS[path] == "post" else 5)
+    fuzz(
+        fuzzed, OPERATIONS[path], path, GenerationMode.POSITIVE, EXAMPLES if OPERATIONS[path] == "post" else 5
+    )
 
 
 @pytest.mark.parametrize("path", [path for path, method in OPERATIONS.items() if method == "post"])
@@ -96,7 +105,14 @@ def test_what_is_not_as_described_is_refused(fuzzed: Fuzzed, path: str) -> None:
 
 def test_an_answer_that_is_not_as_described_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: a status that is not in the description, a field that has another type, and a fault."""
-    whole = {"id": "x", "object": "text_completion", "created": "today", "model": "m", "choices": [], "usage": {}}
+    whole = {
+        "id": "x",
+        "object": "text_completion",
+        "created": "today",
+        "model": "m",
+        "choices": [],
+        "usage": {},
+    }
     with served() as inside, requests.Session() as session:
         fuzzed = Fuzzed(inside.url, session)
         for planted in (lambda *_: whole, lambda *_: 1 / 0):

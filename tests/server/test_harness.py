@@ -1,4 +1,6 @@
-"""What evaluation harnesses rely on: prompts of token ids, echoed with log-probabilities, and one token that they cut off."""
+"""What evaluation harnesses rely on: prompts of token ids, echoed with log-probabilities, and one token that
+they cut off.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from speculon.server.completions import read_completion
 from speculon.server.job import House
 from speculon.server.schemas import CompletionRequest
 
-ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
+ASK: dict[str, Any] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 1,
+    "temperature": 0,
+    "logprobs": 1,
+    "echo": True,
+    "seed": 1234,
+}
 
 
 class Letters:

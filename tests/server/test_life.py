@@ -1,4 +1,6 @@
-"""How the server's process begins and ends: exit status, what stderr says, what happens to those who are being served."""
+"""How the server's process begins and ends: exit status, what stderr says, what happens to those who are
+being served.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Reader(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url + "/v1/completions", json=self._body, timeout=30, trust_env=False) as response:
+            with httpx.stream(
+                "POST", self._url + "/v1/completions", json=self._body, timeout=30, trust_env=False
+            ) as response:
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
                         self.done = True
@@ -76,7 +80,9 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         assert server.process.poll() is None
         for reader in readers:
             reader.join(20)
-        assert [(reader.finish, reader.done, reader.fault) for reader in readers] == [("length", True, "")] * 8
+        assert [(reader.finish, reader.done, reader.fault) for reader in readers] == [
+            ("length", True, "")
+        ] * 8
         check_clean(server)
         assert gone(engine)
 
@@ -135,14 +141,19 @@ def test_when_the_engine_is_killed_everybody_is_told_and_the_server_ends(tmp_pat
         url = server.ready()
         streamed, whole = Reader(url, max_tokens=4000), Reader(url, max_tokens=4000, stream=False)
         server.wait_for(streamed.begun)
-        server.wait_for(lambda: "speculon_texts_running 2" in httpx.get(url + "/metrics", trust_env=False).text)
+        server.wait_for(
+            lambda: "speculon_texts_running 2" in httpx.get(url + "/metrics", trust_env=False).text
+        )
         os.kill(server.children()[0], signal.SIGKILL)
         streamed.join(60), whole.join(60)
         for reader in (streamed, whole):
             assert reader.lines[-1]["error"]["code"] in ("engine_error", "not_ready"), reader.lines[-1]
         assert server.process.wait(20) == 2
         last = server.stderr.splitlines()[-1]
-        assert last.startswith("EngineError: the engine's process has ended") and "Traceback" not in server.stderr
+        assert (
+            last.startswith("EngineError: the engine's process has ended")
+            and "Traceback" not in server.stderr
+        )
 
 
 def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
@@ -169,10 +180,14 @@ def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
         pytest.param(("--host", "203.0.113.1"), "cannot listen on 203.0.113.1", id="not our address"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_2(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_served_is_one_line_and_exit_2(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
     with started(tmp_path, *arguments, program=REAL) as server:
         assert server.process.wait(90) == 2, server.stderr
-        lines = [line for line in server.stderr.splitlines() if "listens on" not in line and "loading" not in line]
+        lines = [
+            line for line in server.stderr.splitlines() if "listens on" not in line and "loading" not in line
+        ]
         assert len(lines) == 1 and said in lines[0], server.stderr
 
 

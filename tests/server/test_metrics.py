@@ -28,7 +28,10 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
     counters.totals.add(stats)
     engine = SimpleNamespace(counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0)
     content, *_ = Metrics(cast(Any, engine), "demo").page()
-    return {family.name: (family.type, family.samples) for family in text_string_to_metric_families(content.decode())}
+    return {
+        family.name: (family.type, family.samples)
+        for family in text_string_to_metric_families(content.decode())
+    }
 
 
 def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() -> None:
@@ -37,7 +40,11 @@ def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() 
         stats.propose(method, no_draft(stop, match))
     found = page(stats)
     kind, samples = found["speculon_proposal_stops"]
-    counts = {(s.labels["method"], s.labels["stop"]): s.value for s in samples if s.name == "speculon_proposal_stops_total"}
+    counts = {
+        (s.labels["method"], s.labels["stop"]): s.value
+        for s in samples
+        if s.name == "speculon_proposal_stops_total"
+    }
     assert kind == "counter" and counts == {
         ("suffix", "limit"): 2,
         ("suffix", "factor"): 1,
@@ -46,11 +53,20 @@ def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() 
     }
     kind, samples = found["speculon_match_tokens"]
     whole = {
-        (s.name.removeprefix("speculon_match_tokens_"), s.labels["method"]): s.value for s in samples if "le" not in s.labels
+        (s.name.removeprefix("speculon_match_tokens_"), s.labels["method"]): s.value
+        for s in samples
+        if "le" not in s.labels
     }
     assert kind == "histogram"
-    assert whole == {("count", "suffix"): 3, ("sum", "suffix"): 12, ("count", "plug-in"): 1, ("sum", "plug-in"): 99}
-    buckets = {float(s.labels["le"]): s.value for s in samples if s.labels["method"] == "suffix" and "le" in s.labels}
+    assert whole == {
+        ("count", "suffix"): 3,
+        ("sum", "suffix"): 12,
+        ("count", "plug-in"): 1,
+        ("sum", "plug-in"): 99,
+    }
+    buckets = {
+        float(s.labels["le"]): s.value for s in samples if s.labels["method"] == "suffix" and "le" in s.labels
+    }
     assert buckets == {**{float(n): (n >= 2) + 2 * (n >= 5) for n in MATCHED}, float("inf"): 3}
     beyond = [s.value for s in samples if s.labels["method"] == "plug-in" and "le" in s.labels]
     assert beyond == [*[0] * len(MATCHED), 1], "a match beyond the last bound"
@@ -58,4 +74,7 @@ def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() 
 
 def test_before_any_proposal_there_are_no_samples_of_them() -> None:
     found = page(RequestStats())
-    assert found["speculon_proposal_stops"] == ("counter", []) and found["speculon_match_tokens"] == ("histogram", [])
+    assert found["speculon_proposal_stops"] == ("counter", []) and found["speculon_match_tokens"] == (
+        "histogram",
+        [],
+    )

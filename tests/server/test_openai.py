@@ -43,7 +43,12 @@ def spec(**asked: Any) -> dict[str, Any]:
 def test_completions(client: openai.OpenAI) -> None:
     answer = complete(client, temperature=0)
     (choice,) = answer.choices
-    assert (answer.object, answer.model, choice.index, choice.finish_reason) == ("text_completion", "demo", 0, "length")
+    assert (answer.object, answer.model, choice.index, choice.finish_reason) == (
+        "text_completion",
+        "demo",
+        0,
+        "length",
+    )
     assert choice.text and answer.id.startswith("cmpl-") and answer.created > 1_700_000_000
     usage = answer.usage
     assert usage.completion_tokens == 24 and usage.total_tokens == usage.prompt_tokens + 24
@@ -52,11 +57,18 @@ def test_completions(client: openai.OpenAI) -> None:
 def test_chat(client: openai.OpenAI) -> None:
     answer = chat(client, temperature=0)
     (choice,) = answer.choices
-    assert (answer.object, choice.message.role, choice.finish_reason) == ("chat.completion", "assistant", "length")
+    assert (answer.object, choice.message.role, choice.finish_reason) == (
+        "chat.completion",
+        "assistant",
+        "length",
+    )
     assert choice.message.content and choice.message.refusal is None and choice.message.tool_calls is None
     parts = [{"role": "user", "content": [{"type": "text", "text": ASK[0]["content"]}]}]
     assert chat(client, temperature=0, messages=parts).choices[0].message.content == choice.message.content
-    assert chat(client, temperature=0, max_tokens=openai.omit, max_completion_tokens=5).usage.completion_tokens == 5
+    assert (
+        chat(client, temperature=0, max_tokens=openai.omit, max_completion_tokens=5).usage.completion_tokens
+        == 5
+    )
 
 
 def test_the_same_seed_gives_the_same_text_with_and_without_speculation(client: openai.OpenAI) -> None:
@@ -67,7 +79,9 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(client: 
         spec(method="draft_model"),
     ]
     texts = {
-        seed: {complete(client, temperature=0.8, seed=seed, max_tokens=40, **way).choices[0].text for way in ways}
+        seed: {
+            complete(client, temperature=0.8, seed=seed, max_tokens=40, **way).choices[0].text for way in ways
+        }
         for seed in (1, 2)
     }
     assert all(len(found) == 1 for found in texts.values()) and texts[1] != texts[2]
@@ -91,7 +105,10 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
         return [text for one in read(path).rounds for text in one.texts if text.id == f"{answer.id}-0"]
 
     real.wait_for(lambda: lines() and lines()[-1].finish, 10)
-    assert sum(one.drafted for one in lines()) == told["drafted"] and sum(one.accepted for one in lines()) == told["accepted"]
+    assert (
+        sum(one.drafted for one in lines()) == told["drafted"]
+        and sum(one.accepted for one in lines()) == told["accepted"]
+    )
     assert Counter(one.reason for one in lines() if one.reason) == told["reasons"]
     ways = ["plain" if one.reason else one.drafts[0][0] for one in lines() if not one.prompt]
     assert sum(one["count"] for one in told["changes"]) == sum(a != b for a, b in pairwise(ways))
@@ -104,7 +121,11 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
 def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Outside) -> None:
     def metric(name: str) -> float:
         page = httpx.get(real.url() + "/metrics", trust_env=False).text.splitlines()
-        return sum(float(line.split()[1]) for line in page if line.startswith(f'speculon_shadow_{name}_total{{method="ngram"}}'))
+        return sum(
+            float(line.split()[1])
+            for line in page
+            if line.startswith(f'speculon_shadow_{name}_total{{method="ngram"}}')
+        )
 
     assert metric("rounds") == 0
     ask = {"prompt": EDIT * 3, "temperature": 0, "max_tokens": 40}
@@ -112,15 +133,24 @@ def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Out
     done = complete(client, **ask, **spec(method="ngram", policy="fixed"))
     told, account = seen.speculation["shadow"]["ngram"], done.speculation
     assert seen.choices[0].text == done.choices[0].text
-    assert [told[name] for name in ("rounds", "drafted", "accepted")] == [account[n] for n in ("rounds", "drafted", "accepted")]
-    assert seen.speculation["rounds"] == 0 and seen.speculation["reasons"]["shadow"] > 0 and account["shadow"] == {}
+    assert [told[name] for name in ("rounds", "drafted", "accepted")] == [
+        account[n] for n in ("rounds", "drafted", "accepted")
+    ]
+    assert (
+        seen.speculation["rounds"] == 0
+        and seen.speculation["reasons"]["shadow"] > 0
+        and account["shadow"] == {}
+    )
     real.wait_for(lambda: metric("rounds") == told["rounds"], seconds=10)
     assert (metric("draft_tokens"), metric("accepted_tokens")) == (told["drafted"], told["accepted"])
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "solo", "goodput"])
 def test_a_request_may_say_how_far(client: openai.OpenAI, policy: str) -> None:
-    texts = {complete(client, temperature=0, max_tokens=40, **way).choices[0].text for way in ({}, spec(policy=policy))}
+    texts = {
+        complete(client, temperature=0, max_tokens=40, **way).choices[0].text
+        for way in ({}, spec(policy=policy))
+    }
     assert len(texts) == 1
     with pytest.raises(openai.BadRequestError, match="known are fixed, adaptive, solo, shadow, goodput"):
         complete(client, **spec(policy="reckless"))
@@ -130,23 +160,34 @@ def test_n_and_several_prompts(client: openai.OpenAI) -> None:
     answer = complete(client, [CODE, "import "], n=2, seed=3, max_tokens=12)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     alone = [complete(client, prompt, n=2, seed=3, max_tokens=12).choices for prompt in (CODE, "import ")]
-    assert [choice.text for choice in answer.choices] == [choice.text for choices in alone for choice in choices]
+    assert [choice.text for choice in answer.choices] == [
+        choice.text for choices in alone for choice in choices
+    ]
     assert answer.usage.completion_tokens <= 48
     fresh = complete(client, "found in no cache but by each other " * 9, n=3, max_tokens=2)
     assert fresh.usage.prompt_tokens_details.cached_tokens == 0
-    ids = httpx.post(str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, trust_env=False).json()[
-        "tokens"
-    ]
-    assert complete(client, [ids, ids], temperature=0).choices[1].text == complete(client, temperature=0).choices[0].text
+    ids = httpx.post(
+        str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, trust_env=False
+    ).json()["tokens"]
+    assert (
+        complete(client, [ids, ids], temperature=0).choices[1].text
+        == complete(client, temperature=0).choices[0].text
+    )
 
 
 def test_stop(client: openai.OpenAI) -> None:
     text = complete(client, temperature=0).choices[0].text
     stop = text[10:14]
     choice = complete(client, temperature=0, stop=[stop, "never there"]).choices[0]
-    assert choice.text == text[: text.index(stop)] and (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    assert choice.text == text[: text.index(stop)] and (choice.finish_reason, choice.stop_reason) == (
+        "stop",
+        stop,
+    )
     ended = chat(client, temperature=0, max_tokens=200).choices[0]
-    assert (ended.finish_reason, ended.stop_reason is not None) == ("stop", True) or ended.finish_reason == "length"
+    assert (ended.finish_reason, ended.stop_reason is not None) == (
+        "stop",
+        True,
+    ) or ended.finish_reason == "length"
 
 
 def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
@@ -154,7 +195,11 @@ def test_echo_and_no_tokens(client: openai.OpenAI) -> None:
     (choice,) = answer.choices
     assert choice.text == CODE and answer.usage.completion_tokens == 0 and choice.finish_reason == "length"
     table = choice.logprobs
-    assert "".join(table.tokens) == CODE and table.token_logprobs[0] is None and len(table.top_logprobs[1]) in (2, 3)
+    assert (
+        "".join(table.tokens) == CODE
+        and table.token_logprobs[0] is None
+        and len(table.top_logprobs[1]) in (2, 3)
+    )
     assert [CODE[at] for at in table.text_offset] == [token[0] for token in table.tokens]
     assert complete(client, max_tokens=3, echo=True, temperature=0).choices[0].text.startswith(CODE)
 
@@ -165,9 +210,14 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert "".join(table.tokens) == first.text and len(table.tokens) == 6
     for token, logprob, top in zip(table.tokens, table.token_logprobs, table.top_logprobs, strict=True):
         assert top[token] == logprob == max(top.values()) and sum(map(math.exp, top.values())) <= 1.0001
-    content = chat(client, temperature=0, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs.content
+    content = (
+        chat(client, temperature=0, logprobs=True, top_logprobs=2, max_tokens=6).choices[0].logprobs.content
+    )
     assert len(content) == 6 and all(len(entry.top_logprobs) == 2 for entry in content)
-    assert all(entry.logprob == entry.top_logprobs[0].logprob and bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert all(
+        entry.logprob == entry.top_logprobs[0].logprob and bytes(entry.bytes).decode() == entry.token
+        for entry in content
+    )
     assert chat(client, logprobs=True, max_tokens=1).choices[0].logprobs.content[0].top_logprobs == []
 
 
@@ -178,7 +228,11 @@ def test_penalties_and_biases(client: openai.OpenAI) -> None:
     assert biased.choices[0].text == "x" * 8
     repeating = {"prompt": "x x x x x x x x", "temperature": 0, "max_tokens": 30}
     plain = complete(client, **repeating).choices[0].text
-    for penalty in ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"extra_body": {"repetition_penalty": 2.0}}):
+    for penalty in (
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"extra_body": {"repetition_penalty": 2.0}},
+    ):
         assert complete(client, **repeating, **penalty).choices[0].text != plain
 
 
@@ -190,7 +244,9 @@ def events(stream: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "case", [{}, {"n": 3}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": "return"}, {"max_tokens": 0}], ids=str
+    "case",
+    [{}, {"n": 3}, {"logprobs": 2}, {"echo": True, "logprobs": 0}, {"stop": "return"}, {"max_tokens": 0}],
+    ids=str,
 )
 def test_streamed_and_whole_completions_are_alike(client: openai.OpenAI, case: dict[str, Any]) -> None:
     ask = {"seed": 7, "temperature": 0.7, **spec(method="off"), **case}
@@ -200,7 +256,9 @@ def test_streamed_and_whole_completions_are_alike(client: openai.OpenAI, case: d
     check_close(whole, streamed)
 
 
-@pytest.mark.parametrize("case", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["def"]}], ids=str)
+@pytest.mark.parametrize(
+    "case", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}, {"stop": ["def"]}], ids=str
+)
 def test_streamed_and_whole_chats_are_alike(client: openai.OpenAI, case: dict[str, Any]) -> None:
     ask = {"seed": 7, "temperature": 0.7, **spec(method="off"), **case}
     chat(client, **ask)
@@ -234,7 +292,9 @@ def test_a_stream_may_be_left(client: openai.OpenAI, real: Outside) -> None:
     def open_requests() -> float:
         page = httpx.get(real.url() + "/metrics", trust_env=False).text.splitlines()
         return sum(
-            float(line.split()[1]) for line in page if line.startswith(("speculon_requests_open", "speculon_texts_running"))
+            float(line.split()[1])
+            for line in page
+            if line.startswith(("speculon_requests_open", "speculon_texts_running"))
         )
 
     with complete(client, stream=True, max_tokens=256, n=4) as stream:
@@ -266,7 +326,10 @@ def test_models(client: openai.OpenAI) -> None:
         ({"extra_body": {"top_k": 2**40}}, "top_k"),
         ({"extra_body": {"colour": "red"}}, "colour"),
         ({"extra_body": {"speculation": {"method": "telepathy"}}}, "speculation.method"),
-        ({"extra_body": {"speculation": {"num_speculative_tokens": 65}}}, "speculation.num_speculative_tokens"),
+        (
+            {"extra_body": {"speculation": {"num_speculative_tokens": 65}}},
+            "speculation.num_speculative_tokens",
+        ),
     ],
     ids=str,
 )
@@ -290,7 +353,9 @@ def test_errors_have_the_classes_of_the_client(client: openai.OpenAI) -> None:
         ):
             other.models.list()
         with openai.OpenAI(base_url=inside.url + "/v1", api_key="secret", max_retries=0) as other:
-            with other.completions.create(model="scripted", prompt="x", max_tokens=2000, stream=True) as stream:
+            with other.completions.create(
+                model="scripted", prompt="x", max_tokens=2000, stream=True
+            ) as stream:
                 next(iter(stream))
                 with pytest.raises(openai.RateLimitError) as limited:
                     other.completions.create(model="scripted", prompt="x")
@@ -310,7 +375,10 @@ def test_an_error_in_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -318,7 +386,10 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "birth", "description": "A birth", "parameters": SCHEMA}},
     {
         "type": "function",
-        "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
     },
 ]
 FORMED = {"max_tokens": 200, "seed": 5, "temperature": 0.8}
@@ -328,15 +399,23 @@ FORMED = {"max_tokens": 200, "seed": 5, "temperature": 0.8}
 def test_a_text_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     answer = chat(client, **FORMED, response_format=form, stream=stream)
-    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
     person = json.loads(text)
     assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99
 
 
 def test_a_text_is_a_json_object(client: openai.OpenAI) -> None:
-    choice = chat(client, max_tokens=200, seed=1, temperature=0.5, response_format={"type": "json_object"}).choices[0]
+    choice = chat(
+        client, max_tokens=200, seed=1, temperature=0.5, response_format={"type": "json_object"}
+    ).choices[0]
     text = choice.message.content
-    assert text.lstrip().startswith("{") and (choice.finish_reason == "length" or isinstance(json.loads(text), dict))
+    assert text.lstrip().startswith("{") and (
+        choice.finish_reason == "length" or isinstance(json.loads(text), dict)
+    )
     assert chat(client, temperature=0, response_format={"type": "text"}).choices[0].finish_reason == "length"
 
 
@@ -347,7 +426,9 @@ def test_a_schema_that_is_none_is_refused(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [{}, spec(method="off"), spec(method="ngram", num_speculative_tokens=8)], ids=["default", "off", "ngram"]
+    "way",
+    [{}, spec(method="off"), spec(method="ngram", num_speculative_tokens=8)],
+    ids=["default", "off", "ngram"],
 )
 def test_a_form_is_the_same_under_speculation(client: openai.OpenAI, way: dict[str, Any]) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
@@ -407,7 +488,9 @@ def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
     assert right.choices[0].message.content == text
     accepted = right.usage.completion_tokens_details.accepted_prediction_tokens
     assert accepted > plain.usage.completion_tokens * 0.6
-    wrong = chat(client, **ask, prediction={"type": "content", "content": [{"type": "text", "text": "xyz " * 40}]})
+    wrong = chat(
+        client, **ask, prediction={"type": "content", "content": [{"type": "text", "text": "xyz " * 40}]}
+    )
     assert wrong.choices[0].message.content == text
     details = wrong.usage.completion_tokens_details
     assert details.accepted_prediction_tokens < accepted / 4 and details.rejected_prediction_tokens >= 0

@@ -1,4 +1,6 @@
-"""Earlier answers over HTTP: no API key draws on another's, callers have pools of their own, and all of it can be deleted."""
+"""Earlier answers over HTTP: no API key draws on another's, callers have pools of their own, and all of it
+can be deleted.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,15 @@ def check_isolation() -> None:
     """Whatever clients with different keys say, and whether or not the server asks for keys."""
     for settings in ({"api_key": KEYS}, {}):
         with served(**settings) as inside:
-            mine, others = (set().union(*(pools_of(inside, key=key, **said) for said in SAYINGS)) for key in KEYS)
+            mine, others = (
+                set().union(*(pools_of(inside, key=key, **said) for said in SAYINGS)) for key in KEYS
+            )
             assert len(mine) == len(others) == 3 and not mine & others
             held = len(inside.engine.pools.sizes)
-            assert forget(inside, "key-of-c") == (401 if settings else 404) and len(inside.engine.pools.sizes) == held
+            assert (
+                forget(inside, "key-of-c") == (401 if settings else 404)
+                and len(inside.engine.pools.sizes) == held
+            )
 
 
 def test_no_key_draws_on_the_answers_to_another() -> None:
@@ -84,7 +91,10 @@ def test_no_key_draws_on_the_answers_to_another() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [pytest.param(lambda token: "", id="no key"), pytest.param(lambda token: token[:4].decode(), id="half a key")],
+    [
+        pytest.param(lambda token: "", id="no key"),
+        pytest.param(lambda token: token[:4].decode(), id="half a key"),
+    ],
 )
 def test_a_pool_without_the_key_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "tenant_of", wrong)
@@ -113,7 +123,9 @@ def test_keys_and_names_go_no_further_than_the_door(
         assert forget(inside, query="?pool=alice") == 204 and forget(inside, query="?pool=alice") == 404
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("speculon")]
     said = b"".join(sent) + json.dumps([*logged, *inside.engine.pools.sizes]).encode()
-    assert b"ForgetPools" in said and b"404 " + ROUTE.encode() in said, "it was looked where something is said"
+    assert b"ForgetPools" in said and b"404 " + ROUTE.encode() in said, (
+        "it was looked where something is said"
+    )
     assert b"alice" not in said and b"key-of" not in said
 
 
@@ -123,7 +135,9 @@ def test_keys_and_names_go_no_further_than_the_door(
 def test_a_caller_has_a_pool_of_his_own(inside: Inside) -> None:
     (alice,) = pools_of(inside, user="alice")
     assert pools_of(inside, user="alice", prompt="say:something else") == {alice}
-    assert pools_of(inside, speculation={"pool": "alice"}, user="bob") == {alice}, "what speculation says comes first"
+    assert pools_of(inside, speculation={"pool": "alice"}, user="bob") == {alice}, (
+        "what speculation says comes first"
+    )
     assert pools_of(inside, safety_identifier="alice", user="bob", prompt_cache_key="c") == {alice}
     assert pools_of(inside, safety_identifier=" ", user="alice", prompt_cache_key="c") == {alice}
     assert pools_of(inside, user="", prompt_cache_key="alice") == {alice}
@@ -164,7 +178,10 @@ def test_a_user_is_forgotten_and_the_others_are_not(inside: Inside) -> None:
     for key in KEYS:
         for user in ("alice", "bob"):
             write(inside, key, user=user)
-    assert inside.metric("speculon_history_pools") == 4 and inside.metric("speculon_history_pool_tokens") == 4 * 17
+    assert (
+        inside.metric("speculon_history_pools") == 4
+        and inside.metric("speculon_history_pool_tokens") == 4 * 17
+    )
     assert forget(inside, query="?pool=alice") == 204 and forget(inside, query="?pool=alice") == 404
     assert forget(inside, KEYS[1], "?pool=alice") == 204, "the other key's alice was another"
     assert len(inside.engine.pools.sizes) == 2
@@ -187,7 +204,10 @@ def test_a_slip_of_the_pen_deletes_nothing(query: str, inside: Inside) -> None:
 
 def test_the_empty_name_is_nobodys(inside: Inside) -> None:
     write(inside, user="alice")
-    assert forget(inside, query="?pool=") == forget(inside, query="?pool=%20") == 404 and len(inside.engine.pools.sizes) == 1
+    assert (
+        forget(inside, query="?pool=") == forget(inside, query="?pool=%20") == 404
+        and len(inside.engine.pools.sizes) == 1
+    )
 
 
 def test_who_may_not_enter_deletes_nothing(inside: Inside) -> None:
@@ -207,7 +227,12 @@ def test_a_lost_engine_is_told(inside: Inside) -> None:
 def test_each_of_several_keys_opens(inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append(b) or a == b)
-    for key, status in [(KEYS[0], 200), (KEYS[1], 200), ("key-of-c", 401), ("\n".join(KEYS).replace("\n", " "), 401)]:
+    for key, status in [
+        (KEYS[0], 200),
+        (KEYS[1], 200),
+        ("key-of-c", 401),
+        ("\n".join(KEYS).replace("\n", " "), 401),
+    ]:
         compared.clear()
         assert inside.client.get("/v1/models", headers=by(key)).status_code == status
         assert compared == [key.encode() for key in KEYS], "all of them, whichever fits"
@@ -218,7 +243,13 @@ def test_keys_from_the_environment_stand_on_lines(monkeypatch: pytest.MonkeyPatc
         return [key.get_secret_value() for key in EngineConfig().serve.api_key]
 
     assert keys() == []
-    for said, expected in [("one", ["one"]), ("a b\nc", ["a b", "c"]), ("12345", ["12345"]), ("null", ["null"]), ("[]", ["[]"])]:
+    for said, expected in [
+        ("one", ["one"]),
+        ("a b\nc", ["a b", "c"]),
+        ("12345", ["12345"]),
+        ("null", ["null"]),
+        ("[]", ["[]"]),
+    ]:
         monkeypatch.setenv("SPECULON_SERVE__API_KEY", said)
         assert keys() == expected
     for said in ("", "\n", "a\n\nb", " "):
@@ -232,7 +263,12 @@ def test_keys_from_the_environment_stand_on_lines(monkeypatch: pytest.MonkeyPatc
 
 def calls(client: openai.OpenAI, key: str, **body: Any) -> int:
     """Target calls for one answer."""
-    speculation = {"method": "suffix", "num_speculative_tokens": 8, "stats": True, **body.pop("speculation", {})}
+    speculation = {
+        "method": "suffix",
+        "num_speculative_tokens": 8,
+        "stats": True,
+        **body.pop("speculation", {}),
+    }
     answer = client.with_options(api_key=key).completions.create(
         model="demo",
         prompt="def mean(values):\n",
@@ -248,9 +284,16 @@ def test_speed_tells_a_key_nothing_of_another(client: openai.OpenAI, real: Outsi
     assert calls(client, "a") < 0.5 * cold, "the same answer again"
     assert calls(client, "b") == cold and calls(client, "a", speculation={"pool": ""}) == cold
     named = calls(client, "a", user="alice")
-    assert named == cold and calls(client, "a", user="alice") < 0.5 * cold and calls(client, "b", user="alice") == cold
+    assert (
+        named == cold
+        and calls(client, "a", user="alice") < 0.5 * cold
+        and calls(client, "b", user="alice") == cold
+    )
     url = real.url()
-    assert httpx.delete(url + ROUTE, params={"pool": "alice"}, headers=by("a"), trust_env=False).status_code == 204
+    assert (
+        httpx.delete(url + ROUTE, params={"pool": "alice"}, headers=by("a"), trust_env=False).status_code
+        == 204
+    )
     assert calls(client, "a", user="alice") == cold and calls(client, "a") < 0.5 * cold
     assert httpx.delete(url + ROUTE, headers=by("a"), trust_env=False).status_code == 204
     assert calls(client, "a") == cold
@@ -265,7 +308,18 @@ def test_speed_tells_a_key_nothing_of_another(client: openai.OpenAI, real: Outsi
 @pytest.mark.timeout(240)  # two loads of the model
 def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    arguments = ("--model", "demo", "--threads", "1", "--policy", "goodput", "--state", str(folder), "--method", "suffix")
+    arguments = (
+        "--model",
+        "demo",
+        "--threads",
+        "1",
+        "--policy",
+        "goodput",
+        "--state",
+        str(folder),
+        "--method",
+        "suffix",
+    )
 
     def at(url: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -282,7 +336,10 @@ def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) 
         assert server.end() == 0, server.stderr
     (pools,) = folder.glob("pools-*")
     assert len(pools.read_text().splitlines()) == 4 and "alice" not in pools.read_text()
-    with started(tmp_path / "second", *arguments, program=REAL) as server, at(url := server.ready()) as client:
+    with (
+        started(tmp_path / "second", *arguments, program=REAL) as server,
+        at(url := server.ready()) as client,
+    ):
         wait_until(lambda: restored(url, "pools") == 2)
         assert restored(url, "policies") == 2, "costs, and goodput"
         others, own = (calls(client, key, user="alice", speculation=fixed) for key in "ba")

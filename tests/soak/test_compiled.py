@@ -21,13 +21,17 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
 PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
-LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))  # too long to share a call with those
+# too long to share a call with those
+LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 def test_texts_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
-    plain, fast = (LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed"}) for compile in (False, True))
+    plain, fast = (
+        LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed"})
+        for compile in (False, True)
+    )
     fusion = fast.engine.target.fusion
     assert fusion is not None and fusion.one_loop
     if not fusion.compiled:  # headers of Python, for one, may be missing where a compiler is not
@@ -38,7 +42,11 @@ def test_texts_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyP
     for name, program in list(run.programs.items()):
         run.programs[name] = partial(counted, calls, name, program)
     greedy = SamplingParams(temperature=0, max_tokens=64)
-    for speculation in ({"method": "off"}, {"method": "ngram", "num_speculative_tokens": 8}, {"method": "draft_model"}):
+    for speculation in (
+        {"method": "off"},
+        {"method": "ngram", "num_speculative_tokens": 8},
+        {"method": "draft_model"},
+    ):
         for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, LONG]):
             mine, theirs = (llm.generate(prompts, greedy, speculation=speculation) for llm in (fast, plain))
             assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], speculation

@@ -1,4 +1,6 @@
-"""Two hundred pieces of code, 64 tokens each: generate, plain, and n-gram drafts with K of 1, 4 and 16, alone and crowded."""
+"""Two hundred pieces of code, 64 tokens each: generate, plain, and n-gram drafts with K of 1, 4 and 16, alone
+and crowded.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def plain(demo: Demo) -> list[list[int]]:
     return demo.write(1, OFF)[0]
 
 
-def check(name: str, demo: Demo, ours: list[list[int]], truth: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+def check(
+    name: str, demo: Demo, ours: list[list[int]], truth: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = demo.differences(ours, truth)
     with capsys.disabled():
         print(f"\n{report(name, found, PROMPTS)}", flush=True)
@@ -34,7 +38,9 @@ def check(name: str, demo: Demo, ours: list[list[int]], truth: list[list[int]], 
     assert len(found) <= ALLOWED and all(difference.gap < TIE for difference in found)
 
 
-def test_plain_text_is_that_of_generate(demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_text_is_that_of_generate(
+    demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
     check("plain against generate", demo, plain, demo.by_generate, capsys)
 
 
@@ -47,7 +53,12 @@ def test_a_plain_crowd_writes_what_each_writes_alone(
 @pytest.mark.parametrize("crowd", [1, CROWD])
 @pytest.mark.parametrize(("name", "speculation"), list(asked()))
 def test_drafts_change_no_token(
-    demo: Demo, plain: list[list[int]], name: str, speculation: list[Speculation], crowd: int, capsys: pytest.CaptureFixture[str]
+    demo: Demo,
+    plain: list[list[int]],
+    name: str,
+    speculation: list[Speculation],
+    crowd: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     texts, accepted = demo.write(crowd, speculation)
     check(f"{name}, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)

@@ -1,4 +1,6 @@
-"""The real server under 32 clients who differ in everything: each is answered, refused or gone; nothing leaks, nothing grows."""
+"""The real server under 32 clients who differ in everything: each is answered, refused or gone; nothing
+leaks, nothing grows.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 CLIENTS, MINUTES = 32, 3
 SHAPES = range(
-    1, 300
-)  # rows of a step: oneDNN keeps what it compiles for the last 1024 shapes of a product, of which each has four
+    1,
+    300,
+    # rows of a step: oneDNN keeps what it compiles for the last 1024 shapes of a product, of which each has
+    # four
+)
 PAGES = 768  # so few that all are touched in the first minute: only then is growth a leak
 GONE = 0.1  # of the clients' requests, left in the middle
 SPOILED = 0.05
 GROWTH = 1.05  # of memory between the first minute and the last
-SLOWER = 1.25  # 1.1 is aimed at, and measured by recipes/serving/step_time.py; a machine that does other things adds its own
+# 1.1 is aimed at, and measured by recipes/serving/step_time.py; a machine that does other things adds its own
+SLOWER = 1.25
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,12 @@ def random_body(chance: random.Random, prompts: list[list[int]]) -> dict[str, An
 
 
 def spoiled(body: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    wrong = [{"prompt": [1] * 3000}, {"temperature": -1}, {"speculation": {"method": "nonsense"}}, {"max_tokens": 5000}]
+    wrong = [
+        {"prompt": [1] * 3000},
+        {"temperature": -1},
+        {"speculation": {"method": "nonsense"}},
+        {"max_tokens": 5000},
+    ]
     return body | chance.choice(wrong)
 
 
@@ -82,7 +93,9 @@ async def warm(port: int, chance: random.Random) -> None:
     """Steps of many sizes, so that what is kept for each is there before memory is looked at."""
     for rows in SHAPES:
         prompt = [chance.randrange(100, 4000) for _ in range(rows)]
-        async for _ in chunks(port, "/v1/completions", {"prompt": prompt, "max_tokens": 1, "speculation": {"method": "off"}}):
+        async for _ in chunks(
+            port, "/v1/completions", {"prompt": prompt, "max_tokens": 1, "speculation": {"method": "off"}}
+        ):
             pass
 
 
@@ -107,7 +120,9 @@ class Crowd:
             if chance.random() < SPOILED:
                 await self.refused(spoiled(body, chance))
             else:
-                await self.answered(body, leaves_after=chance.randrange(5) if chance.random() < GONE else None)
+                await self.answered(
+                    body, leaves_after=chance.randrange(5) if chance.random() < GONE else None
+                )
 
     async def refused(self, body: dict[str, Any]) -> None:
         with pytest.raises(Refused) as refusal:
@@ -173,7 +188,12 @@ def test_a_crowd_for_minutes(server: Server, llm: LLM) -> None:
     rest = asyncio.run(soak())
     print(f"\n{dict(crowd.ends)}, resident {memory}")
     assert min(crowd.ends[how] for how in ("stop", "length", "gone", "refused")) > 10, crowd.ends
-    assert rest["speculon_kv_pages_held"] == rest["speculon_texts_running"] == rest["speculon_texts_waiting"] == 0
+    assert (
+        rest["speculon_kv_pages_held"]
+        == rest["speculon_texts_running"]
+        == rest["speculon_texts_waiting"]
+        == 0
+    )
     faults = {name: value for name, value in rest.items() if 'status="5' in name and "completions" in name}
     assert not any(faults.values()), faults
     assert rest['speculon_requests_total{finish="abort"}'] > 10

@@ -1,4 +1,6 @@
-"""Many different requests in a pool too small for them all: each is answered or refused by name, and no page is lost."""
+"""Many different requests in a pool too small for them all: each is answered or refused by name, and no page
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +56,27 @@ def random_request(number: int, chance: random.Random, prompts: list[list[int]])
         "presence_penalty": lambda: chance.uniform(-1, 2),
         "frequency_penalty": lambda: chance.uniform(-0.5, 2),
         "logit_bias": lambda: {chance.randrange(96): chance.uniform(-5, 5) for _ in range(3)},
-        "bad_words": lambda: tuple(spell([chance.randrange(96) for _ in range(chance.choice([1, 2]))]) for _ in range(2)),
-        "stop": lambda: tuple(spell([chance.randrange(96) for _ in range(chance.choice([1, 1, 2]))]) for _ in range(3)),
+        "bad_words": lambda: tuple(
+            spell([chance.randrange(96) for _ in range(chance.choice([1, 2]))]) for _ in range(2)
+        ),
+        "stop": lambda: tuple(
+            spell([chance.randrange(96) for _ in range(chance.choice([1, 1, 2]))]) for _ in range(3)
+        ),
         "stop_token_ids": lambda: tuple(chance.randrange(96) for _ in range(4)),
         "min_tokens": lambda: chance.randrange(params["max_tokens"] + 1),
         "logprobs": lambda: chance.randrange(4),
         "prompt_logprobs": lambda: chance.randrange(3),
     }
     params |= {name: make() for name, make in some.items() if chance.random() < 0.15}
-    method = chance.choice(["scripted", "scripted", "ngram", "synthetic", "off", "auto", "draft_model", "draft_model"])
+    method = chance.choice(
+        ["scripted", "scripted", "ngram", "synthetic", "off", "auto", "draft_model", "draft_model"]
+    )
     policy = random.Random(number).choice(["fixed"] * len(POLICIES) + list(POLICIES))
-    speculation = {"method": method, "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16]), "policy": policy}
+    speculation = {
+        "method": method,
+        "num_speculative_tokens": chance.choice([0, 1, 2, 4, 8, 16]),
+        "policy": policy,
+    }
     return Request(prompt, SamplingParams(**params), speculation, f"q{number}")
 
 
@@ -132,7 +144,9 @@ class Crowd:
             steps += 1
             if steps % 5 == 0:
                 self.engine.check_integrity()
-            alive = [seq.request_id for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]]
+            alive = [
+                seq.request_id for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]
+            ]
             if alive and self.chance.random() < 0.03:
                 self.abort(self.chance.choice(alive))
             assert steps < 20_000
@@ -167,7 +181,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("seed", "name", "settings"), [(i, *x) for i, x in enumerate(SETTINGS)], ids=str)
-def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, name: str, settings: dict[str, Any]) -> None:
+def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
+    seed: int, name: str, settings: dict[str, Any]
+) -> None:
     chance = random.Random(seed)
     prompts = [[chance.randrange(3, 96) for _ in range(30)] for _ in range(5)]
     requests = [random_request(i, chance, prompts) for i in range(REQUESTS)]
@@ -181,7 +197,8 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
     use_draft(draft)
 
     engine = make_engine(
-        target, **{"speculation": DRAFT, "num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40} | settings
+        target,
+        **{"speculation": DRAFT, "num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40} | settings,
     )
     crowd = Crowd(engine, requests, chance)
     crowd.run()
@@ -202,11 +219,15 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
                 assert request.id in crowd.aborted and result.tokens == plain.tokens[: len(result.tokens)]
                 continue
             if result.tokens != plain.tokens or result.finish != plain.finish:
-                at = next(i for i, (a, b) in enumerate(zip(result.tokens, plain.tokens, strict=False)) if a != b)
+                at = next(
+                    i for i, (a, b) in enumerate(zip(result.tokens, plain.tokens, strict=False)) if a != b
+                )
                 assert gap(request, plain.tokens[:at], sample, name) < TIE, (request, at)
                 ties += 1
                 continue
-            assert [lp.token for lp in result.logprobs] == (plain.tokens if request.params.logprobs is not None else [])
+            assert [lp.token for lp in result.logprobs] == (
+                plain.tokens if request.params.logprobs is not None else []
+            )
             assert [lp.token for lp in result.prompt_logprobs] == [lp.token for lp in plain.prompt_logprobs]
     assert ties <= 2
 
@@ -219,11 +240,15 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(seed: int, n
     assert total.totals.reasons["no_pages"] > 0 and len(set(crowd.refused.values())) >= 4
     assert total.totals.watched.total() > 5 and unknown_to(engine)
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
-    print(f"\n{dict(kinds)}, refused {dict(Counter(crowd.refused.values()))}, {ties} ties, {total.snapshot()}")
+    print(
+        f"\n{dict(kinds)}, refused {dict(Counter(crowd.refused.values()))}, {ties} ties, {total.snapshot()}"
+    )
 
 
 def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
-    """Half of the requests draft with a head that reads the target's states, through preemptions, aborts and failed steps."""
+    """Half of the requests draft with a head that reads the target's states, through preemptions, aborts and
+    failed steps.
+    """
     chance = random.Random(11)
     prompts = [[chance.randrange(3, 96) for _ in range(30)] for _ in range(5)]
     requests = [with_head(random_request(i, chance, prompts), i) for i in range(REQUESTS)]
@@ -245,7 +270,9 @@ def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
     for key, result in crowd.results.items():
         assert result.finish is not None
         whole = texts[key]
-        assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), key
+        assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), (
+            key
+        )
     total = engine.counters.totals
     assert total.accepted_from["eagle3"] > 100 and total.preemptions > 10 and total.cached_tokens > 200
     assert not total.reasons[Reason.ERROR]

@@ -1,4 +1,6 @@
-"""Two hundred seeded requests for JSON, at temperature 1: all end by themselves, parse, validate, and equal the plain texts."""
+"""Two hundred seeded requests for JSON, at temperature 1: all end by themselves, parse, validate, and equal
+the plain texts.
+"""
 
 from __future__ import annotations
 

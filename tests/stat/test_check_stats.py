@@ -1,4 +1,6 @@
-"""The permutation test of `speculon check`: calibrated where nothing is wrong, and not blind where something is."""
+"""The permutation test of `speculon check`: calibrated where nothing is wrong, and not blind where something
+is.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from torch import Tensor
 from speculon.bench.check_stats import cells_of, counts_of, deal, max_z, p_value, rejected
 
 Q = 0.05
-LAW = torch.tensor([0.5, 0.2, 0.1, 0.08, 0.05, 0.03, 0.02, 0.01, 0.006, 0.004])  # of tokens: a few likely, a tail
+# of tokens: a few likely, a tail
+LAW = torch.tensor([0.5, 0.2, 0.1, 0.08, 0.05, 0.03, 0.02, 0.01, 0.006, 0.004])
 
 
 def draw(runs: int, positions: int, generator: torch.Generator, law: Tensor = LAW) -> Tensor:
@@ -51,7 +54,9 @@ def test_it_finds_a_shift_and_finds_a_larger_one_more_often() -> None:
     found = {}
     for by in (0.05, 0.15):
         generator = torch.Generator().manual_seed(2)
-        hits = [p_of(draw(300, 2, generator), draw(150, 2, generator, shifted(by)), seed=i) for i in range(40)]
+        hits = [
+            p_of(draw(300, 2, generator), draw(150, 2, generator, shifted(by)), seed=i) for i in range(40)
+        ]
         found[by] = sum(bool(rejected(p, Q)) for p, _ in hits)
     assert 5 < found[0.05] < found[0.15] == 40
 
@@ -74,7 +79,9 @@ def test_arms_of_different_size_keep_their_sizes() -> None:
 
 
 def test_the_statistic_is_the_textbooks() -> None:
-    """Two tokens, 12 of 20 against 5 of 20: z of two proportions with the variance of a draw without replacement."""
+    """Two tokens, 12 of 20 against 5 of 20: z of two proportions with the variance of a draw without
+    replacement.
+    """
     counts = torch.zeros(40, 2)
     ones = [*range(12), *range(20, 25)]
     counts[ones, 1] = 1
@@ -100,7 +107,8 @@ def test_rare_tokens_are_counted_as_one() -> None:
     ("p", "fallen"),
     [
         ([0.01, 0.2, 0.03, 0.9], [0]),
-        ([0.01, 0.02, 0.03, 0.05], [0, 1, 2, 3]),  # the last is small enough for its rank, so all before it fall
+        # the last is small enough for its rank, so all before it fall
+        ([0.01, 0.02, 0.03, 0.05], [0, 1, 2, 3]),
         ([0.04, 0.04, 0.04, 0.04], [0, 1, 2, 3]),
         ([0.06, 0.5], []),
         ([], []),

@@ -27,7 +27,12 @@ def test_a_tiny_temperature_takes_the_best_token(temperature: float) -> None:
 
 @pytest.mark.parametrize("top_k", [-1, 0, 4, 5, 2**31])
 def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(top_k: int) -> None:
-    assert {sampled([0.0] * 4, top_k=top_k, seed=None, logit_bias={i: 90.0}) for i in range(4)} == {0, 1, 2, 3}
+    assert {sampled([0.0] * 4, top_k=top_k, seed=None, logit_bias={i: 90.0}) for i in range(4)} == {
+        0,
+        1,
+        2,
+        3,
+    }
 
 
 @pytest.mark.parametrize("bias", [1e30, 3e38, 1e39, 1e300, float("inf")])

@@ -1,4 +1,6 @@
-"""top-k, top-p and min-p over vocabularies beyond the sorted head, against a reference written from their definitions."""
+"""top-k, top-p and min-p over vocabularies beyond the sorted head, against a reference written from their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def draw_rows(seed: int) -> tuple[torch.Tensor, list[SamplingParams]]:
     if seed % 3 == 0:
         logits = (logits * 4).round() / 4  # ties
     params = [
-        SamplingParams(top_k=chance.choice(TOP_K), top_p=chance.choice([1, 0.31, 0.9, 0.99]), min_p=chance.choice([0, 0, 0.053]))
+        SamplingParams(
+            top_k=chance.choice(TOP_K),
+            top_p=chance.choice([1, 0.31, 0.9, 0.99]),
+            min_p=chance.choice([0, 0, 0.053]),
+        )
         for _ in range(4)
     ]
     return logits - logits.amax(-1, keepdim=True), params
@@ -50,7 +56,10 @@ def mistakes(seeds: range) -> int:
     for seed in seeds:
         logits, params = draw_rows(seed)
         for row, kept, p in zip(logits, keep_likely(logits, params), params, strict=True):
-            survivors, expected = set((kept > -torch.inf).nonzero().flatten().tolist()), reference(row.numpy(), p)
+            survivors, expected = (
+                set((kept > -torch.inf).nonzero().flatten().tolist()),
+                reference(row.numpy(), p),
+            )
             wrong += len(survivors ^ expected) > (1 if p.top_p < 1 else 0)
     return wrong
 
@@ -68,7 +77,9 @@ def test_what_is_kept_keeps_its_logit() -> None:
 def test_a_head_that_is_never_left_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = sampling.keep_among
     monkeypatch.setattr(
-        sampling, "keep_among", lambda logits, params, head: (real(logits, params, head)[0], torch.ones(len(logits)) > 0)
+        sampling,
+        "keep_among",
+        lambda logits, params, head: (real(logits, params, head)[0], torch.ones(len(logits)) > 0),
     )
     assert mistakes(range(60)) > 5
 

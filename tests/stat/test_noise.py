@@ -1,4 +1,6 @@
-"""The keyed noise: distributed as it must be, independent between neighbours, and a function of its key alone. Fixed keys."""
+"""The keyed noise: distributed as it must be, independent between neighbours, and a function of its key
+alone. Fixed keys.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def deviation(counts: Tensor, expected: Tensor) -> float:
 def dependence(a: Tensor, b: Tensor, bins: int = 8) -> float:
     """Chi-square of the pairs on a grid of `bins` x `bins`, and their correlation; the worse of the two."""
     cell = (a * bins).long() * bins + (b * bins).long()
-    pairs = deviation(cell.bincount(minlength=bins * bins).double(), torch.full((bins * bins,), len(a) / bins**2).double())
+    pairs = deviation(
+        cell.bincount(minlength=bins * bins).double(), torch.full((bins * bins,), len(a) / bins**2).double()
+    )
     return max(pairs, abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) * len(a) ** 0.5)
 
 
@@ -54,20 +58,28 @@ PLACES: dict[str, tuple[Callable[[int], Key], Callable[[int], Key]]] = {
     "sample and position of the same sum": (lambda i: (SEEDS[i], 1, 5), lambda i: (SEEDS[i], 0, 6)),
     "sample and seed of the same sum": (lambda i: (SEEDS[i] + 1, 0, 5), lambda i: (SEEDS[i], 1, 5)),
     "a seed that differs in its high half": (lambda i: (i, 0, 5), lambda i: (i + (1 << 32), 0, 5)),
-    "a seed that differs in one bit": (lambda i: (SEEDS[i], 0, 5), lambda i: (SEEDS[i] ^ (1 << i % 64), 0, 5)),
+    "a seed that differs in one bit": (
+        lambda i: (SEEDS[i], 0, 5),
+        lambda i: (SEEDS[i] ^ (1 << i % 64), 0, 5),
+    ),
 }
 
 
 def place_dependence() -> dict[str, float]:
     token = torch.arange(N) % 97
-    return {n: dependence(uniforms(map(a, range(N)), token), uniforms(map(b, range(N)), token)) for n, (a, b) in PLACES.items()}
+    return {
+        n: dependence(uniforms(map(a, range(N)), token), uniforms(map(b, range(N)), token))
+        for n, (a, b) in PLACES.items()
+    }
 
 
 def token_dependence() -> float:
     """Between tokens at some distance, over the tokens of one row and over many rows."""
     token, row = torch.arange(N), [(7, 0, 5)] * N
     found = [dependence(uniforms(row, token), uniforms(row, token + far)) for far in (1, 2, 256, 4096)]
-    low, high = torch.randint(-(1 << 31), 1 << 31, (2, 1 << 18), generator=torch.Generator().manual_seed(0)).int()
+    low, high = torch.randint(
+        -(1 << 31), 1 << 31, (2, 1 << 18), generator=torch.Generator().manual_seed(0)
+    ).int()
     for pair in ((0, 1), (5, 7), (100, 101), (0, 256), (3, 65_539)):
         a, b = (uniform(low, high, torch.tensor([t], dtype=torch.int32)).double() for t in pair)
         found.append(dependence(a, b))
@@ -79,7 +91,10 @@ def unevenness() -> float:
     over_tokens = uniforms([(7, 0, 5)] * N, torch.arange(N))
     over_positions = uniforms([(7, 0, i) for i in range(N)], torch.tensor(3))
     even = torch.full((64,), N / 64).double()
-    return max(deviation((u * 64).long().bincount(minlength=64).double(), even) for u in (over_tokens, over_positions))
+    return max(
+        deviation((u * 64).long().bincount(minlength=64).double(), even)
+        for u in (over_tokens, over_positions)
+    )
 
 
 def test_neighbours_share_nothing() -> None:
@@ -127,7 +142,10 @@ def test_the_extremes_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(keys: Iterable[Key]) -> list[Any]:
-    return [SimpleNamespace(seq=SimpleNamespace(seed=seed, sample=number), position=at, stream=0) for seed, number, at in keys]
+    return [
+        SimpleNamespace(seq=SimpleNamespace(seed=seed, sample=number), position=at, stream=0)
+        for seed, number, at in keys
+    ]
 
 
 SHAPES = {
@@ -147,7 +165,11 @@ STREAMS: dict[str, Callable[[int], Key]] = {
 
 def drawn(p: list[float], keys: Iterable[Key]) -> Tensor:
     rows = rows_of(keys)
-    return race(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows).bincount(minlength=len(p)).double()
+    return (
+        race(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows)
+        .bincount(minlength=len(p))
+        .double()
+    )
 
 
 def surprise(p: list[float], counts: Tensor) -> float:
@@ -189,12 +211,20 @@ def test_a_removed_token_is_never_drawn() -> None:
 
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     """Greedy rows, filtered rows and penalised rows beside it included."""
-    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 3, "temperature": 0.7}, {"min_p": 0.1}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"top_k": 3, "temperature": 0.7},
+        {"min_p": 0.1},
+    ]
     settings += [{"presence_penalty": 1.0, "repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}}]
     rows = []
     for i in range(70):
         params = SamplingParams(**settings[i % len(settings)], max_tokens=9)
-        seq = make_sequence([1, 2, 3], output=[4] * (i % 5), params=params, seed=i // 3, sample=i % 2, rules=Rules.of(params))
+        seq = make_sequence(
+            [1, 2, 3], output=[4] * (i % 5), params=params, seed=i // 3, sample=i % 2, rules=Rules.of(params)
+        )
         rows.append(Row(seq, seq.rules, (5, 6)[: i % 3]))
     logits = torch.randn(70, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
@@ -206,7 +236,9 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
 
 
 def ahead(text: int, steps: int = 40) -> tuple[list[Tensor], list[Tensor]]:
-    """The noise of a text that goes on by 1, 2, .. 5 positions as it is handed out, and as it is drawn for each row alone."""
+    """The noise of a text that goes on by 1, 2, .. 5 positions as it is handed out, and as it is drawn for
+    each row alone.
+    """
     seq = make_sequence([1, 2], seed=text, sample=1, rules=Rules.of(SamplingParams()))
     cpu, handed, alone = torch.device("cpu"), [], []
     for step in range(steps):
@@ -224,7 +256,9 @@ def test_noise_drawn_ahead_is_that_of_the_row_alone() -> None:
 
 def test_a_stock_at_the_wrong_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = sampling.draw_noise
-    monkeypatch.setattr(sampling, "draw_noise", lambda places, *rest: draw(places, *rest).roll(int(len(places) > 8), 0))
+    monkeypatch.setattr(
+        sampling, "draw_noise", lambda places, *rest: draw(places, *rest).roll(int(len(places) > 8), 0)
+    )
     handed, alone = ahead(5)
     assert not all(torch.equal(a, b) for a, b in zip(handed, alone, strict=True))
 
@@ -238,22 +272,38 @@ def test_equal_weights_go_to_the_lowest_id() -> None:
 # planted errors
 
 
-def by_key(key: Callable[[int, int, int], tuple[int, int, int]]) -> Callable[[int, int, int], tuple[int, int]]:
+def by_key(
+    key: Callable[[int, int, int], tuple[int, int, int]],
+) -> Callable[[int, int, int], tuple[int, int]]:
     return lambda seed, number, at: row_key(*key(seed, number, at))
 
 
 @pytest.mark.parametrize(
     ("bad", "where"),
     [
-        pytest.param(by_key(lambda seed, number, at: (seed, number, 0)), "the next position", id="no position"),
+        pytest.param(
+            by_key(lambda seed, number, at: (seed, number, 0)), "the next position", id="no position"
+        ),
         pytest.param(by_key(lambda seed, number, at: (seed, 0, at)), "the next sample", id="no sample"),
-        pytest.param(by_key(lambda seed, number, at: (seed + at, number, 0)), "the same sum", id="seed + position"),
-        pytest.param(by_key(lambda seed, number, at: (seed + number, 0, at)), "the same sum", id="seed + sample"),
-        pytest.param(by_key(lambda seed, number, at: (seed ^ at, number, 0)), "exchanged", id="seed xor position"),
-        pytest.param(by_key(lambda seed, number, at: (seed & 0xFFFFFFFF, number, at)), "high half", id="32 bits of seed"),
+        pytest.param(
+            by_key(lambda seed, number, at: (seed + at, number, 0)), "the same sum", id="seed + position"
+        ),
+        pytest.param(
+            by_key(lambda seed, number, at: (seed + number, 0, at)), "the same sum", id="seed + sample"
+        ),
+        pytest.param(
+            by_key(lambda seed, number, at: (seed ^ at, number, 0)), "exchanged", id="seed xor position"
+        ),
+        pytest.param(
+            by_key(lambda seed, number, at: (seed & 0xFFFFFFFF, number, at)),
+            "high half",
+            id="32 bits of seed",
+        ),
     ],
 )
-def test_a_key_that_forgets_or_mixes_its_parts_is_seen(bad: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_forgets_or_mixes_its_parts_is_seen(
+    bad: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "row_key", bad)
     seen = place_dependence()
     assert max(z for name, z in seen.items() if where in name) > ABSURD

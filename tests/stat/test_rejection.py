@@ -1,4 +1,6 @@
-"""Rejection leaves the target's distribution alone, whatever the drafter's q: enumerated through the shipped verify."""
+"""Rejection leaves the target's distribution alone, whatever the drafter's q: enumerated through the shipped
+verify.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def itself(case: Case, output: tuple[int, ...]) -> list[float]:
     return reference_probs(case, output)
 
 
-def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], probs: Tensor) -> list[tuple[float, Verdict]]:
-    """Every outcome for one chain of drafts: one span for each number of coins that fall well, and each last token."""
+def one_round(
+    case: Case, output: tuple[int, ...], chain: tuple[int, ...], probs: Tensor
+) -> list[tuple[float, Verdict]]:
+    """Every outcome for one chain of drafts: one span for each number of coins that fall well, and each last
+    token.
+    """
     k = len(chain)
     outcomes = list(itertools.product(range(k + 1), range(V)))
     draft = Draft(chain, ("toy",) * k, probs)
@@ -61,7 +67,8 @@ def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], probs
     def draw(logits: Tensor, rows: list[Row]) -> Tensor:
         for n, (accepted, token) in enumerate(outcomes):
             assert rows[n].stream == (RESIDUAL if accepted < k else 0)
-            chances[n] *= logits[n].double().exp()[token]  # no softmax here: what is not normalised must be seen
+            # no softmax here: what is not normalised must be seen
+            chances[n] *= logits[n].double().exp()[token]
         return torch.tensor([token for _, token in outcomes])
 
     batch = Batch.pack(spans, torch.device("cpu"))
@@ -69,7 +76,9 @@ def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], probs
     return [(float(chance), verdict) for chance, verdict in zip(chances, verdicts, strict=True) if chance > 0]
 
 
-def chains(case: Case, output: tuple[int, ...], k: int, guess: Guess) -> list[tuple[float, tuple[int, ...], Tensor]]:
+def chains(
+    case: Case, output: tuple[int, ...], k: int, guess: Guess
+) -> list[tuple[float, tuple[int, ...], Tensor]]:
     """(probability, tokens, q [K, V]) of every chain that the drafter can draw."""
     found: list[tuple[float, tuple[int, ...], list[list[float]]]] = [(1.0, (), [])]
     for _ in range(k):
@@ -81,8 +90,12 @@ def chains(case: Case, output: tuple[int, ...], k: int, guess: Guess) -> list[tu
     return [(chance, chain, torch.tensor(probs)) for chance, chain, probs in found]
 
 
-def texts(case: Case, k: int, guess: Guess, output: tuple[int, ...] = (), told: Guess | None = None) -> Distribution:
-    """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is given."""
+def texts(
+    case: Case, k: int, guess: Guess, output: tuple[int, ...] = (), told: Guess | None = None
+) -> Distribution:
+    """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is
+    given.
+    """
     made: Distribution = {}
     room = (case.params.max_tokens or 0) - len(output)
     k_now = min(k, room - 1)
@@ -164,7 +177,9 @@ def test_spans_with_and_without_q_stand_in_one_batch() -> None:
     alone = []
     for span in spans:
         single = Batch.pack([span], torch.device("cpu"))
-        alone += verify(single, forward(single), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0)
+        alone += verify(
+            single, forward(single), lambda logits, rows: logits.argmax(-1), lambda p, q, rows: p > 0
+        )
     assert verdicts == alone
     assert verdicts[0].tokens[:2] == (1, 2) and verdicts[0].accepted == 2 and verdicts[3].accepted == 1
 

@@ -23,7 +23,8 @@ from tests.builders import make_sequence
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 
 EXACT, VISIBLE = 1e-6, 1e-3
-Coupling = Callable[[Tensor], Tensor]  # p [K + 1, V] -> the joint probability [V^(K + 1)] of what the rows draw
+# p [K + 1, V] -> the joint probability [V^(K + 1)] of what the rows draw
+Coupling = Callable[[Tensor], Tensor]
 
 
 def independent(p: Tensor) -> Tensor:
@@ -46,7 +47,10 @@ def reused(p: Tensor) -> Tensor:
 
 
 def drafts_after(case: Case, output: tuple[int, ...], k: int) -> list[tuple[float, tuple[int, ...]]]:
-    """q: three weighted chains. The likeliest one (so that drafts are accepted), one that repeats a token, a random one."""
+    """q: three weighted chains.
+
+    The likeliest one (so that drafts are accepted), one that repeats a token, a random one.
+    """
     chance = random.Random(repr((output, k)))
     likely: list[int] = []
     for _ in range(k):
@@ -77,8 +81,12 @@ def forward(batch: Batch) -> Tensor:
     return torch.tensor(rows)[batch.score_rows]
 
 
-def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], coupling: Coupling) -> list[tuple[float, Verdict]]:
-    """Every outcome of one round through the shipped verify and cut: one span for each way its rows can be drawn."""
+def one_round(
+    case: Case, output: tuple[int, ...], chain: tuple[int, ...], coupling: Coupling
+) -> list[tuple[float, Verdict]]:
+    """Every outcome of one round through the shipped verify and cut: one span for each way its rows can be
+    drawn.
+    """
     rows = len(chain) + 1
     outcomes = list(itertools.product(range(V), repeat=rows)) if not case.params.greedy else [()]
     draft = Draft(chain, ("toy",) * len(chain))
@@ -101,7 +109,9 @@ def one_round(case: Case, output: tuple[int, ...], chain: tuple[int, ...], coupl
 def speculative_texts(
     case: Case, k: int, output: tuple[int, ...] = (), coupling: Coupling = independent, rounds: int = 99
 ) -> Distribution:
-    """Every text that `rounds` of at most K drafts can write, with its probability; the target alone finishes it."""
+    """Every text that `rounds` of at most K drafts can write, with its probability; the target alone finishes
+    it.
+    """
     texts: Distribution = {}
     room = (case.params.max_tokens or 0) - len(output)
     for q, chain in drafts_after(case, output, min(k, room - 1)):
@@ -125,7 +135,12 @@ def error(case: Case, k: int, coupling: Coupling = independent, rounds: int = 99
     return distance(speculative_texts(case, k, coupling=coupling, rounds=rounds), reference_texts(case))
 
 
-def case(bad_words: tuple[tuple[int, ...], ...] = (), stop_ids: tuple[int, ...] = (), max_tokens: int = 3, **params: Any) -> Case:
+def case(
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    stop_ids: tuple[int, ...] = (),
+    max_tokens: int = 3,
+    **params: Any,
+) -> Case:
     return Case(SamplingParams(max_tokens=max_tokens, **params), bad_words, frozenset(stop_ids))
 
 
@@ -153,7 +168,9 @@ CASES = {
     "min_tokens": case(min_tokens=2, stop_ids=(0, 3)),
     "filters": FILTERED,
     "penalties": PENALISED,
-    "greedy with all of it": case(((0, 1),), (3,), temperature=0.0, repetition_penalty=1.7, logit_bias={1: 1.0}),
+    "greedy with all of it": case(
+        ((0, 1),), (3,), temperature=0.0, repetition_penalty=1.7, logit_bias={1: 1.0}
+    ),
     "everything": case(
         temperature=0.8,
         top_k=3,

@@ -1,4 +1,6 @@
-"""A target small enough to enumerate, and what it should write, from the definitions alone (nothing of sampling.py)."""
+"""A target small enough to enumerate, and what it should write, from the definitions alone (nothing of
+sampling.py).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Case:
 
 
 def reference_probs(case: Case, output: tuple[int, ...]) -> list[float]:
-    """The target's law for the next token: penalties, bias, bad words, min_tokens, temperature, top-k, top-p, min-p."""
+    """The target's law for the next token: penalties, bias, bad words, min_tokens, temperature, top-k, top-p,
+    min-p.
+    """
     p, context = case.params, case.prompt + output
     x = list(toy_logits(context))
     for token in range(V):

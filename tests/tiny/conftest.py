@@ -44,7 +44,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "decoder_sparse_step": 1, "norm_topk_prob": True}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "gemma2": ("gemma2", {**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 12}),
+    "gemma2": (
+        "gemma2",
+        {
+            **MIXED,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 10.0,
+            "query_pre_attn_scalar": 12,
+        },
+    ),
     "gemma3": ("gemma3_text", {**MIXED, "query_pre_attn_scalar": 12}),
     "phi3": ("phi3", {}),
     "gpt_oss": (
@@ -82,13 +90,19 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A random model in fp32 whose every parameter matters."""
-    base = {k: v for k, v in BASE.items() if model_type != "gpt2" or k in ("vocab_size", "bos_token_id", "eos_token_id")}
+    base = {
+        k: v
+        for k, v in BASE.items()
+        if model_type != "gpt2" or k in ("vocab_size", "bos_token_id", "eos_token_id")
+    }
     if model_type == "deepseek_v3":
         base.pop("head_dim")
     config = AutoConfig.for_model(model_type, **{**base, **settings})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
                 weight.data.normal_(0, 0.2)
@@ -115,5 +129,7 @@ def tiny_target(name: str, seed: int = 0, fused: bool | None = None) -> Target:
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Target]:
-    """`tiny("llama", seed=0)`: a checked Target over random weights; `.model` is ours, `tiny_model` the stock one."""
+    """`tiny("llama", seed=0)`: a checked Target over random weights; `.model` is ours, `tiny_model` the stock
+    one.
+    """
     return tiny_target

@@ -1,4 +1,6 @@
-"""Seeded requests for JSON of the shipped model: every text ends by itself, parses, validates, and is the text without drafts."""
+"""Seeded requests for JSON of the shipped model: every text ends by itself, parses, validates, and is the
+text without drafts.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,19 @@ from speculon import LLM, SamplingParams
 from speculon.llm import RequestOutput
 from tests.tiny.forms import Schema, an_object
 
-PROMPTS = ["import json\n\nrecord = ", "x = ", "# the settings\n", "def test():\n    assert load() == ", '{"a": 1}\n']
+PROMPTS = [
+    "import json\n\nrecord = ",
+    "x = ",
+    "# the settings\n",
+    "def test():\n    assert load() == ",
+    '{"a": 1}\n',
+]
 WORD = {"type": "string", "maxLength": 12}
 DEMO_SCHEMAS: list[Schema] = [
     an_object(
-        name=WORD, age={"type": "integer", "minimum": 0, "maximum": 120}, tags={"type": "array", "items": WORD, "maxItems": 3}
+        name=WORD,
+        age={"type": "integer", "minimum": 0, "maximum": 120},
+        tags={"type": "array", "items": WORD, "maxItems": 3},
     ),
     {
         "type": "array",
@@ -27,10 +37,21 @@ DEMO_SCHEMAS: list[Schema] = [
         kind={"enum": ["file", "folder", "link"]},
         size={"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01},
         owner=an_object(
-            user={"type": "string", "minLength": 2, "maxLength": 8}, group={"type": ["string", "null"], "maxLength": 8}
+            user={"type": "string", "minLength": 2, "maxLength": 8},
+            group={"type": ["string", "null"], "maxLength": 8},
         ),
     ),
-    {"anyOf": [WORD, {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 9}, "minItems": 2, "maxItems": 6}]},
+    {
+        "anyOf": [
+            WORD,
+            {
+                "type": "array",
+                "items": {"type": "integer", "minimum": -9, "maximum": 9},
+                "minItems": 2,
+                "maxItems": 6,
+            },
+        ]
+    },
     an_object(title=WORD, body={"type": "string", "maxLength": 40}, done={"const": True}),
 ]
 

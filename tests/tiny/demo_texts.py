@@ -29,7 +29,9 @@ Speculation = dict[str, object]
 
 @dataclass(frozen=True)
 class Difference:
-    """Prompt `prompt` continues differently from its output token `at` on, where the target's two best are `gap` nat apart."""
+    """Prompt `prompt` continues differently from its output token `at` on, where the target's two best are
+    `gap` nat apart.
+    """
 
     prompt: int
     at: int
@@ -61,7 +63,9 @@ class Demo:
         chance, found = random.Random(0), []
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         while len(found) < self.count:
-            lines = chance.choice(files).read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True)
+            lines = (
+                chance.choice(files).read_text(encoding="utf-8", errors="ignore").splitlines(keepends=True)
+            )
             at = chance.randrange(max(1, len(lines) - 40))
             ids = self.tokenizer.encode("".join(lines[at : at + 40]))[: chance.randrange(4, 300)]
             if ids:
@@ -79,11 +83,17 @@ class Demo:
                 texts.append(out[0, len(prompt) :].tolist())
         return texts
 
-    def write(self, crowd: int, speculation: list[Speculation], count: int | None = None) -> tuple[list[list[int]], int]:
-        """The texts of our engine, `crowd` at a time, the n-th asking for `speculation[n % len]`; and accepted drafts."""
+    def write(
+        self, crowd: int, speculation: list[Speculation], count: int | None = None
+    ) -> tuple[list[list[int]], int]:
+        """The texts of our engine, `crowd` at a time, the n-th asking for `speculation[n % len]`; and
+        accepted drafts.
+        """
         texts: list[list[int]] = [[] for _ in self.prompts[:count]]
         engine = Engine(
-            self.target, self.tokenizer, EngineConfig(max_num_seqs=crowd, speculation={"policy": "fixed", "draft": "demo-draft"})
+            self.target,
+            self.tokenizer,
+            EngineConfig(max_num_seqs=crowd, speculation={"policy": "fixed", "draft": "demo-draft"}),
         )
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         for i in range(len(texts)):
@@ -130,4 +140,7 @@ def asked() -> Iterator[tuple[str, list[Speculation]]]:
     draft: list[Speculation] = [{"method": "draft_model", "num_speculative_tokens": k} for k in DRAFTS]
     yield "draft_model, K = 4", [draft[1]]
     cascade: Speculation = {"method": "auto", "num_speculative_tokens": 6}
-    yield "draft_model of every K, cascade, ngram and off", [*draft, cascade, ngram[1], cascade, {"method": "off"}]
+    yield (
+        "draft_model of every K, cascade, ngram and off",
+        [*draft, cascade, ngram[1], cascade, {"method": "off"}],
+    )

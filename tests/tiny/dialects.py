@@ -1,8 +1,10 @@
-"""Random small EAGLE-3 heads, written as each project publishes them: its tensor names, shapes and config keys.
+"""Random small EAGLE-3 heads, written as each project publishes them: its tensor names, shapes and config
+keys.
 
 >>> write_eagle3(folder, target.config, "specforge", seed=1, draft_vocab=32, norm_before_residual=True)
 
-`make_head` with the same target, seed and variant gives what was written, in one set of names for all dialects.
+`make_head` with the same target, seed and variant gives what was written, in one set of names for all
+dialects.
 """
 
 from __future__ import annotations
@@ -97,10 +99,12 @@ def make_head(
     later_norm: str = "input_layernorm",
     dtype: torch.dtype = torch.float32,
 ) -> Head:
-    """A random head for `target`, a config with `hidden_size`, `vocab_size`, `num_hidden_layers` and `architectures`.
+    """A random head for `target`, a config with `hidden_size`, `vocab_size`, `num_hidden_layers` and
+    `architectures`.
 
-    Without `taps` the config names none, which means the usual three and asks for a target of 7 layers. A head of another
-    width than its target's has its own embeddings. `windows` is one number for all layers, or one per layer.
+    Without `taps` the config names none, which means the usual three and asks for a target of 7 layers. A
+    head of another width than its target's has its own embeddings. `windows` is one number for all layers, or
+    one per layer.
     """
     width, depth, vocab = target.hidden_size, target.num_hidden_layers, target.vocab_size
     mine, chosen = hidden or width, taps or usual_taps(depth)
@@ -193,13 +197,15 @@ def write_eagle3(
 ) -> Path:
     """Writes `make_head(target, seed, **variant)` as `dialect` does, and returns the folder.
 
-    `prefix` goes before every name; `aux_norms` uses the old names of `fc_norm`; `config` overrides top-level keys, None takes
-    one away; `extra` adds tensors.
+    `prefix` goes before every name; `aux_norms` uses the old names of `fc_norm`; `config` overrides top-level
+    keys, None takes one away; `extra` adds tensors.
     """
     folder, head = Path(folder), make_head(target, seed, **variant)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**CONFIGS[dialect](head), **(config or {})}
-    kept = {name: value for name, value in settings.items() if value is not None or name not in (config or {})}
+    kept = {
+        name: value for name, value in settings.items() if value is not None or name not in (config or {})
+    }
     (folder / "config.json").write_text(json.dumps(kept, indent=2))
     renamed = {prefix + published(name, dialect, aux_norms): tensor for name, tensor in head.tensors.items()}
     save_weights(folder, {**renamed, **(extra or {})}, shards, pickled)
@@ -223,7 +229,9 @@ def save_weights(folder: Path, tensors: dict[str, Tensor], shards: int = 1, pick
         for file, part in files.items():
             save_file({name: tensors[name] for name in part}, folder / file)
         weight_map = {name: file for file, part in files.items() for name in part}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
 
 
 def without(*names: str) -> Callable[[Path], None]:
@@ -231,12 +239,16 @@ def without(*names: str) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        save_file({name: tensor for name, tensor in tensors.items() if name not in names}, folder / "model.safetensors")
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if name not in names},
+            folder / "model.safetensors",
+        )
 
     return change
 
 
-# -- config.json, dialect by dialect ---------------------------------------------------------------------------------------
+# -- config.json, dialect by dialect
+# ---------------------------------------------------------------------------------------
 
 
 def llama(head: Head) -> dict[str, Any]:
@@ -258,7 +270,11 @@ def llama(head: Head) -> dict[str, Any]:
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         **({"sliding_window": max(w for w in head.windows if w)} if windowed else {}),
-        **({"layer_types": ["sliding_attention" if w else "full_attention" for w in head.windows]} if windowed else {}),
+        **(
+            {"layer_types": ["sliding_attention" if w else "full_attention" for w in head.windows]}
+            if windowed
+            else {}
+        ),
         **({"logit_scale": head.logit_scale} if head.logit_scale != 1 else {}),
     }
 
@@ -300,7 +316,11 @@ def untapped(head: Head) -> dict[str, Any]:
 
 
 def nebius(head: Head) -> dict[str, Any]:
-    return {"architectures": [ARCHITECTURES["nebius"]], **untapped(head), "truncated_vocab_size": head.draft_vocab_size}
+    return {
+        "architectures": [ARCHITECTURES["nebius"]],
+        **untapped(head),
+        "truncated_vocab_size": head.draft_vocab_size,
+    }
 
 
 def specforge(head: Head, who: str = "specforge") -> dict[str, Any]:
@@ -346,7 +366,12 @@ def speculators(head: Head) -> dict[str, Any]:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
             ],
             "verifier": {"name_or_path": "/somebody/elses/path", "architectures": [head.target_architecture]},
         },

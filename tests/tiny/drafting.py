@@ -30,12 +30,16 @@ class Doubting:
     def forward(self, batch: Batch, view: View) -> Output:
         out = self.model.forward(batch, view)
         self.calls.append(batch.input_ids.shape[1])
-        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits], dtype=torch.bool)[:, None]
+        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits], dtype=torch.bool)[
+            :, None
+        ]
         return Output(torch.where(wrong, out.logits.flip(-1), out.logits))
 
 
 def use_draft(model: Any) -> list[DraftModel]:
-    """Makes `draft_model` draft with `model`, in engines built from now on; they are in the list that is returned."""
+    """Makes `draft_model` draft with `model`, in engines built from now on; they are in the list that is
+    returned.
+    """
     made: list[DraftModel] = []
 
     def build(config: Any, target: Any) -> DraftModel:

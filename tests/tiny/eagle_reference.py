@@ -1,7 +1,9 @@
-"""EAGLE-3 by its formula, written to be read: dense attention, no pages, no batch, every row computed again at each step.
+"""EAGLE-3 by its formula, written to be read: dense attention, no pages, no batch, every row computed again
+at each step.
 
-`head` is a `dialects.Head`, or anything with its fields; `tensors` go by its names. Row i pairs taps g_i with token x_{i+1},
-stands at position i, and guesses x_{i+2}. `embed` and `lm_head` are the target's, for a checkpoint without its own.
+`head` is a `dialects.Head`, or anything with its fields; `tensors` go by its names. Row i pairs taps g_i with
+token x_{i+1}, stands at position i, and guesses x_{i+2}. `embed` and `lm_head` are the target's, for a
+checkpoint without its own.
 """
 
 from __future__ import annotations
@@ -17,9 +19,16 @@ Tensors = dict[str, Tensor]
 
 
 def reference_rows(
-    tensors: Tensors, head: Any, ids: list[int], taps: Tensor, embed: Tensor | None = None, lm_head: Tensor | None = None
+    tensors: Tensors,
+    head: Any,
+    ids: list[int],
+    taps: Tensor,
+    embed: Tensor | None = None,
+    lm_head: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hidden that is fed back [n, H] and logits [n, Vd] of n rows with true taps [n, k * Ht], for ids x_0 to x_n."""
+    """Hidden that is fed back [n, H] and logits [n, Vd] of n rows with true taps [n, k * Ht], for ids x_0 to
+    x_n.
+    """
     assert len(ids) == len(taps) + 1, f"{len(ids)} ids for {len(taps)} rows: row i takes the token after it"
     return forward(tensors, head, ids[1:], fuse(tensors, head, taps), embed, lm_head)
 
@@ -54,7 +63,9 @@ def fuse(tensors: Tensors, head: Any, taps: Tensor) -> Tensor:
         taps = rms(taps, tensors["input_norm.weight"], head.eps)
     if head.fc_norm:
         each = taps.split(head.target_hidden, -1)
-        taps = torch.cat([rms(tap, tensors[f"fc_norm.{i}.weight"], head.eps) for i, tap in enumerate(each)], -1)
+        taps = torch.cat(
+            [rms(tap, tensors[f"fc_norm.{i}.weight"], head.eps) for i, tap in enumerate(each)], -1
+        )
     return F.linear(taps, tensors["fc.weight"], tensors.get("fc.bias"))
 
 
@@ -120,7 +131,8 @@ def frequencies(head_dim: int, rope: dict[str, Any]) -> Tensor:
     if rope.get("rope_type", "default") == "default":
         return usual
     assert rope["rope_type"] == "llama3", f"{rope['rope_type']}: not written here"
-    turns = rope["original_max_position_embeddings"] * usual / (2 * math.pi)  # within the context it was trained on
+    # within the context it was trained on
+    turns = rope["original_max_position_embeddings"] * usual / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast enough to stay, 0: wholly stretched
     return usual * keep + usual / rope["factor"] * (1 - keep)

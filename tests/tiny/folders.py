@@ -1,4 +1,6 @@
-"""Folders made in a test: a whole model with random weights and a tokenizer of its own, and a small library of held-out files."""
+"""Folders made in a test: a whole model with random weights and a tokenizer of its own, and a small library
+of held-out files.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,24 @@ def make_folder(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TEXTS, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[2], pad_token=special[0])
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(folder)
-    settings = {"vocab_size": len(wrapped), "max_position_embeddings": CONTEXT, "eos_token_id": 2, "tie_word_embeddings": False}
+    settings = {
+        "vocab_size": len(wrapped),
+        "max_position_embeddings": CONTEXT,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
     model = build("llama", seed=1, **settings)
     with torch.no_grad():
         model.lm_head.weight.mul_(4)  # sure of itself at temperature 1, too
-        for layer in model.model.layers:  # the next token hangs mostly on the last one: texts run into circles
+        # the next token hangs mostly on the last one: texts run into circles
+        for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(0.1)
             layer.mlp.down_proj.weight.mul_(0.1)
     model.save_pretrained(folder)
@@ -49,9 +59,12 @@ def make_folder(folder: Path) -> Path:
 
 
 def heavy_draft(target: Path, folder: Path) -> Path:
-    """A draft for the model in `target` with its tokenizer, and weights and pages that show in the memory of a process."""
+    """A draft for the model in `target` with its tokenizer, and weights and pages that show in the memory of
+    a process.
+    """
     PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(folder)
-    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_hidden_layers": 2}  # the vocabulary is padded
+    # the vocabulary is padded
+    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_hidden_layers": 2}
     build("llama", max_position_embeddings=CONTEXT, eos_token_id=2, **sizes).save_pretrained(folder)
     return folder
 
@@ -87,5 +100,7 @@ def make_library(root: Path, files: int = 12) -> Path:
     root.mkdir()
     held_out = (n for n in count() if corpus.is_held_out(f"module_{n}.py"))
     for n in islice(held_out, files):
-        (root / f"module_{n}.py").write_text(MODULE.format(n=n) + "\n\n".join(f"PLACE_{i} = {i * n}" for i in range(60)))
+        (root / f"module_{n}.py").write_text(
+            MODULE.format(n=n) + "\n\n".join(f"PLACE_{i} = {i * n}" for i in range(60))
+        )
     return root

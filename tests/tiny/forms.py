@@ -28,7 +28,13 @@ Schema = dict[str, Any]
 @cache
 def words(eos: str | None = "</s>") -> Tokenizer:
     """A byte-level tokenizer of fewer ids than the tiny models have logits; 0, 1 and 2 are special."""
-    pieces = ["<pad>", "<s>", "</s>", *(c.replace(" ", "\u0120") for c in CHARACTERS), *(a + b for a, b in MERGES)]
+    pieces = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        *(c.replace(" ", "\u0120") for c in CHARACTERS),
+        *(a + b for a, b in MERGES),
+    ]
     backend = Backend(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=MERGES))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False, use_regex=False), Joined()
     backend.add_special_tokens(["<pad>", "<s>", "</s>"])
@@ -36,18 +42,35 @@ def words(eos: str | None = "</s>") -> Tokenizer:
 
 
 def an_object(**properties: Schema) -> Schema:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 SCHEMAS: dict[str, Schema] = {
-    "strings": an_object(name={"type": "string", "maxLength": 6}, age={"type": "integer", "minimum": 0, "maximum": 150}),
+    "strings": an_object(
+        name={"type": "string", "maxLength": 6}, age={"type": "integer", "minimum": 0, "maximum": 150}
+    ),
     "array": {"type": "array", "items": {"enum": ["red", "blue", 7, None]}, "maxItems": 4},
     "nested": an_object(
         at=an_object(x={"type": "integer", "minimum": -9, "maximum": 9}, ok={"type": "boolean"}),
         tags={"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 3},
     ),
-    "either": {"anyOf": [{"type": "string", "maxLength": 5}, an_object(n={"type": "integer", "minimum": 1, "maximum": 12})]},
-    "numbers": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 2, "maxItems": 2},
+    "either": {
+        "anyOf": [
+            {"type": "string", "maxLength": 5},
+            an_object(n={"type": "integer", "minimum": 1, "maximum": 12}),
+        ]
+    },
+    "numbers": {
+        "type": "array",
+        "items": {"type": "number", "minimum": 0, "maximum": 1},
+        "minItems": 2,
+        "maxItems": 2,
+    },
 }
 ENDLESS = ("numbers",)  # digits without a bound: a text may be cut off by max_tokens
 FORMS: dict[str, dict[str, Any]] = {

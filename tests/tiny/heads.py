@@ -1,4 +1,6 @@
-"""EAGLE-3 heads for tests: a target deep enough to be tapped, a head beside it, and a record of each row that it computes."""
+"""EAGLE-3 heads for tests: a target deep enough to be tapped, a head beside it, and a record of each row that
+it computes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Watch:
 
 
 class Watched(Eagle3Drafter):
-    """Notes every row; then says the known text in place of its own guesses, with a doubt, so that all lengths are accepted."""
+    """Notes every row; then says the known text in place of its own guesses, with a doubt, so that all
+    lengths are accepted.
+    """
 
     watch: Watch
     truth: Texts
@@ -82,7 +86,11 @@ class Watched(Eagle3Drafter):
         drafts = super().propose(seqs, budgets, lease)
         for seq, draft in zip(seqs, drafts, strict=True):
             self.watch.rounds.append(Round((seq.request_id, seq.sample), len(seq.tokens), draft.tokens))
-        return [self._told(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)] if self.truth else drafts
+        return (
+            [self._told(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+            if self.truth
+            else drafts
+        )
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:
         after = super()._read(pieces, lease)
@@ -100,7 +108,9 @@ class Watched(Eagle3Drafter):
     def _told(self, seq: Sequence, draft: Draft) -> Draft:
         rest = self.truth[seq.request_id, seq.sample][seq.num_output :]
         chance = random.Random(f"{seq.request_id} {len(seq.tokens)}")
-        tokens = [true if chance.random() > self.doubt else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]]
+        tokens = [
+            true if chance.random() > self.doubt else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]
+        ]
         return Draft(tuple(tokens), (NAME,) * len(tokens))
 
 
@@ -145,7 +155,9 @@ def wrong_rows(watch: Watch, head: Head, texts: Mapping[Key, list[int]], atol: f
         for made in (made for made in watch.rounds if made.key == key and made.drafts):
             n = made.length
             with torch.inference_mode():
-                drafts, _ = reference_chain(head.tensors, head, ids[:n], taps[: n - 1], len(made.drafts), *shared)
+                drafts, _ = reference_chain(
+                    head.tensors, head, ids[:n], taps[: n - 1], len(made.drafts), *shared
+                )
             if tuple(drafts) != made.drafts:
                 wrong.append(f"{key}: after {n} tokens {made.drafts}, not {tuple(drafts)}")
     return wrong

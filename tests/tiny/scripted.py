@@ -1,4 +1,6 @@
-"""A proposer that knows the text beforehand and lies when told to, a letter tokenizer, and a way to run requests."""
+"""A proposer that knows the text beforehand and lies when told to, a letter tokenizer, and a way to run
+requests.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ Key = tuple[str, int]  # request id, sample
 class Scripted:
     """Drafts the known text; `lies(position in the output)` says where another token stands in its place.
 
-    Without `lies` the truth is told with probability 0.6 per position, and in every other round up to a position
-    that goes through 0..K, so that long accepted runs occur as well.
+    Without `lies` the truth is told with probability 0.6 per position, and in every other round up to a
+    position that goes through 0..K, so that long accepted runs occur as well.
     """
 
-    def __init__(self, truth: Mapping[Key, list[int]], lies: Callable[[int], bool] | None = None, vocab_size: int = 96):
+    def __init__(
+        self, truth: Mapping[Key, list[int]], lies: Callable[[int], bool] | None = None, vocab_size: int = 96
+    ):
         self.needs = Needs()
         self.truth, self.lies, self.vocab_size = truth, lies, vocab_size
         self.known: set[int] = set()
@@ -58,7 +62,9 @@ class Scripted:
                 lie = self.lies(position)
             else:
                 lie = i == true_until if true_until is not None else chance.random() > 0.6
-            tokens.append((token + 1 + chance.randrange(self.vocab_size - 1)) % self.vocab_size if lie else token)
+            tokens.append(
+                (token + 1 + chance.randrange(self.vocab_size - 1)) % self.vocab_size if lie else token
+            )
         return Draft(tuple(tokens), ("scripted",) * k)
 
 
@@ -119,11 +125,15 @@ class Result:
 def make_engine(target: Target, **settings: Any) -> Engine:
     """Under policy `fixed` unless `speculation` names another: what is drafted must not depend on the clock."""
     speculation = {"policy": "fixed", **settings.pop("speculation", {})}
-    return Engine(target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}, speculation=speculation))
+    return Engine(
+        target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)
+    )
 
 
 def drain(engine: Engine, results: dict[Key, Result] | None = None, steps: int = 2000) -> dict[Key, Result]:
-    """Steps until nothing is left to do; the pool is checked on the way and must be whole and unused at the end."""
+    """Steps until nothing is left to do; the pool is checked on the way and must be whole and unused at the
+    end.
+    """
     results = {} if results is None else results
     for step in range(steps):
         if not engine.has_work:

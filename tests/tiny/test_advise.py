@@ -1,4 +1,6 @@
-"""`speculon advise` on a random model: its rounds are the engine's own, its answer is what was planted, its file loads."""
+"""`speculon advise` on a random model: its rounds are the engine's own, its answer is what was planted, its
+file loads.
+"""
 
 from __future__ import annotations
 
@@ -55,19 +57,25 @@ def stranger(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("advise") / "stranger"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.save_pretrained(path)
-    build("llama", seed=9, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, eos_token_id=2).save_pretrained(path)
+    build(
+        "llama", seed=9, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, eos_token_id=2
+    ).save_pretrained(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> LLM:
     """The target is its own draft."""
-    return LLM(str(folder), prefix_cache=False, speculation={"draft": str(folder), "num_speculative_tokens": K})
+    return LLM(
+        str(folder), prefix_cache=False, speculation={"draft": str(folder), "num_speculative_tokens": K}
+    )
 
 
 @pytest.fixture(scope="module")
 def strange(folder: Path, stranger: Path) -> LLM:
-    return LLM(str(folder), prefix_cache=False, speculation={"draft": str(stranger), "num_speculative_tokens": K})
+    return LLM(
+        str(folder), prefix_cache=False, speculation={"draft": str(stranger), "num_speculative_tokens": K}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +101,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, also: tuple[str, ...] = ("ngram",), *
 
 
 def cases(llm: LLM, temperature: float = 0.0, max_tokens: int = 40) -> list[Case]:
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(PROMPTS))
+    ]
     return [Case(text, llm.tokenizer.encode(text), p) for text, p in zip(PROMPTS, params, strict=True)]
 
 
@@ -103,7 +113,9 @@ def split(llm: LLM, **more: Any) -> Split:
 
 
 def cli(folder: Path, *arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["advise", "--model", str(folder), *arguments], input=stdin, catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["advise", "--model", str(folder), *arguments], input=stdin, catch_exceptions=False
+    )
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -124,11 +136,18 @@ def engine_rounds(llm: LLM, some: list[Case], method: str, k: int) -> tuple[int,
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_rounds_walked_are_those_of_the_engine(strange: LLM, own: LLM, temperature: float) -> None:
-    """For every method, joined ones too, and every K, from one plain pass: as many calls, drafts and accepted drafts."""
+    """For every method, joined ones too, and every K, from one plain pass: as many calls, drafts and accepted
+    drafts.
+    """
     for llm in (strange, own):
         some = cases(llm, temperature)
         ways, _ = ways_of(llm, Wish(k=K))
-        assert [way.chain for way in ways] == [("suffix",), ("ngram",), ("draft_model",), ("suffix", "draft_model")]
+        assert [way.chain for way in ways] == [
+            ("suffix",),
+            ("ngram",),
+            ("draft_model",),
+            ("suffix", "draft_model"),
+        ]
         written = shadow(llm, some, ["suffix", "ngram", "draft_model"], K, 3, lambda n: None)
         for way in ways:
             for k in (1, 3, K):
@@ -170,7 +189,8 @@ def test_every_round_is_timed_as_often_as_said(own: LLM) -> None:
     assert sum(n for (batch, drafting, _), n in found.items() if 0 < drafting < batch) == HALF * runs
     calls = [call for one in timed for name, call in one.proposals.items() if name == "draft_model"]
     assert min(call.ms for call in calls) > 0 and min(one.ms for one in timed) > 0
-    assert max(call.unread for call in calls) > 3 * min(len(case.prompt) for case in cases(own)) - 3  # a whole batch of prompts
+    # a whole batch of prompts
+    assert max(call.unread for call in calls) > 3 * min(len(case.prompt) for case in cases(own)) - 3
     fit = Fit.of(timed, Random(0))
     assert fit.readers == {"draft_model"} and fit.misfit(timed) < 0.5
 
@@ -203,7 +223,10 @@ def advised(llm: LLM, **more: Any) -> Advice:
 
 
 def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On texts at which lookups find nothing, either. A row costs a twentieth of a step: here it would cost nothing."""
+    """On texts at which lookups find nothing, either.
+
+    A row costs a twentieth of a step: here it would cost nothing.
+    """
 
     class Liar(Scripted):
         def _draft(self, seq: Sequence, k: int) -> Draft:
@@ -216,7 +239,11 @@ def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch:
     some = [Case(text, llm.tokenizer.encode(text), never) for text in PROMPTS]
     advice = advise(llm, Split.of({"prompts": some}), Wish((1, 2), k=K, method="liar", repeats=0))
     said = answer(advice)
-    assert not advice.helps and advice.settings == {"method": "off"} and said[0].startswith("No: leave speculation off")
+    assert (
+        not advice.helps
+        and advice.settings == {"method": "off"}
+        and said[0].startswith("No: leave speculation off")
+    )
     assert all((one.acceptance.rate() or 0) < 0.1 and one.ratio < 1 for one in advice.at(1, "liar"))
     assert any("`liar` pays from" in line and "not even a free draft pays" in line for line in said)
 
@@ -226,7 +253,9 @@ def test_the_target_as_its_own_draft_is_advised_against(own: LLM, as_dear: None)
     one = advice.at(1, "draft_model", K)[0]
     assert one.acceptance.rate() == 1 and one.ratio < 1 and not advice.helps
     assert any(
-        line.startswith("By the cost model `draft_model` could not pay even if every draft were accepted (found: 100%)")
+        line.startswith(
+            "By the cost model `draft_model` could not pay even if every draft were accepted (found: 100%)"
+        )
         for line in answer(advice)
     )
 
@@ -239,7 +268,9 @@ def test_the_same_draft_at_a_tenth_of_the_cost_is_advised(own: LLM, monkeypatch:
 
 
 def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them on the same prompts, each request with its policy, the best prediction and the policy `goodput` among them."""
+    """All of them on the same prompts, each request with its policy, the best prediction and the policy
+    `goodput` among them.
+    """
     plant(monkeypatch, draft=0.1)
     asked: list[tuple[str, str, str]] = []
     measured = check_module.measure
@@ -253,13 +284,18 @@ def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytes
     candidates = [result.candidate for result in advice.checks[0].results]
     assert Candidate(Way("auto", ("suffix", "draft_model"))) in candidates and len(candidates) == 5
     by_group = Counter(name for name, *_ in asked)
-    assert set(by_group) == {PROMPTS[1], PROMPTS[3]} and by_group[PROMPTS[3]] == 2 * 7  # 2 repeats; the other one warms up, too
-    assert Counter(asked)[PROMPTS[3], "auto", "goodput"] == 2 and Counter(asked)[PROMPTS[3], "off", "fixed"] == 4
+    # 2 repeats; the other one warms up, too
+    assert set(by_group) == {PROMPTS[1], PROMPTS[3]} and by_group[PROMPTS[3]] == 2 * 7
+    assert (
+        Counter(asked)[PROMPTS[3], "auto", "goodput"] == 2 and Counter(asked)[PROMPTS[3], "off", "fixed"] == 4
+    )
     assert {policy for _, _, policy in asked} == {"fixed", "goodput"}
 
 
 def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are planted at which a draft pays fourfold; the measurement finds otherwise, and the answer says so."""
+    """Costs are planted at which a draft pays fourfold; the measurement finds otherwise, and the answer says
+    so.
+    """
     plant(monkeypatch, draft=0.0, row=0.0)
     measured = check_module.result_of
 
@@ -278,7 +314,9 @@ def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytes
 def test_higher_concurrency_is_measured_where_a_setting_helps(
     own: LLM, monkeypatch: pytest.MonkeyPatch, policy: bool, higher: list[int]
 ) -> None:
-    """A fixed K at the highest at which it is predicted to pay, the policy at each: of it nothing is predicted."""
+    """A fixed K at the highest at which it is predicted to pay, the policy at each: of it nothing is
+    predicted.
+    """
     plant(monkeypatch, draft=0.0, row=0.0)
 
     def found(llm: LLM, batch: int, candidates: Any, *_: Any) -> Check:
@@ -289,17 +327,32 @@ def test_higher_concurrency_is_measured_where_a_setting_helps(
     monkeypatch.setattr(advise_module, "check", found)
     advice = advise(own, split(own, temperature=30.0), Wish((1, 2, 4), k=K))
     assert [check.concurrency for check in advice.checks] == [1, *higher] and advice.up_to == 4
-    assert advice.settings["policy"] == ("goodput" if policy else "fixed") and not any("neither" in s for s in answer(advice))
+    assert advice.settings["policy"] == ("goodput" if policy else "fixed") and not any(
+        "neither" in s for s in answer(advice)
+    )
 
 
 # the command
 
 
-def test_it_answers_writes_and_what_it_writes_is_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_answers_writes_and_what_it_writes_is_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     toml = tmp_path / "mine.toml"
     toml.write_text("block_size = 8\n")
     code, out, err = cli(
-        folder, *prompts(), *SMALL, "--temperature", "0", "--draft", str(folder), "--write", str(toml), "--out", "new", "--json"
+        folder,
+        *prompts(),
+        *SMALL,
+        "--temperature",
+        "0",
+        "--draft",
+        str(folder),
+        "--write",
+        str(toml),
+        "--out",
+        "new",
+        "--json",
     )
     assert (code, err) == (0, "")
     said = json.loads(out)
@@ -308,7 +361,9 @@ def test_it_answers_writes_and_what_it_writes_is_used(folder: Path, tmp_path: Pa
     text = (tmp_path / "new" / "advise.md").read_text()
     assert said["answer"][0] in text and "| 2 | draft_model |" in text and said["toml"] in text
     assert "| draft_model | 100% | 100% | 100% | 100% |" in text and "| target | 2 | " in text
-    assert (tmp_path / "new" / "speculon.toml").read_text() == said["toml"] and said["next"].endswith("/mine.toml speculon serve")
+    assert (tmp_path / "new" / "speculon.toml").read_text() == said["toml"] and said["next"].endswith(
+        "/mine.toml speculon serve"
+    )
     assert {one["method"] for one in said["estimates"]} == {"suffix", "ngram", "draft_model", "auto"}
     assert all(one["low"] <= one["high"] for one in said["estimates"])
     own = next(one for one in said["estimates"] if one["method"] == "draft_model")
@@ -320,16 +375,38 @@ def test_it_answers_writes_and_what_it_writes_is_used(folder: Path, tmp_path: Pa
     assert config.block_size == 8 and config.model == str(folder)
     assert {name: getattr(config.speculation, name) for name in said["settings"]} == said["settings"]
     flags = said["flags"].split()
-    done = CliRunner().invoke(app, ["generate", "--model", str(folder), "--prompt", "x", "--max-tokens", "2", *flags])
+    done = CliRunner().invoke(
+        app, ["generate", "--model", str(folder), "--prompt", "x", "--max-tokens", "2", *flags]
+    )
     assert done.exit_code == 0
 
 
-def test_for_a_person_it_is_words_tables_and_settings(folder: Path, library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_a_person_it_is_words_tables_and_settings(
+    folder: Path, library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(advise_report, "find_spec", lambda name: None)
-    few = ["--workloads", "code", "--max-tokens", "40", "--concurrency", "1", "--num-speculative-tokens", "2", "--repeats", "1"]
+    few = [
+        "--workloads",
+        "code",
+        "--max-tokens",
+        "40",
+        "--concurrency",
+        "1",
+        "--num-speculative-tokens",
+        "2",
+        "--repeats",
+        "1",
+    ]
     code, out, err = cli(folder, *few)
     assert code == 0 and out.startswith(("Yes: use", "No: leave speculation off"))
-    parts = ("a target call with", "concurrency 1", "speculon.toml:", "[speculation]", "or: --model", "auto+goodput")
+    parts = (
+        "a target call with",
+        "concurrency 1",
+        "speculon.toml:",
+        "[speculation]",
+        "or: --model",
+        "auto+goodput",
+    )
     for part in (*parts, "next: SPECULON_CONFIG=speculon-advise/speculon.toml speculon serve"):
         assert part in out
     assert "no chart: matplotlib is missing" in err and "wrote speculon-advise/advise.md" in err
@@ -339,7 +416,9 @@ def test_for_a_person_it_is_words_tables_and_settings(folder: Path, library: Non
 
 
 def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('"one"\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "three"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '"one"\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "three"}\n'
+    )
     (tmp_path / "b.txt").write_text("four")
     sizes = ["--max-tokens", "8", "--concurrency", "1", "--num-speculative-tokens", "1", "--repeats", "0"]
     code, out, _ = cli(folder, "--prompt-file", "a.jsonl", "--prompt-file", "b.txt", *sizes, "--json")
@@ -354,22 +433,60 @@ def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
         pytest.param([], "InvalidParameter", "prompt = None: give some by --prompt", id="no prompt"),
         pytest.param(["-p", ""], "InvalidParameter", "prompt = '': is empty", id="an empty one"),
         pytest.param(["-p", "x", "--workloads", "code"], "InvalidParameter", "workloads = 'code'", id="both"),
-        pytest.param(["--workloads", "poems"], "InvalidParameter", "workloads = 'poems'", id="no such workload"),
-        pytest.param(["--workloads", "code", "--temperature", "1"], "InvalidParameter", "temperature = 1.0", id="two wishes"),
+        pytest.param(
+            ["--workloads", "poems"], "InvalidParameter", "workloads = 'poems'", id="no such workload"
+        ),
+        pytest.param(
+            ["--workloads", "code", "--temperature", "1"],
+            "InvalidParameter",
+            "temperature = 1.0",
+            id="two wishes",
+        ),
         pytest.param(["--prompt-file", "none.jsonl"], "InvalidParameter", "prompt-file", id="no file"),
         pytest.param(["-p", "x " * CONTEXT], "TooLong", "prompt 2", id="beyond the context"),
-        pytest.param(["-p", "x", "--max-tokens", "2000"], "TooLong", "> context 1024", id="an answer beyond it"),
-        pytest.param(["-p", "x y", "--max-tokens", "1"], "InvalidParameter", "second token", id="nothing to guess"),
-        pytest.param(["-p", "x", "--concurrency", "64"], "InvalidParameter", "max_num_seqs is 32", id="too large a crowd"),
-        pytest.param(["-p", "x", "--at-once", "3"], "InvalidParameter", "at_once = 3", id="a crowd not measured"),
+        pytest.param(
+            ["-p", "x", "--max-tokens", "2000"], "TooLong", "> context 1024", id="an answer beyond it"
+        ),
+        pytest.param(
+            ["-p", "x y", "--max-tokens", "1"], "InvalidParameter", "second token", id="nothing to guess"
+        ),
+        pytest.param(
+            ["-p", "x", "--concurrency", "64"],
+            "InvalidParameter",
+            "max_num_seqs is 32",
+            id="too large a crowd",
+        ),
+        pytest.param(
+            ["-p", "x", "--at-once", "3"], "InvalidParameter", "at_once = 3", id="a crowd not measured"
+        ),
         pytest.param(["-p", "x", "--method", "magic"], "UnknownMethod", "magic", id="no such method"),
-        pytest.param(["-p", "x", "--num-speculative-tokens", "0"], "InvalidParameter", "num_speculative_tokens", id="no draft"),
-        pytest.param(["-p", "x", "--write", "no/such/x.toml"], "InvalidParameter", "no such folder", id="nowhere to write"),
-        pytest.param(["-p", "x", "--draft", "other"], "ModelError", "draft and target disagree", id="another vocabulary"),
+        pytest.param(
+            ["-p", "x", "--num-speculative-tokens", "0"],
+            "InvalidParameter",
+            "num_speculative_tokens",
+            id="no draft",
+        ),
+        pytest.param(
+            ["-p", "x", "--write", "no/such/x.toml"],
+            "InvalidParameter",
+            "no such folder",
+            id="nowhere to write",
+        ),
+        pytest.param(
+            ["-p", "x", "--draft", "other"],
+            "ModelError",
+            "draft and target disagree",
+            id="another vocabulary",
+        ),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused(
-    folder: Path, tmp_path: Path, arguments: list[str], kind: str, message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    kind: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "other" in arguments:
         from tests.tiny.checkpoint import write_checkpoint

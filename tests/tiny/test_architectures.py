@@ -1,4 +1,6 @@
-"""Every architecture over pages equals its stock eager forward; every planted error is seen; what is not carried is refused."""
+"""Every architecture over pages equals its stock eager forward; every planted error is seen; what is not
+carried is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model,
 TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6
 LENGTHS = (23, 14, 9, 3, 80)
 BLOCK = 4
-# (text, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of several rows.
+# (text, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of
+# several rows.
 STEPS = [
     [(0, 0, 9), (1, 0, 9), (2, 0, 1)],
     [(4, 0, 40)],
@@ -69,14 +72,18 @@ def difference(
     for step in STEPS:
         pieces = [(texts[i], pages[i], start, end) for i, start, end in step]
         wrong = [((text + 7) % VOCAB, table, start, end) for text, table, start, end in pieces]
-        run(target, store, wrong)  # a rejected draft leaves its keys behind; the next forward writes over them
+        # a rejected draft leaves its keys behind; the next forward writes over them
+        run(target, store, wrong)
         for (i, *_), logits in zip(step, run(target, store, pieces), strict=True):
             rows[i].append(logits)
     with torch.inference_mode():
         truth = [stock(text[None]).logits[0] for text in texts]
     assert [sum(map(len, x)) for x in rows] == list(LENGTHS)
     scale = max(float(t.abs().max()) for t in truth)
-    errors = [float((torch.cat(ours) - t).abs().nan_to_num(torch.inf).max()) for ours, t in zip(rows, truth, strict=True)]
+    errors = [
+        float((torch.cat(ours) - t).abs().nan_to_num(torch.inf).max())
+        for ours, t in zip(rows, truth, strict=True)
+    ]
     return max(errors) / scale
 
 
@@ -107,7 +114,9 @@ def scaled(attend: Callable[..., Any], *args: Any, scaling: float | None = None,
     return attend(*args, scaling=scaling * 1.1, **kwargs)
 
 
-def regrouped(attend: Callable[..., Any], module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+def regrouped(
+    attend: Callable[..., Any], module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Query head h uses key-value head h % Hkv instead of h // group."""
     heads = torch.arange(q.shape[1]).view(-1, k.shape[1]).T.flatten()
     out, _ = attend(module, q[:, heads], k, v, *args, **kwargs)
@@ -115,7 +124,9 @@ def regrouped(attend: Callable[..., Any], module: Any, q: Tensor, k: Tensor, v: 
 
 
 class ShiftedMasks(attention.MaskCache):
-    def slice(self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def slice(
+        self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return super().slice(n, length, window, group, dtype, device).roll(group, 0)
 
 
@@ -124,7 +135,9 @@ def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> 
     forward = target.forward
     late = torch.cat([torch.full((end - start,), int(start > 0)) for _, _, start, end in pieces])
     try:
-        target.forward = lambda batch, view: forward(dataclasses.replace(batch, position_ids=batch.position_ids + late), view)  # type: ignore[method-assign]
+        target.forward = lambda batch, view: forward(
+            dataclasses.replace(batch, position_ids=batch.position_ids + late), view
+        )  # type: ignore[method-assign]
         return run_pieces(target, store, pieces)
     finally:
         del target.forward
@@ -150,7 +163,9 @@ VISIBLE = 20 * TOLERANCE
 @pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
-    layers = tuple(dataclasses.replace(spec, window=spec.window and window) for spec in tiny_target(name).layers)
+    layers = tuple(
+        dataclasses.replace(spec, window=spec.window and window) for spec in tiny_target(name).layers
+    )
     assert difference(name, layers=layers) > VISIBLE
 
 
@@ -191,7 +206,9 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
     scored = PageStore(target.layers, 8, BLOCK, "cpu")
     run_pieces(target, scored, [(text, rest, 0, 9)])
     span = chunk.view_of([attention.SpanView(0, 9, chunk.where(rest, 9), 9)])
-    out = target.forward(Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span)
+    out = target.forward(
+        Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
+    )
     assert out.logits.shape == (0, VOCAB)
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
 
@@ -236,7 +253,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "FalconH1Mixer keeps a recurrent state",
     ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv keeps a recurrent state"),
-    "gemma3": ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": WINDOW}, "both directions|neither causal"),
+    "gemma3": (
+        "gemma3_text",
+        {"use_bidirectional_attention": True, "sliding_window": WINDOW},
+        "both directions|neither causal",
+    ),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
     "stablelm": ("stablelm", {}, "StableLmAttention does not hand the arguments of a forward down"),
@@ -257,7 +278,9 @@ def test_what_is_not_carried_is_refused_by_name(case: str) -> None:
 
 
 def test_an_encoder_decoder_is_refused() -> None:
-    config = T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
     with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder"):
         wrap_model(T5ForConditionalGeneration(config))
 
@@ -274,7 +297,11 @@ def test_a_tensor_nobody_carries_is_refused_by_name(argument: str, monkeypatch: 
     model = copy.deepcopy(tiny_model("llama"))
     layer = type(model.model.layers[1].self_attn)
     inner = layer.forward
-    monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: inner(self, *args, **kwargs, **{argument: torch.ones(4)}))
+    monkeypatch.setattr(
+        layer,
+        "forward",
+        lambda self, *args, **kwargs: inner(self, *args, **kwargs, **{argument: torch.ones(4)}),
+    )
     with pytest.raises(UnsupportedModel, match=f"`{argument}`"):
         wrap_model(model)
 
@@ -286,7 +313,9 @@ STRANGE = {
     "both directions": (masking_utils.bidirectional_mask_function, None),
     "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(5), 5),
     "image blocks": (
-        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(ZERO[None])),
+        masking_utils.or_masks(
+            masking_utils.causal_mask_function, masking_utils.blockwise_overlay(ZERO[None])
+        ),
         None,
     ),
     "window off by one": (masking_utils.sliding_window_causal_mask_function(9), 8),
@@ -298,14 +327,17 @@ STRANGE = {
 
 @pytest.mark.parametrize("case", STRANGE)
 def test_a_strange_mask_is_refused(case: str) -> None:
-    with pytest.raises(UnsupportedModel, match="neither causal nor a sliding window|no function of two positions"):
+    with pytest.raises(
+        UnsupportedModel, match="neither causal nor a sliding window|no function of two positions"
+    ):
         window_of(*STRANGE[case], 4096, case)
 
 
 def test_plain_masks_are_recognised() -> None:
     assert window_of(masking_utils.causal_mask_function, None, 4096, "") is None
     assert window_of(masking_utils.sliding_window_causal_mask_function(7), 7, 4096, "") == 7
-    assert window_of(masking_utils.sliding_window_causal_mask_function(4096), 4096, 4096, "") is None  # never reached
+    # never reached
+    assert window_of(masking_utils.sliding_window_causal_mask_function(4096), 4096, 4096, "") is None
 
 
 def test_rope_that_changes_with_length_limits_the_context() -> None:

@@ -1,4 +1,6 @@
-"""Each mode of `speculon bench` has policies of its own, which know the costs of the warm-up and nothing of other modes."""
+"""Each mode of `speculon bench` has policies of its own, which know the costs of the warm-up and nothing of
+other modes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def held_out(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 Rounds = dict[int, set[str | None]]  # policies object -> methods of the sequences whose rounds it observed
 
 
-def policies_in_a_run(llm: LLM, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[Policies]], Rounds]:
+def policies_in_a_run(
+    llm: LLM, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, list[Policies]], Rounds]:
     """The policies in place in each measurement, by mode, and what each of them observed."""
     in_place: dict[str, list[Policies]] = {}
     observed: Rounds = {}
@@ -76,7 +80,12 @@ def learning(policies: Policies) -> list[str]:
     return [name for name, _ in policies.state() if name != COSTS]
 
 
-ISOLATED: dict[str, Any] = {"modes": ("ngram:4", "auto", "suffix:4"), "prompts": 2, "max_tokens": 24, "repeats": 2}
+ISOLATED: dict[str, Any] = {
+    "modes": ("ngram:4", "auto", "suffix:4"),
+    "prompts": 2,
+    "max_tokens": 24,
+    "repeats": 2,
+}
 
 
 def test_policies_observe_their_own_mode_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +93,15 @@ def test_policies_observe_their_own_mode_alone(folder: Path, monkeypatch: pytest
     before = llm.engine.policy
     plan = small(**ISOLATED)
     in_place, observed = policies_in_a_run(llm, plan, monkeypatch)
-    assert {mode: len(some) for mode, some in in_place.items()} == dict.fromkeys(METHODS, plan.measurements // len(METHODS))
+    assert {mode: len(some) for mode, some in in_place.items()} == dict.fromkeys(
+        METHODS, plan.measurements // len(METHODS)
+    )
     assert not_its_own(in_place, observed) == []
     assert len({id(some[0]) for some in in_place.values()} | {id(before)}) == len(METHODS) + 1
-    assert {mode: learning(some[0]) for mode, some in in_place.items()} == {**dict.fromkeys(METHODS, []), "auto": ["goodput"]}
+    assert {mode: learning(some[0]) for mode, some in in_place.items()} == {
+        **dict.fromkeys(METHODS, []),
+        "auto": ["goodput"],
+    }
     assert llm.engine.policy is before and id(before) not in observed
 
 
@@ -99,7 +113,9 @@ def test_planted_policies_that_are_shared_are_seen(folder: Path, monkeypatch: py
     assert learning(in_place["ngram:4"][0]) == ["goodput"]
 
 
-def test_planted_policies_that_are_made_anew_each_time_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_policies_that_are_made_anew_each_time_are_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
 
     class Anew(dict[str, Policies]):

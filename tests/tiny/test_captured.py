@@ -1,7 +1,7 @@
 """What is captured computes the same in every bucket, or is given back with a reason.
 
-Here a piece is recorded by noting it, and replayed by calling it again on the same buffers: all but the graph itself.
-The graphs run in tests/gpu.
+Here a piece is recorded by noting it, and replayed by calling it again on the same buffers: all but the graph
+itself. The graphs run in tests/gpu.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def reasons(target: Target) -> str:
     return str(target.fusion)
 
 
-def step(target: Target, rows: int, scored: list[int] | None = None, base: int = 0) -> tuple[Batch, View, Trial]:
+def step(
+    target: Target, rows: int, scored: list[int] | None = None, base: int = 0
+) -> tuple[Batch, View, Trial]:
     """Two texts of so many rows together, or one of a row, whose ids begin at `base`."""
     trial = Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,))
     ids = (trial.batch.input_ids + base) % target.vocab_size
@@ -104,7 +106,9 @@ def test_no_step_is_captured_short() -> None:
     def noted(kind: str, size: int, piece: Piece) -> Piece:
         return lambda: (ran.append((kind, size)), piece())[1]
 
-    captured.pieces = {size: [noted("rows", size, piece) for piece in pieces] for size, pieces in captured.pieces.items()}
+    captured.pieces = {
+        size: [noted("rows", size, piece) for piece in pieces] for size, pieces in captured.pieces.items()
+    }
     captured.scores = {size: noted("scored", size, piece) for size, piece in captured.scores.items()}
     for rows in sizes():
         ran.clear()
@@ -146,7 +150,9 @@ def test_taps_are_the_loops(rows: int) -> None:
         logits(way, batch, view, taps)
         found.append(taps.take())
     assert found[0].keys() == found[1].keys() == set(LAYERS)
-    assert all(found[0][layer].shape[0] == rows and close(found[0][layer], found[1][layer]) for layer in LAYERS)
+    assert all(
+        found[0][layer].shape[0] == rows and close(found[0][layer], found[1][layer]) for layer in LAYERS
+    )
 
 
 def kept_after_another_step(target: Target, captured: Captured) -> bool:
@@ -197,7 +203,9 @@ def slots_written_besides(run: Callable[[Batch, View], Any]) -> int:
 
 def padded_into_pages(batch: Batch, view: View) -> None:
     """A planted error: the fourth row of the bucket is a row of the step."""
-    ids, positions = (torch.cat([part, part.new_zeros(1, 1)], 1) for part in (batch.input_ids, batch.position_ids))
+    ids, positions = (
+        torch.cat([part, part.new_zeros(1, 1)], 1) for part in (batch.input_ids, batch.position_ids)
+    )
     longer = view.store.view_of([*view.spans, SpanView(3, 4, slice(15, 16), 1)])
     both()[2](Batch([], ids, positions, batch.score_rows), longer)
 
@@ -218,10 +226,18 @@ def deaf(device: torch.device) -> Any:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "captured short": (capturing, "bucket_of", lambda rows: max([size for size in BUCKETS if size < rows], default=1)),
+    "captured short": (
+        capturing,
+        "bucket_of",
+        lambda rows: max([size for size in BUCKETS if size < rows], default=1),
+    ),
     "stale buffer": (Captured, "fill", stale_rows),
     "stale result": (capturing, "RECORDERS", deaf),
-    "scored rows": (Captured, "score", lambda self, rows: self.logits[:rows].copy_(self.loop.end(self.x, self.score_rows[:1]))),
+    "scored rows": (
+        Captured,
+        "score",
+        lambda self, rows: self.logits[:rows].copy_(self.loop.end(self.x, self.score_rows[:1])),
+    ),
 }
 
 
@@ -262,7 +278,9 @@ def test_layers_of_different_shapes_are_not_captured() -> None:
 
 def test_a_model_object_is_captured_where_its_weights_are() -> None:
     target = wrap_model(tiny_model("qwen3"), compile=True)
-    assert isinstance(target.run, Captured) and close(paged_logits(target), paged_logits(wrap_model(tiny_model("qwen3"))))
+    assert isinstance(target.run, Captured) and close(
+        paged_logits(target), paged_logits(wrap_model(tiny_model("qwen3")))
+    )
 
 
 def test_the_largest_are_recorded_first() -> None:
@@ -288,12 +306,18 @@ def test_buffers_are_counted(name: str) -> None:
     kept += (captured.ids, captured.positions, captured.score_rows)
     assert static_bytes(config, target.layers, target.dtype) == sum(tensor.nbytes for tensor in kept)
     took = capture_bytes(config, target.layers, target.dtype)
-    assert target.num_bytes - tiny_target(name).num_bytes == took > static_bytes(config, target.layers, target.dtype)
+    assert (
+        target.num_bytes - tiny_target(name).num_bytes
+        == took
+        > static_bytes(config, target.layers, target.dtype)
+    )
 
 
 def test_the_forecast_counts_what_recording_takes(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     cuda, target = torch.device("cuda"), tiny_target("llama")
-    kept, recorded = (forecast(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True))
+    kept, recorded = (
+        forecast(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
+    )
     took = capture_bytes(target.model.config, recorded.layers, torch.float16)
     assert recorded.bytes_fixed - kept.bytes_fixed == took > 0

@@ -1,4 +1,6 @@
-"""A conversation: what is shown is the whole answer, whatever colours it has, and Ctrl-C leaves the engine whole."""
+"""A conversation: what is shown is the whole answer, whatever colours it has, and Ctrl-C leaves the engine
+whole.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ def objects(done: Result) -> list[dict[str, Any]]:
         pytest.param(["hello"], Said("hello"), id="a line"),
         pytest.param(["/reset"], Said("/reset"), id="a command"),
         pytest.param(['"""', "a", "", "b", '"""'], Said("a\n\nb", True), id="quotes alone"),
-        pytest.param(['"""', "def f():", '    """Doc."""', '"""'], Said('def f():\n    """Doc."""', True), id="Python between"),
+        pytest.param(
+            ['"""', "def f():", '    """Doc."""', '"""'],
+            Said('def f():\n    """Doc."""', True),
+            id="Python between",
+        ),
         pytest.param(['"""a', 'b"""'], Said("a\nb", True), id="quotes beside words"),
         pytest.param(['"""/etc is a folder"""'], Said("/etc is a folder", True), id="one line, no command"),
         pytest.param(['"""\na\n"""'], Said("a", True), id="pasted at once"),
@@ -118,7 +124,9 @@ def test_every_character_has_the_source_of_the_token_that_completed_it(seed: int
 
     assert "".join(part for part, _ in runs) == one.text
     whole = [len(tokenizer.decode(ids[: i + 1]).rstrip(UNSURE)) for i in range(len(ids))]
-    owners = [next((s for n, s in zip(whole, sources, strict=True) if n > i), None) for i in range(len(one.text))]
+    owners = [
+        next((s for n, s in zip(whole, sources, strict=True) if n > i), None) for i in range(len(one.text))
+    ]
     assert [source for part, source in runs for _ in part] == owners
     assert stream.counts.total() == len(ids) and stream.counts[OWN] == sources.count(None)
 
@@ -126,7 +134,17 @@ def test_every_character_has_the_source_of_the_token_that_completed_it(seed: int
 def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 100})
     expected = llm.session(params).send("Write a class.").outputs[0]
-    flags = ["--draft", str(folder), "--policy", "fixed", "--temperature", "0", "--max-tokens", "100", "--ignore-eos"]
+    flags = [
+        "--draft",
+        str(folder),
+        "--policy",
+        "fixed",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "100",
+        "--ignore-eos",
+    ]
     done = chat(folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm")
     assert SGR.sub("", done.stdout) == drawn(expected.text) + "\n"
     counts = {source: expected.sources.count(source) for source in ("draft_model", "suffix", None)}
@@ -156,8 +174,14 @@ def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(folder: Path, llm: LL
 
 def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> None:
     lines = "Write a class.\n/stats\nAgain.\n/undo\n/system Be brief.\n/show-drafts\nAgain.\n/reset\n/stats\n"
-    first, stats, again, undone, system, drafts, other, reset, empty = objects(chat(folder, *FLAGS, "--json", lines=lines))
-    assert first["content"] == "Write a class." and first["outputs"][0]["finish_reason"] == "length" and first["seconds"] > 0
+    first, stats, again, undone, system, drafts, other, reset, empty = objects(
+        chat(folder, *FLAGS, "--json", lines=lines)
+    )
+    assert (
+        first["content"] == "Write a class."
+        and first["outputs"][0]["finish_reason"] == "length"
+        and first["seconds"] > 0
+    )
     assert (stats["turns"], stats["emitted"], stats["length"]) == (1, 40, len(first["prompt_token_ids"]) + 40)
     assert stats["speculation"]["emitted"] == 40
     assert "sources" not in again and len(other["sources"]) == 40
@@ -177,7 +201,9 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     done = chat(folder, *FLAGS, lines=lines)
     errors = [line for line in done.stderr.splitlines() if re.match(r"[A-Z]\w+: ", line)]
     assert done.exit_code == 2 and len(errors) == 2 and done.stdout.count("\n") >= 2
-    assert re.fullmatch(r"TooLong: .*\d+.* > context 1024.*: /reset begins anew, /undo takes the last turn back", errors[0])
+    assert re.fullmatch(
+        r"TooLong: .*\d+.* > context 1024.*: /reset begins anew, /undo takes the last turn back", errors[0]
+    )
     assert errors[1].startswith("InvalidParameter: command = '/nope': known are /help, /reset")
     machine = objects(chat(folder, *FLAGS, "--json", lines=lines))
     assert [set(one) for one in machine[1:3]] == [{"error"}, {"error"}]
@@ -186,7 +212,9 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
 
 def test_a_full_context_is_said_with_the_numbers(folder: Path) -> None:
     flags = ["--temperature", "0", "--ignore-eos", "--max-context", "64"]
-    answered, refused, reset, again = chat(folder, *flags, lines="hello\nhello\n/reset\nhello\n").stderr.splitlines()
+    answered, refused, reset, again = chat(
+        folder, *flags, lines="hello\nhello\n/reset\nhello\n"
+    ).stderr.splitlines()
     assert all(line.startswith("half of the context left is written, ") for line in (answered, again))
     assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset begins anew", refused)
     assert reset == "1 turn taken back, 0 left"
@@ -207,9 +235,15 @@ def test_without_a_template_texts_are_continued_if_asked(folder: Path, llm: LLM,
     first, second = objects(chat(base, *FLAGS, "--raw", "--json", lines="def f():\nclass A:\n"))
     text = "def f():" + first["outputs"][0]["text"]
     assert first["outputs"][0]["text"] == llm.generate("def f():", GREEDY)[0].text
-    assert llm.tokenizer.decode(second["prompt_token_ids"]) == text + "\n" * (not text.endswith("\n")) + "class A:"
+    assert (
+        llm.tokenizer.decode(second["prompt_token_ids"])
+        == text + "\n" * (not text.endswith("\n")) + "class A:"
+    )
     with_system = chat(base, "--raw", "--system", "Be brief.", lines="x\n")
-    assert with_system.exit_code == 2 and "system = 'Be brief.': a raw conversation has no roles" in with_system.stderr
+    assert (
+        with_system.exit_code == 2
+        and "system = 'Be brief.': a raw conversation has no roles" in with_system.stderr
+    )
 
 
 # sessions
@@ -220,7 +254,10 @@ def test_a_streamed_turn_is_the_sent_one(llm: LLM) -> None:
     for content in ("Write a class.", "Again."):
         tokens = [token for event in streamed.stream(content) for token in event.tokens]
         assert tokens == sent.send(content).token_ids == streamed.turns[-1].output.token_ids
-    assert streamed.messages == sent.messages and [turn.content for turn in streamed.turns] == ["Write a class.", "Again."]
+    assert streamed.messages == sent.messages and [turn.content for turn in streamed.turns] == [
+        "Write a class.",
+        "Again.",
+    ]
 
 
 def test_a_turn_that_is_closed_early_keeps_what_was_written(llm: LLM) -> None:
@@ -237,10 +274,15 @@ def test_a_turn_that_is_closed_early_keeps_what_was_written(llm: LLM) -> None:
     llm.engine.check_integrity()
 
 
-def test_a_turn_that_was_refused_or_failed_leaves_the_conversation(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_was_refused_or_failed_leaves_the_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = llm.session(GREEDY)
     session.send("hello")
-    for content, params, error in (("a\ud800", None, InvalidParameter), ("x", SamplingParams(n=2), InvalidParameter)):
+    for content, params, error in (
+        ("a\ud800", None, InvalidParameter),
+        ("x", SamplingParams(n=2), InvalidParameter),
+    ):
         with pytest.raises(error):
             session.send(content, params)
     monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
@@ -294,7 +336,9 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_whole(
     whole = llm.session(GREEDY).send(content).token_ids
     if session.turns:  # with the tokens of the step in which it happened
         written = session.turns[-1].output
-        assert written.token_ids == whole[: len(written.token_ids)] and written.outputs[0].stats.emitted == len(written.token_ids)
+        assert written.token_ids == whole[: len(written.token_ids)] and written.outputs[
+            0
+        ].stats.emitted == len(written.token_ids)
     else:
         assert long and at_step < 3
 
@@ -351,13 +395,25 @@ class Terminal:
         """Ctrl-C, up to the prompt after it."""
         self.write(before + "\x03")
         if not select.select([self.ours], [], [], 8)[0]:
-            self.write("\x03")  # Python's input() sees a signal that came just before it waited with the next key only
+            # Python's input() sees a signal that came just before it waited with the next key only
+            self.write("\x03")
         return self.read(PROMPT)
 
 
 def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) -> None:
     stderr = tmp_path / "stderr"
-    flags = ["--draft", str(folder), "--policy", "fixed", "--temperature", "0", "--ignore-eos", "--threads", "1", "--show-drafts"]
+    flags = [
+        "--draft",
+        str(folder),
+        "--policy",
+        "fixed",
+        "--temperature",
+        "0",
+        "--ignore-eos",
+        "--threads",
+        "1",
+        "--show-drafts",
+    ]
     terminal = Terminal(stderr, "chat", "--model", str(folder), *flags)
     terminal.read(PROMPT)
     terminal.interrupt("dropped")
@@ -366,7 +422,12 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     terminal.write('class.\n"""\n')
     text = terminal.read("\x1b[36m")  # it is on its way
     text += terminal.interrupt()
-    shown = SGR.sub("", text.removesuffix(PROMPT)).rpartition("\x1b[?2004l\r")[2].replace("\r\n", "\n").replace("^C", "")
+    shown = (
+        SGR.sub("", text.removesuffix(PROMPT))
+        .rpartition("\x1b[?2004l\r")[2]
+        .replace("\r\n", "\n")
+        .replace("^C", "")
+    )
     terminal.write("/stats\n")
     terminal.read(PROMPT)
     terminal.write("\x1b[200~two\nlines\x1b[201~\n")  # pasted

@@ -1,4 +1,6 @@
-"""`speculon check` on a random model: green as it is, red for every planted fault, and never green for having seen nothing."""
+"""`speculon check` on a random model: green as it is, red for every planted fault, and never green for having
+seen nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ from speculon.llm import Completion
 from speculon.sampling import Draw, Row, sample
 from tests.tiny.folders import make_folder
 
-PROMPTS = ("def add(left, right):\n    return left", "class Stack:\n    class Stack", "for value in self.values:\n for value")
+PROMPTS = (
+    "def add(left, right):\n    return left",
+    "class Stack:\n    class Stack",
+    "for value in self.values:\n for value",
+)
 SMALL: dict[str, Any] = {
     "prompts": PROMPTS,
     "samplers": (SamplingParams(),),
@@ -68,7 +74,9 @@ def draft(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path, draft: Path) -> LLM:
-    fixed = SpeculationConfig(method="draft_model", policy="fixed", draft=str(draft), num_speculative_tokens=3)
+    fixed = SpeculationConfig(
+        method="draft_model", policy="fixed", draft=str(draft), num_speculative_tokens=3
+    )
     return LLM(str(folder), speculation=fixed)
 
 
@@ -93,7 +101,15 @@ def test_a_sound_engine_passes(sound: Findings) -> None:
     null, matching, matching_control, rejection, rejection_control = sound.sampled
     assert not null.confirmed and not matching.confirmed and not rejection.confirmed
     assert matching_control.found and rejection_control.found
-    assert min(matching.work.rounds, matching.work.accepted, rejection.work.by_rejection, rejection_control.work.planted) > 0
+    assert (
+        min(
+            matching.work.rounds,
+            matching.work.accepted,
+            rejection.work.by_rejection,
+            rejection_control.work.planted,
+        )
+        > 0
+    )
     assert matching.work.by_rejection == null.work.rounds == matching.work.planted == 0
     assert matching.runs == (128, 64) and matching.cells == 5 == CheckPlan(**SMALL).cells
 
@@ -131,8 +147,11 @@ def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> veri
 match = verifying.match
 
 
-@pytest.mark.parametrize(("fault", "in_distribution"), [(credulous, True), (one_off, False)])  # a correction alone: too few
-def test_a_wrong_match_fails(llm: LLM, fault: Any, in_distribution: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+# a correction alone: too few
+@pytest.mark.parametrize(("fault", "in_distribution"), [(credulous, True), (one_off, False)])
+def test_a_wrong_match_fails(
+    llm: LLM, fault: Any, in_distribution: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verifying, "match", fault)
     found = check(llm, CheckPlan(**SMALL if in_distribution else TINY))
     assert found.outcome == "failed"
@@ -142,29 +161,44 @@ def test_a_wrong_match_fails(llm: LLM, fault: Any, in_distribution: bool, monkey
     assert "plain" not in said
 
 
-def test_a_coin_that_always_falls_well_fails_in_distribution_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coin_that_always_falls_well_fails_in_distribution_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """q in place of p, and only where drafts are judged by rejection."""
     monkeypatch.setattr(verifying, "flip", lambda p, q, rows: torch.ones_like(p, dtype=torch.bool))
     found = check(llm, CheckPlan(**SMALL))
     assert found.outcome == "failed" and len(found.problems) == 1
-    assert found.problems[0].startswith("rejection: another distribution, twice: ") and "p = " in found.problems[0]
-    assert found.sampled[3].again is not None and found.sampled[3].again.cells == len(found.sampled[3].rejected)
+    assert (
+        found.problems[0].startswith("rejection: another distribution, twice: ")
+        and "p = " in found.problems[0]
+    )
+    assert found.sampled[3].again is not None and found.sampled[3].again.cells == len(
+        found.sampled[3].rejected
+    )
 
 
-def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row's distribution is right, and its token is not the seed's."""
     position = Row.position.fget
     assert position is not None
     monkeypatch.setattr(Row, "position", property(lambda row: position(row) + 50 * bool(row.prefix)))
     found = check(llm, CheckPlan(**TINY))
-    assert found.outcome == "failed" and len(found.problems) == 1 and found.problems[0].startswith("same seed: ")
+    assert (
+        found.outcome == "failed" and len(found.problems) == 1 and found.problems[0].startswith("same seed: ")
+    )
 
 
 def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def crowd_is_worse(batch: Batch, logits: Tensor, *rest: Any) -> list[Verdict]:
         verdicts = verify(batch, logits, *rest)
         spoilt = len(verdicts) > 1 and all(span.samples and not span.draft.tokens for span in batch.spans)
-        return [replace(v, tokens=tuple((t + 1) % 100 for t in v.tokens)) for v in verdicts] if spoilt else verdicts
+        return (
+            [replace(v, tokens=tuple((t + 1) % 100 for t in v.tokens)) for v in verdicts]
+            if spoilt
+            else verdicts
+        )
 
     verify = engine_module.verify
     monkeypatch.setattr(engine_module, "verify", crowd_is_worse)
@@ -176,10 +210,17 @@ def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch:
 
 
 def test_no_speculation_is_no_pass(folder: Path) -> None:
-    idle = LLM(str(folder), speculation={"method": "ngram", "policy": "fixed", "prompt_lookup_min": 32, "prompt_lookup_max": 32})
+    idle = LLM(
+        str(folder),
+        speculation={"method": "ngram", "policy": "fixed", "prompt_lookup_min": 32, "prompt_lookup_max": 32},
+    )
     found = check(idle, CheckPlan(**TINY))
     assert found.outcome == "not enough" and not found.problems
-    assert sum("no round was speculative (reasons: no_match" in said for said in found.doubts) == len(found.doubts) > 5
+    assert (
+        sum("no round was speculative (reasons: no_match" in said for said in found.doubts)
+        == len(found.doubts)
+        > 5
+    )
 
 
 def test_a_control_that_is_not_found_is_no_pass(llm: LLM) -> None:
@@ -195,7 +236,9 @@ def test_drafts_that_are_always_right_leave_nothing_to_plant(folder: Path) -> No
 
 
 def test_a_margin_that_says_nothing_is_no_pass() -> None:
-    assert gate.doubts_of_margin(Margin([1.5], half=True)) and not gate.doubts_of_margin(Margin([0.5], half=True))
+    assert gate.doubts_of_margin(Margin([1.5], half=True)) and not gate.doubts_of_margin(
+        Margin([0.5], half=True)
+    )
 
 
 # the parts
@@ -203,13 +246,17 @@ def test_a_margin_that_says_nothing_is_no_pass() -> None:
 
 def test_a_changed_token_is_judged_by_its_regret(llm: LLM) -> None:
     prompt = llm.tokenizer.encode(PROMPTS[0])
-    plain = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=2), speculation={"method": "off"})[0]
+    plain = llm.generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=2), speculation={"method": "off"}
+    )[0]
     assert plain.logprobs
     (best, high), (second, low) = plain.logprobs[5].top
     texts = [[*plain.token_ids[:5], second, *plain.token_ids[6:]], plain.token_ids[:7], plain.token_ids]
     wrong, short = judge(llm, [prompt] * 3, [plain.token_ids] * 3, texts)
     assert (wrong.text, wrong.at, wrong.plain, wrong.token) == (0, 5, best, second)
-    assert wrong.regret == pytest.approx(high - low, abs=1e-4) and wrong.regret_of_plain == pytest.approx(0, abs=1e-6)
+    assert wrong.regret == pytest.approx(high - low, abs=1e-4) and wrong.regret_of_plain == pytest.approx(
+        0, abs=1e-6
+    )
     assert short == Parting(1, 7, plain.token_ids[7], None, None, None)
 
 
@@ -255,7 +302,10 @@ def test_no_two_arms_share_a_seed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 def test_half_precision_is_judged_by_what_was_measured(folder: Path, draft: Path) -> None:
     fixed = {"method": "draft_model", "policy": "fixed", "draft": str(draft)}
     coarse = LLM(str(folder), dtype="bfloat16", speculation=fixed)
-    found = check(coarse, CheckPlan(**{**TINY, "samplers": (SamplingParams(top_p=0.9), SamplingParams(temperature=0.8))}))
+    found = check(
+        coarse,
+        CheckPlan(**{**TINY, "samplers": (SamplingParams(top_p=0.9), SamplingParams(temperature=0.8))}),
+    )
     assert found.margin.half and found.margin.limit == found.margin.largest > 1e-3
     assert not found.problems
     assert found.same[4].texts == 4  # of the sampler without a filter: rounding at a filter's edge is no tie
@@ -299,9 +349,22 @@ def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
 
 
 def speculon(folder: Path, *arguments: str) -> Any:
-    sizes = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-tokens", "16", "--runs", "64", "--positions", "4"]
+    sizes = [
+        "--prompt",
+        PROMPTS[0],
+        "--prompt",
+        PROMPTS[1],
+        "--max-tokens",
+        "16",
+        "--runs",
+        "64",
+        "--positions",
+        "4",
+    ]
     sizes += ["--sampler", '{"temperature": 1.0}', "--quick", "--cases", "1"]
-    return CliRunner().invoke(app, ["check", "--model", str(folder), *sizes, *arguments], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, ["check", "--model", str(folder), *sizes, *arguments], catch_exceptions=False
+    )
 
 
 def drafting(draft: Path) -> Iterator[str]:
@@ -311,12 +374,23 @@ def drafting(draft: Path) -> Iterator[str]:
 def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path) -> None:
     done = speculon(folder, *drafting(draft), "--json", "--out", str(tmp_path / "new"))
     report = json.loads(done.stdout)
-    assert (done.exit_code, done.stderr, report["outcome"]) == (0, "", "passed"), (report["problems"], report["doubts"])
+    assert (done.exit_code, done.stderr, report["outcome"]) == (0, "", "passed"), (
+        report["problems"],
+        report["doubts"],
+    )
     assert json.loads((tmp_path / "new" / "check.json").read_text()) == report
     assert (tmp_path / "new" / "check.png").read_bytes().startswith(b"\x89PNG")
     said = (tmp_path / "new" / "report.md").read_text()
-    assert said.startswith("**passed: ") and "| same seed, planted errors |" in said and "| rejection, planted errors |" in said
-    assert report["model"]["speculation"] == {"method": "draft_model", "policy": "fixed", "num_speculative_tokens": 4}
+    assert (
+        said.startswith("**passed: ")
+        and "| same seed, planted errors |" in said
+        and "| rejection, planted errors |" in said
+    )
+    assert report["model"]["speculation"] == {
+        "method": "draft_model",
+        "policy": "fixed",
+        "num_speculative_tokens": 4,
+    }
     assert report["plan"]["samplers"] == [{"temperature": 1.0}] and report["plan"]["runs"] == 64
     assert all(len(one["p"]) == 5 for one in report["sampled"])
 
@@ -324,7 +398,9 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
 FIXED = {"method": "suffix", "policy": "fixed"}
 
 
-def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     said: dict[str, Any] = {"block_size": 8, "speculation": {"method": "suffix"}}
     assert command.with_drafts(said) == {"block_size": 8, "speculation": FIXED}
     assert command.with_drafts({}) == {"speculation": {"policy": "fixed"}}
@@ -352,18 +428,35 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        pytest.param(["--method", "off"], "InvalidParameter", "method = 'off': there is no speculation to check", id="off"),
-        pytest.param(["--num-speculative-tokens", "0"], "InvalidParameter", "num_speculative_tokens = 0", id="no drafts"),
+        pytest.param(
+            ["--method", "off"],
+            "InvalidParameter",
+            "method = 'off': there is no speculation to check",
+            id="off",
+        ),
+        pytest.param(
+            ["--num-speculative-tokens", "0"],
+            "InvalidParameter",
+            "num_speculative_tokens = 0",
+            id="no drafts",
+        ),
         pytest.param(["--method", "draft_model"], "InvalidParameter", "no_drafter", id="no draft"),
         pytest.param(["--method", "zzz"], "UnknownMethod", "known are", id="a method"),
         pytest.param(["--runs", "3"], "InvalidParameter", "runs = 3: must be at least 16", id="runs"),
-        pytest.param(["--sampler", '{"temperature": 0}'], "InvalidParameter", "greedy texts are checked apart", id="greedy"),
+        pytest.param(
+            ["--sampler", '{"temperature": 0}'],
+            "InvalidParameter",
+            "greedy texts are checked apart",
+            id="greedy",
+        ),
         pytest.param(["--sampler", "[1]"], "InvalidParameter", "must be a JSON object", id="a sampler"),
         pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
         pytest.param(["--max-tokens", "1020"], "TooLong", "max_tokens 1020", id="too long"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], kind: str, words: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    folder: Path, arguments: list[str], kind: str, words: str
+) -> None:
     done = speculon(folder, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{kind}: ") and words in done.stderr and done.stderr.count("\n") == 1

@@ -1,4 +1,6 @@
-"""The command line: one run each in this process, errors without a traceback, and one in a process of its own."""
+"""The command line: one run each in this process, errors without a traceback, and one in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_starts_without_torch_and_says_its_version() -> None:
     done = python(
-        "-c", "import sys; from speculon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)", "--version"
+        "-c",
+        "import sys; from speculon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)",
+        "--version",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"speculon {__version__}\nFalse\n", "")
 
@@ -100,15 +104,22 @@ def test_flag_before_environment_before_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SPECULON_SPECULATION__NUM_SPECULATIVE_TOKENS", "7")
     config = EngineConfig(**engine_settings({"block_size": "4", "method": "ngram"}))
     assert (config.block_size, config.max_num_seqs, config.threads) == (4, 3, 2)
-    assert config.speculation == SpeculationConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_max=9)
+    assert config.speculation == SpeculationConfig(
+        method="ngram", num_speculative_tokens=7, prompt_lookup_max=9
+    )
 
 
 def test_vllms_form_of_the_speculation_options() -> None:
     text = '{"method": "draft_model", "model": "some/draft", "num_speculative_tokens": 5}'
     assert vllm_alias(text) == {"method": "draft_model", "draft": "some/draft", "num_speculative_tokens": 5}
-    suffix = '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.2}'
+    suffix = (
+        '{"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.2}'
+    )
     assert SpeculationConfig(**vllm_alias(suffix)).suffix_min_probability == 0.2
-    assert vllm_alias('{"model": "[ngram]", "prompt_lookup_max": 4}') == {"method": "ngram", "prompt_lookup_max": 4}
+    assert vllm_alias('{"model": "[ngram]", "prompt_lookup_max": 4}') == {
+        "method": "ngram",
+        "prompt_lookup_max": 4,
+    }
     both = engine_settings({"num_speculative_tokens": "2"}, text)
     assert both["speculation"]["num_speculative_tokens"] == 2
     with pytest.raises(InvalidParameter, match="not JSON"):
@@ -126,7 +137,9 @@ def test_values_that_are_tables() -> None:
 
 
 def test_one_text_is_shown_and_then_explained(folder: Path, llm: LLM) -> None:
-    done = speculon("generate", "--model", str(folder), "--method", "ngram", "--policy", "fixed", "-p", PROMPT, *GREEDY)
+    done = speculon(
+        "generate", "--model", str(folder), "--method", "ngram", "--policy", "fixed", "-p", PROMPT, *GREEDY
+    )
     expected = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0]
     assert (done.exit_code, done.stdout) == (0, expected.text + "\n")
     assert done.stderr.count("\n") == 1
@@ -141,11 +154,19 @@ def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
     done = speculon("replay", str(record), "--policy", "goodput,fixed:2,fixed", "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and told["record"]["model"] == str(folder)
-    names = ["as recorded", "at fitted costs", "plain", "goodput", *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16))]
+    names = [
+        "as recorded",
+        "at fitted costs",
+        "plain",
+        "goodput",
+        *(f"fixed:{k}" for k in (2, 1, 2, 4, 8, 16)),
+    ]
     assert [one["policy"] for one in told["policies"]] == names
     assert {one["tokens"] for one in told["policies"]} == {23} and told["policies"][2]["rounds"] == 23
     shown = speculon("replay", str(record))
-    assert shown.exit_code == 0 and "fixed:16" in shown.stdout and "ngram was always asked for 4" in shown.stdout
+    assert (
+        shown.exit_code == 0 and "fixed:16" in shown.stdout and "ngram was always asked for 4" in shown.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +178,10 @@ def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:
             ["novel.txt", "--policy", "telepathy"],
             "InvalidParameter: policy = 'telepathy': known are fixed, adaptive, solo, shadow, goodput",
         ),
-        (["novel.txt", "--policy", "fixed:0"], "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64"),
+        (
+            ["novel.txt", "--policy", "fixed:0"],
+            "InvalidParameter: policy = 'fixed:0': K is a number from 1 to 64",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
@@ -169,13 +193,20 @@ def test_what_cannot_be_replayed_is_one_line(tmp_path: Path, arguments: list[str
 def test_json_is_one_object_per_prompt_and_nothing_else(folder: Path, llm: LLM) -> None:
     prompts = ["-p", PROMPT, "-p", "class Stack:"]
     flags = ["--max-tokens", "12", "--seed", "5", "--n", "2", "--logprobs", "1", "--json"]
-    runs = [speculon("generate", "--model", str(folder), "--method", method, *prompts, *flags) for method in ("off", "ngram")]
+    runs = [
+        speculon("generate", "--model", str(folder), "--method", method, *prompts, *flags)
+        for method in ("off", "ngram")
+    ]
     assert [(run.exit_code, run.stderr) for run in runs] == [(0, ""), (0, "")]
     plain, ngram = ([json.loads(line) for line in run.stdout.splitlines()] for run in runs)
     assert [one["prompt"] for one in plain] == [PROMPT, "class Stack:"]
     assert [len(one["outputs"]) for one in plain] == [2, 2]
     assert texts(plain) == texts(ngram)
-    assert all(text["reasons"] == {"off_config": 11} and text["speculation"] is None for one in plain for text in one["outputs"])
+    assert all(
+        text["reasons"] == {"off_config": 11} and text["speculation"] is None
+        for one in plain
+        for text in one["outputs"]
+    )
     assert all(len(text["logprobs"]) == len(text["token_ids"]) for one in ngram for text in one["outputs"])
 
 
@@ -194,7 +225,9 @@ def test_a_file_and_stdin_are_taken_as_they_are(folder: Path, tmp_path: Path) ->
 
 
 def test_a_prediction_comes_from_a_file(folder: Path, llm: LLM, tmp_path: Path) -> None:
-    expected = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24), speculation={"method": "off"})[0]
+    expected = llm.generate(
+        [PROMPT], SamplingParams(temperature=0, max_tokens=24), speculation={"method": "off"}
+    )[0]
     (tmp_path / "known.txt").write_text(expected.text)
     flags = ["generate", "--model", str(folder), "-p", PROMPT, *GREEDY, "--prediction-file", "known.txt"]
     (one,) = json.loads(speculon(*flags, "--json").stdout)["outputs"]
@@ -203,27 +236,39 @@ def test_a_prediction_comes_from_a_file(folder: Path, llm: LLM, tmp_path: Path) 
 
 
 def test_chat_goes_through_the_template(folder: Path, llm: LLM) -> None:
-    done = speculon("generate", "--model", str(folder), "--system", "Be brief.", "-p", "Hello", *GREEDY, "--json")
+    done = speculon(
+        "generate", "--model", str(folder), "--system", "Be brief.", "-p", "Hello", *GREEDY, "--json"
+    )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert json.loads(done.stdout)["prompt_token_ids"] == llm.tokenizer.apply_chat(messages)
 
 
 def test_many_texts_are_shown_under_their_prompts(folder: Path) -> None:
     done = speculon("generate", "--model", str(folder), "-p", PROMPT, "-p", "class", *GREEDY)
-    assert [line for line in done.stdout.splitlines() if line.startswith("==>")] == ["==> def add(left, right):", "==> class"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("==>")] == [
+        "==> def add(left, right):",
+        "==> class",
+    ]
     assert done.stderr.count("per call") + done.stderr.count("no speculation") == 2
 
 
 REFUSED = [
     pytest.param(["-p", "x", "--temperature", "-1"], "InvalidParameter", "temperature = -1.0", id="a value"),
     pytest.param(["-p", "x", "--top-p", "much"], "InvalidParameter", "top_p = 'much'", id="no number"),
-    pytest.param(["-p", "x", "--logit-bias", "[1]"], "InvalidParameter", "must be a JSON object", id="no object"),
+    pytest.param(
+        ["-p", "x", "--logit-bias", "[1]"], "InvalidParameter", "must be a JSON object", id="no object"
+    ),
     pytest.param(["-p", "x", *["--stop", "a"] * 65], "InvalidParameter", "stop", id="too many"),
     pytest.param(["-p", "x", "--block-size", "0"], "ConfigError", "block_size = 0", id="a setting"),
     pytest.param(["-p", "x", "--method", "zzz"], "UnknownMethod", "known are", id="a method"),
     pytest.param(["-p", "x", "--speculative-config", '{"k": 1}'], "ConfigError", "k", id="an unknown key"),
     pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "none.txt", id="no file"),
-    pytest.param(["-p", "x", "--prediction-file", "none.txt"], "InvalidParameter", "prediction-file = 'none.txt'", id="nor this"),
+    pytest.param(
+        ["-p", "x", "--prediction-file", "none.txt"],
+        "InvalidParameter",
+        "prediction-file = 'none.txt'",
+        id="nor this",
+    ),
     pytest.param(["-p", "x", "--model", "none/of/these"], "ModelNotFound", "none/of/these", id="no model"),
 ]
 
@@ -241,13 +286,20 @@ def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], kind: str, w
 def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECULON_BLOCKSIZE", "3")
     done = speculon("generate", "-p", "x")
-    assert (done.exit_code, done.stderr) == (2, "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE\n")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE\n",
+    )
 
 
 def test_a_settings_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "speculon.toml").write_text("block_size = = 3")
     done = speculon("generate", "-p", "x")
-    assert (done.exit_code, done.stderr.startswith("ConfigError: speculon.toml: "), done.stderr.count("\n")) == (2, True, 1)
+    assert (
+        done.exit_code,
+        done.stderr.startswith("ConfigError: speculon.toml: "),
+        done.stderr.count("\n"),
+    ) == (2, True, 1)
 
 
 def test_what_only_the_engine_can_refuse(folder: Path) -> None:
@@ -278,11 +330,14 @@ def test_inspect_says_what_is_refused_and_why(folder: Path, tmp_path: Path) -> N
 
 
 def test_inspect_says_what_a_draft_takes_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculon.llm.rehearse", lambda engine: pytest.fail("no round runs, so that none needs a warm-up"))
+    monkeypatch.setattr(
+        "speculon.llm.rehearse", lambda engine: pytest.fail("no round runs, so that none needs a warm-up")
+    )
     memory = json.loads(speculon("inspect", str(folder), "--draft", str(folder), "--json").stdout)["memory"]
     assert (
         memory["fits"]
-        and memory["drafters"] == 4 * json.loads(speculon("inspect", str(folder), "--json").stdout)["num_parameters"]
+        and memory["drafters"]
+        == 4 * json.loads(speculon("inspect", str(folder), "--json").stdout)["num_parameters"]
     )
     asked = ("inspect", str(folder), "--draft", str(folder), "--memory-limit-gb", "0.001")
     assert "beyond the limit of 1.0 MiB: use" in speculon(*asked, "--memory-policy", "allow").stdout
@@ -293,12 +348,16 @@ def test_inspect_says_what_a_draft_takes_of_memory(folder: Path, monkeypatch: py
 
 def test_the_account_in_words() -> None:
     stats = RequestStats(reasons={"no_match": 3, "max_tokens": 1})  # type: ignore[arg-type]
-    assert account(None, stats.reasons).startswith("no speculation: the text's end had not occurred before (3x); only one")
+    assert account(None, stats.reasons).startswith(
+        "no speculation: the text's end had not occurred before (3x); only one"
+    )
     assert account(None, {}) == "no speculation: the text ended before a round could run"
 
 
 def test_the_demo_shows_both_sides(folder: Path) -> None:
-    done = speculon("demo", "--model", str(folder), "--rounds", "1", "--num-speculative-tokens", "4", "--json")
+    done = speculon(
+        "demo", "--model", str(folder), "--rounds", "1", "--num-speculative-tokens", "4", "--json"
+    )
     tasks = json.loads(done.stdout)["tasks"]
     assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 2)
     assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
@@ -335,7 +394,9 @@ def test_the_demo_shows_plain_decoding_beside_the_default(
     assert seen == [{"method": "off", "policy": "fixed"}, asked] * 2
 
 
-def test_the_demo_without_the_sources_of_the_standard_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_without_the_sources_of_the_standard_library(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: object) -> list[workloads.Case]:
         raise BenchError("no held-out files")
 

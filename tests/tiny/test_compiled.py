@@ -1,4 +1,7 @@
-"""What is compiled computes the same, or is given back with a reason. The compiler itself runs in tests/soak."""
+"""What is compiled computes the same, or is given back with a reason.
+
+The compiler itself runs in tests/soak.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +77,15 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral", "mixed"])
-def test_texts_are_those_of_the_loop(name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_those_of_the_loop(
+    name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    crowd = [Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id) for id, prompt in PROMPTS.items()]
+    crowd = [
+        Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id)
+        for id, prompt in PROMPTS.items()
+    ]
     texts, forms, arguments = {}, set[str](), compiling.Compiled.arguments
 
     def watched(self: compiling.Compiled, *step: Any) -> tuple[str, compiling.Given]:
@@ -131,7 +139,9 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
     assert not rows
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [(Linear, "float32"), (packed, "float32"), (packed, "bfloat16")])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [(Linear, "float32"), (packed, "float32"), (packed, "bfloat16")]
+)
 def test_the_forecast_counts_what_compiling_takes(
     layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -153,17 +163,23 @@ def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyP
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_a_program_that_no_step_was_tried_on_is_not_taken(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_no_step_was_tried_on_is_not_taken(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     monkeypatch.setattr(compiling, "shared", lambda *given: False)
     assert "not compiled: no step was tried for ['joint']" in reasons(made())
 
 
-def test_texts_that_get_each_others_rows_are_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_get_each_others_rows_are_given_back(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     right = compiling.attend_joint
 
-    def wrong(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, joint: Any, *given: Any) -> torch.Tensor:
+    def wrong(
+        keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, joint: Any, *given: Any
+    ) -> torch.Tensor:
         rows, order, *rest = joint
         return right(keys, values, slots, (rows, order.flip(0), *rest), *given)
 
@@ -171,12 +187,19 @@ def test_texts_that_get_each_others_rows_are_given_back(uncompiled: None, monkey
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_texts_share_a_call_where_that_copies_little_padding(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_share_a_call_where_that_copies_little_padding(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     target = made()
     assert isinstance(target.run, compiling.Compiled)
     crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
-    steps = {"one": crowd.last(1), "few": crowd.last(5), "joint": crowd.last(2, 3), "many": (single.batch, single.view)}
+    steps = {
+        "one": crowd.last(1),
+        "few": crowd.last(5),
+        "joint": crowd.last(2, 3),
+        "many": (single.batch, single.view),
+    }
     for form, step in steps.items():
         found, given = target.run.arguments(*step)
         assert found == form
@@ -193,7 +216,8 @@ def test_texts_share_a_call_where_that_copies_little_padding(uncompiled: None, m
 
 
 @pytest.mark.parametrize(
-    ("layout", "which"), [(Linear, "one"), (Linear, "few"), (Linear, "joint"), (Linear, "many"), (packed, "scattered")]
+    ("layout", "which"),
+    [(Linear, "one"), (Linear, "few"), (Linear, "joint"), (Linear, "many"), (packed, "scattered")],
 )
 def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(
     layout: Layout, which: str, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +280,11 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path(package_path).write_text("whole")
         return package_path
 
-    for name, stand_in in {"cache_dir": lambda: tmp_path, "aoti_load_package": load, "aoti_compile_and_package": compile}.items():
+    for name, stand_in in {
+        "cache_dir": lambda: tmp_path,
+        "aoti_load_package": load,
+        "aoti_compile_and_package": compile,
+    }.items():
         monkeypatch.setattr(compiling, name, stand_in)
     layers: Any = SimpleNamespace(kinds=[0])
     given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
@@ -264,7 +292,9 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
-    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
+    assert (
+        compiling.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
+    )
     monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
     assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
 
@@ -278,20 +308,29 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text")))
+    monkeypatch.setattr(
+        compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
+    )
     assert "not compiled: No working C++ compiler found" in reasons(made())
 
 
-@pytest.mark.parametrize("error", [PermissionError("no room to write"), AssertionError("planted"), KeyError("planted")], ids=repr)
-def test_whatever_the_compiler_raises_the_loop_stays(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [PermissionError("no room to write"), AssertionError("planted"), KeyError("planted")], ids=repr
+)
+def test_whatever_the_compiler_raises_the_loop_stays(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(compiling, "export", failing(error))
     assert f"not compiled: {error}" in reasons(made())
 
 
-def test_where_the_cache_cannot_be_written_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_cache_cannot_be_written_the_loop_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file")  # no folder: not even root may write below it
+    # no folder: not even root may write below it
+    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file")
     assert "not compiled: [Errno" in reasons(made())
 
 
@@ -299,14 +338,18 @@ def key_of(**config: Any) -> str:
     """Of a model with the same weights, whatever the config says."""
     model = tiny_model("qwen3")
     parameters = {**model.config.to_dict()["rope_parameters"], **config.pop("rope", {})}
-    like = type(model)(type(model.config)(**{**model.config.to_dict(), **config, "rope_parameters": parameters}))
+    like = type(model)(
+        type(model.config)(**{**model.config.to_dict(), **config, "rope_parameters": parameters})
+    )
     like.load_state_dict(model.state_dict())
     loop = wrap_model(like.eval(), share=False).run
     assert isinstance(loop, Loop)
     return compiling.key_of(compiling.Layers(loop, [0] * len(loop.blocks)))
 
 
-@pytest.mark.parametrize("config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str
+)
 def test_a_program_of_the_same_weights_with_another_config_is_not_taken(config: dict[str, Any]) -> None:
     assert key_of() == key_of()
     assert key_of() != key_of(**config)
@@ -317,7 +360,8 @@ def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
     keys = {
-        compiling.key_of(compiling.Layers(loop, kinds)) for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
+        compiling.key_of(compiling.Layers(loop, kinds))
+        for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
     }
     assert len(keys) == 3
 
@@ -332,7 +376,9 @@ def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
     ],
     ids=["bf16", "shared", "experts", "sinks"],
 )
-def test_what_is_not_compiled_says_why(model: Callable[[], Any], share: bool, reason: str, uncompiled: None) -> None:
+def test_what_is_not_compiled_says_why(
+    model: Callable[[], Any], share: bool, reason: str, uncompiled: None
+) -> None:
     assert f"not compiled: {reason}" in reasons(made(model(), share=share))
 
 

@@ -1,4 +1,6 @@
-"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left behind."""
+"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ PROMPT = [7, 30, 31, 32, 50, 51, 52, 30, 31, 32, 60, 61, 62, 63, 64, 65, 66, 67,
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=30, ignore_eos=True)
 PENALISED = SamplingParams(
-    temperature=0.8, repetition_penalty=1.3, presence_penalty=0.4, seed=4, min_tokens=9, max_tokens=30, logit_bias={2: 9.0}
+    temperature=0.8,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    seed=4,
+    min_tokens=9,
+    max_tokens=30,
+    logit_bias={2: 9.0},
 )
-MODES = [pytest.param(GREEDY, id="greedy"), pytest.param(SEEDED, id="seeded"), pytest.param(PENALISED, id="penalised")]
+MODES = [
+    pytest.param(GREEDY, id="greedy"),
+    pytest.param(SEEDED, id="seeded"),
+    pytest.param(PENALISED, id="penalised"),
+]
 SAME, OTHER = ("draft_model", 0), ("draft_model", 1)  # (method, seed of the draft's weights)
 DRAFTERS = [SAME, OTHER, ("auto", 1), ("ngram", None), ("off", None)]
 
@@ -59,9 +71,17 @@ def assert_untouched(decoder: SpeculativeDecoder) -> None:
 
 @pytest.mark.parametrize("params", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_rounds_and_whole_texts_are_the_plain_text(drafter: tuple[str, int | None], params: SamplingParams) -> None:
+def test_rounds_and_whole_texts_are_the_plain_text(
+    drafter: tuple[str, int | None], params: SamplingParams
+) -> None:
     truth = plain(params)
-    for settings in ({}, {"block_size": 1}, {"block_size": 16}, {"prefix_cache": False}, {"max_batch_tokens": 3}):
+    for settings in (
+        {},
+        {"block_size": 1},
+        {"block_size": 16},
+        {"prefix_cache": False},
+        {"max_batch_tokens": 3},
+    ):
         decoder = make(drafter, **settings)
         assert by_steps(decoder, params) == truth, settings
         assert decoder.generate(PROMPT, params).token_ids == truth, settings
@@ -82,7 +102,11 @@ def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
 def test_the_plain_text_is_that_of_the_stock_model() -> None:
     ids = torch.tensor([PROMPT])
     limit = {"max_new_tokens": GREEDY.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-    stock = tiny_model("llama").generate(ids, attention_mask=torch.ones_like(ids), **limit)[0, len(PROMPT) :].tolist()
+    stock = (
+        tiny_model("llama")
+        .generate(ids, attention_mask=torch.ones_like(ids), **limit)[0, len(PROMPT) :]
+        .tolist()
+    )
     assert plain(GREEDY) == stock == by_steps(make(), GREEDY)
 
 
@@ -142,9 +166,14 @@ def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> Non
     truth, decoder = plain(params), make()
     assert judged(decoder, params) == [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
     kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).kind for n in (0, 1)]
-    assert kinds == [SpanKind.TAIL, SpanKind.TAIL] and decoder.verify(PROMPT, truth[:2], params).kind is SpanKind.FULL
+    assert (
+        kinds == [SpanKind.TAIL, SpanKind.TAIL]
+        and decoder.verify(PROMPT, truth[:2], params).kind is SpanKind.FULL
+    )
     assert decoder.verify(PROMPT, [], params).tokens == (truth[0],)
-    assert decoder.verify([*PROMPT, *truth[:5]], truth[5:7], params, prompt_len=len(PROMPT)).tokens == tuple(truth[5:8])
+    assert decoder.verify([*PROMPT, *truth[:5]], truth[5:7], params, prompt_len=len(PROMPT)).tokens == tuple(
+        truth[5:8]
+    )
     assert_untouched(decoder)
 
 
@@ -174,14 +203,23 @@ def test_drafts_with_q_are_judged_by_rejection_when_no_seed_is_given() -> None:
     draft = decoder.draft(PROMPT, params=SamplingParams(temperature=1.0))
     assert draft.probs is not None and draft.probs.shape == (K, VOCAB)
     verdict = decoder.verify(PROMPT, draft, SamplingParams(temperature=1.0))
-    assert 1 <= len(verdict.tokens) == verdict.accepted + 1 and verdict.tokens[:-1] == draft.tokens[: verdict.accepted]
+    assert (
+        1 <= len(verdict.tokens) == verdict.accepted + 1
+        and verdict.tokens[:-1] == draft.tokens[: verdict.accepted]
+    )
 
 
 # no trace
 
 
 def account(decoder: SpeculativeDecoder) -> tuple[Any, ...]:
-    return decoder.stats, decoder.acceptance_rate, decoder.tokens_per_target_call, decoder._tokens, decoder._ms
+    return (
+        decoder.stats,
+        decoder.acceptance_rate,
+        decoder.tokens_per_target_call,
+        decoder._tokens,
+        decoder._ms,
+    )
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
@@ -202,7 +240,9 @@ def test_draft_takes_k() -> None:
     decoder = make()
     assert [len(decoder.draft(PROMPT, k, GREEDY).tokens) for k in (0, 1, 7, None)] == [0, 1, 7, K]
     assert decoder.draft(PROMPT, 7, GREEDY).tokens == tuple(plain(GREEDY)[:7])
-    assert decoder.draft(PROMPT, 7, GREEDY.model_copy(update={"max_tokens": 3})).tokens == tuple(plain(GREEDY)[:2])
+    assert decoder.draft(PROMPT, 7, GREEDY.model_copy(update={"max_tokens": 3})).tokens == tuple(
+        plain(GREEDY)[:2]
+    )
 
 
 def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -234,7 +274,9 @@ def test_a_growing_text_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("call", ["step", "verify", "generate", "draft"])
-def test_an_error_inside_leaves_the_pool_whole(call: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_an_error_inside_leaves_the_pool_whole(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     decoder = make(prefix_cache=False)
     calls = 0
 
@@ -243,7 +285,13 @@ def test_an_error_inside_leaves_the_pool_whole(call: str, monkeypatch: pytest.Mo
         calls += 1
         raise RuntimeError("out of memory")
 
-    long = (PROMPT, [1, 2], GREEDY) if call == "verify" else (PROMPT, K, GREEDY) if call == "draft" else (PROMPT, GREEDY)
+    long = (
+        (PROMPT, [1, 2], GREEDY)
+        if call == "verify"
+        else (PROMPT, K, GREEDY)
+        if call == "draft"
+        else (PROMPT, GREEDY)
+    )
     with monkeypatch.context() as patch:
         patch.setattr(decoder.engine.target, "forward", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -261,7 +309,11 @@ def test_a_failing_drafter_costs_the_draft_and_says_so(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(decoder.engine.proposers._built["draft_model"], "propose", failing)
     result = decoder.step(PROMPT, GREEDY)
-    assert (result.draft_tokens, result.reason, result.emitted_tokens) == ((), "error", tuple(plain(GREEDY)[:1]))
+    assert (result.draft_tokens, result.reason, result.emitted_tokens) == (
+        (),
+        "error",
+        tuple(plain(GREEDY)[:1]),
+    )
     assert decoder.draft(PROMPT, K, GREEDY) == Draft()
     assert_untouched(decoder)
 
@@ -272,7 +324,9 @@ def test_a_failing_drafter_costs_the_draft_and_says_so(monkeypatch: pytest.Monke
 def test_a_step_says_what_it_did() -> None:
     truth, decoder = plain(GREEDY), make(SAME)
     result = decoder.step(PROMPT, GREEDY)
-    assert result.draft_tokens == result.accepted_tokens == tuple(truth[:K]) and result.emitted_tokens == tuple(truth[: K + 1])
+    assert result.draft_tokens == result.accepted_tokens == tuple(
+        truth[:K]
+    ) and result.emitted_tokens == tuple(truth[: K + 1])
     assert result.acceptance_rate == 1.0 and result.reason is None
     assert result.draft_ms > 0 and result.verify_ms > 0
     nothing = make(("ngram", None)).step([5, 6, 7], GREEDY)

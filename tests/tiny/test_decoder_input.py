@@ -1,4 +1,6 @@
-"""What goes into the front door for model objects: the models, which stay as they are, prompts, parameters and settings."""
+"""What goes into the front door for model objects: the models, which stay as they are, prompts, parameters
+and settings.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,30 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import Draft
-from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, ModelError, NeverFits, TooLong, UnknownMethod
+from speculon.errors import (
+    ConfigError,
+    EmptyPrompt,
+    InvalidParameter,
+    ModelError,
+    NeverFits,
+    TooLong,
+    UnknownMethod,
+)
 from speculon.models.fuse import replace_norms
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 from tests.tiny.scripted import Letters, spell
-from tests.tiny.test_decoder import GREEDY, PROMPT, SEEDED, K, account, assert_untouched, by_steps, make, plain
+from tests.tiny.test_decoder import (
+    GREEDY,
+    PROMPT,
+    SEEDED,
+    K,
+    account,
+    assert_untouched,
+    by_steps,
+    make,
+    plain,
+)
 
 # the models
 
@@ -29,7 +49,10 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
         logits = model(ids).logits
     return {
         "modules": [(name, type(module)) for name, module in model.named_modules()],
-        "weights": {name: (w.data_ptr(), w.double().sum().item()) for name, w in model.state_dict(keep_vars=True).items()},
+        "weights": {
+            name: (w.data_ptr(), w.double().sum().item())
+            for name, w in model.state_dict(keep_vars=True).items()
+        },
         "attention": model.config._attn_implementation,
         "training": model.training,
         "config": model.config.to_dict(),
@@ -45,11 +68,14 @@ def test_neither_model_is_modified() -> None:
     assert by_steps(decoder, GREEDY) == decoder.generate(PROMPT, GREEDY).token_ids
     assert (state(target), state(draft)) == before
     shared = {w.data_ptr() for w in target.parameters()}
-    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} <= shared, "no copy of the weights"
+    assert {w.data_ptr() for w in decoder.engine.target.model.parameters()} <= shared, (
+        "no copy of the weights"
+    )
 
 
 @pytest.mark.parametrize(
-    "change", [replace_norms, lambda m: m.set_attn_implementation("sdpa"), lambda m: m.lm_head.weight.data.mul_(1.1)]
+    "change",
+    [replace_norms, lambda m: m.set_attn_implementation("sdpa"), lambda m: m.lm_head.weight.data.mul_(1.1)],
 )
 def test_a_modified_model_is_seen(change: Callable[[PreTrainedModel], Any]) -> None:
     model = build("llama", 0)
@@ -69,7 +95,9 @@ def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None
 
 def test_a_draft_of_another_kind_and_dtype_guesses_too() -> None:
     draft = build("qwen3", 2).to(torch.bfloat16)
-    decoder = SpeculativeDecoder(tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4)
+    decoder = SpeculativeDecoder(
+        tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4
+    )
     assert decoder.engine.proposers._built["draft_model"].model.dtype is torch.bfloat16  # type: ignore[attr-defined]
     assert by_steps(decoder, GREEDY) == plain(GREEDY) and decoder.stats and decoder.stats.drafted > 0
 
@@ -121,32 +149,88 @@ def test_without_a_tokenizer_the_text_is_empty_and_max_tokens_may_be_said_alone(
 
 CALLS: list[Any] = [
     pytest.param(lambda d: d.step([]), EmptyPrompt, "no tokens", id="empty"),
-    pytest.param(lambda d: d.step([1, VOCAB]), InvalidParameter, r"prompt = 96: token ids go from 0 to 95", id="vocabulary"),
-    pytest.param(lambda d: d.step([1, VOCAB], prompt_len=1), InvalidParameter, "prompt = 96", id="vocabulary of what is written"),
+    pytest.param(
+        lambda d: d.step([1, VOCAB]),
+        InvalidParameter,
+        r"prompt = 96: token ids go from 0 to 95",
+        id="vocabulary",
+    ),
+    pytest.param(
+        lambda d: d.step([1, VOCAB], prompt_len=1),
+        InvalidParameter,
+        "prompt = 96",
+        id="vocabulary of what is written",
+    ),
     pytest.param(lambda d: d.step("text"), InvalidParameter, "ids = 'text': takes token ids", id="text"),
     pytest.param(lambda d: d.step([1.5]), InvalidParameter, "takes token ids", id="floats"),
-    pytest.param(lambda d: d.step(torch.ones(2, 3).long()), InvalidParameter, "token ids of one text", id="two rows"),
-    pytest.param(lambda d: d.step(torch.ones(3)), InvalidParameter, "takes token ids", id="float tensor"),
-    pytest.param(lambda d: d.step([5, 6], prompt_len=0), InvalidParameter, "prompt_len = 0: of 2 ids", id="prompt_len 0"),
-    pytest.param(lambda d: d.step([5, 6], prompt_len=3), InvalidParameter, "prompt_len = 3: of 2 ids", id="prompt_len 3"),
-    pytest.param(lambda d: d.step([5] * 129), TooLong, "prompt 129 > context 128", id="context"),
-    pytest.param(lambda d: d.step([5] * 40, GREEDY, prompt_len=5), TooLong, r"5 \+ 35 written > 35 tokens", id="written"),
-    pytest.param(lambda d: d.step([5], SamplingParams(n=2)), InvalidParameter, "n = 2: a round carries one text", id="n"),
-    pytest.param(lambda d: d.draft([5], 65), InvalidParameter, "num_speculative_tokens = 65", id="k"),
-    pytest.param(lambda d: d.verify([5], [VOCAB]), InvalidParameter, "drafts = 96: token ids go from 0", id="draft id"),
-    pytest.param(lambda d: d.verify([5], [1] * 65), InvalidParameter, "drafts = 65: at most 64", id="drafts"),
-    pytest.param(lambda d: d.verify([5] * 126, [1, 2]), TooLong, r"126 tokens \+ 2 drafts \+ 1 > 128", id="drafts beyond"),
     pytest.param(
-        lambda d: d.verify([5], Draft((1,), ("x",), torch.ones(1, 3))), InvalidParameter, r"needs shape \(1, 96\)", id="q"
+        lambda d: d.step(torch.ones(2, 3).long()), InvalidParameter, "token ids of one text", id="two rows"
     ),
-    pytest.param(lambda d: d.generate([5], SamplingParams(stop="x")), InvalidParameter, "stop = .*need a tokenizer", id="stop"),
-    pytest.param(lambda d: d.step([5], SamplingParams(bad_words="x")), InvalidParameter, "bad_words = .*need a", id="bad words"),
-    pytest.param(lambda d: d.generate([5], max_tokens=-1), InvalidParameter, "max_tokens = -1", id="max_tokens"),
+    pytest.param(lambda d: d.step(torch.ones(3)), InvalidParameter, "takes token ids", id="float tensor"),
+    pytest.param(
+        lambda d: d.step([5, 6], prompt_len=0),
+        InvalidParameter,
+        "prompt_len = 0: of 2 ids",
+        id="prompt_len 0",
+    ),
+    pytest.param(
+        lambda d: d.step([5, 6], prompt_len=3),
+        InvalidParameter,
+        "prompt_len = 3: of 2 ids",
+        id="prompt_len 3",
+    ),
+    pytest.param(lambda d: d.step([5] * 129), TooLong, "prompt 129 > context 128", id="context"),
+    pytest.param(
+        lambda d: d.step([5] * 40, GREEDY, prompt_len=5),
+        TooLong,
+        r"5 \+ 35 written > 35 tokens",
+        id="written",
+    ),
+    pytest.param(
+        lambda d: d.step([5], SamplingParams(n=2)),
+        InvalidParameter,
+        "n = 2: a round carries one text",
+        id="n",
+    ),
+    pytest.param(lambda d: d.draft([5], 65), InvalidParameter, "num_speculative_tokens = 65", id="k"),
+    pytest.param(
+        lambda d: d.verify([5], [VOCAB]), InvalidParameter, "drafts = 96: token ids go from 0", id="draft id"
+    ),
+    pytest.param(lambda d: d.verify([5], [1] * 65), InvalidParameter, "drafts = 65: at most 64", id="drafts"),
+    pytest.param(
+        lambda d: d.verify([5] * 126, [1, 2]),
+        TooLong,
+        r"126 tokens \+ 2 drafts \+ 1 > 128",
+        id="drafts beyond",
+    ),
+    pytest.param(
+        lambda d: d.verify([5], Draft((1,), ("x",), torch.ones(1, 3))),
+        InvalidParameter,
+        r"needs shape \(1, 96\)",
+        id="q",
+    ),
+    pytest.param(
+        lambda d: d.generate([5], SamplingParams(stop="x")),
+        InvalidParameter,
+        "stop = .*need a tokenizer",
+        id="stop",
+    ),
+    pytest.param(
+        lambda d: d.step([5], SamplingParams(bad_words="x")),
+        InvalidParameter,
+        "bad_words = .*need a",
+        id="bad words",
+    ),
+    pytest.param(
+        lambda d: d.generate([5], max_tokens=-1), InvalidParameter, "max_tokens = -1", id="max_tokens"
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "error", "said"), CALLS)
-def test_a_bad_call_is_refused_by_name_and_leaves_nothing(call: Any, error: type[Exception], said: str) -> None:
+def test_a_bad_call_is_refused_by_name_and_leaves_nothing(
+    call: Any, error: type[Exception], said: str
+) -> None:
     decoder = make()
     before = account(decoder)
     with pytest.raises(error, match=said):
@@ -169,12 +253,20 @@ def test_a_full_context_ends_without_a_token() -> None:
     ("model", "draft", "settings", "error", "said"),
     [
         pytest.param("demo", None, {}, ConfigError, "model = str: .*LLM takes paths", id="a path"),
-        pytest.param(None, None, {"dtype": "bfloat16"}, ConfigError, "dtype = 'bfloat16': the model object", id="dtype"),
-        pytest.param(None, None, {"method": "draft_model"}, ConfigError, "'draft_model': needs draft", id="no draft"),
+        pytest.param(
+            None, None, {"dtype": "bfloat16"}, ConfigError, "dtype = 'bfloat16': the model object", id="dtype"
+        ),
+        pytest.param(
+            None, None, {"method": "draft_model"}, ConfigError, "'draft_model': needs draft", id="no draft"
+        ),
         pytest.param(None, 3, {}, ConfigError, "draft", id="no model"),
         pytest.param(None, None, {"method": "magic"}, UnknownMethod, "'magic': known are", id="method"),
-        pytest.param(None, None, {"num_speculative_tokens": 65}, ConfigError, "num_speculative_tokens = 65", id="K"),
-        pytest.param(None, None, {"blocksize": 4}, ConfigError, "blocksize = 4: unknown field", id="unknown field"),
+        pytest.param(
+            None, None, {"num_speculative_tokens": 65}, ConfigError, "num_speculative_tokens = 65", id="K"
+        ),
+        pytest.param(
+            None, None, {"blocksize": 4}, ConfigError, "blocksize = 4: unknown field", id="unknown field"
+        ),
         pytest.param(None, None, {"max_context": 4000}, ConfigError, "max_context = 4000", id="context"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`verify` with the caller's logits: the verdict is the one that the target's own call gives, and no call is made."""
+"""`verify` with the caller's logits: the verdict is the one that the target's own call gives, and no call is
+made.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,30 @@ from speculon.verify import read_logits
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 from tests.tiny.forms import FORMS, words
 from tests.tiny.scripted import Letters, spell
-from tests.tiny.test_decoder import GREEDY, MODES, OTHER, PROMPT, SEEDED, K, account, assert_untouched, lie, make, plain
+from tests.tiny.test_decoder import (
+    GREEDY,
+    MODES,
+    OTHER,
+    PROMPT,
+    SEEDED,
+    K,
+    account,
+    assert_untouched,
+    lie,
+    make,
+    plain,
+)
 
 INF, NAN = float("inf"), float("nan")
 Drafts = list[int] | Draft
 
 
 def own(
-    decoder: SpeculativeDecoder, ids: list[int], drafts: Drafts, params: SamplingParams, prompt_len: int | None = None
+    decoder: SpeculativeDecoder,
+    ids: list[int],
+    drafts: Drafts,
+    params: SamplingParams,
+    prompt_len: int | None = None,
 ) -> tuple[Verdict, Tensor]:
     """The verdict of a call, and the logits [K + 1, V] that the target gave."""
     forward, seen = decoder.engine.target.forward, []
@@ -48,7 +66,11 @@ def silent(**settings: Any) -> SpeculativeDecoder:
     def refuse(*_: Any) -> Any:
         raise AssertionError("the target's call or a page was asked for")
 
-    for owner, name in ((decoder.engine.target, "forward"), (decoder.engine.pool, "attach"), (decoder.engine.pool, "extend")):
+    for owner, name in (
+        (decoder.engine.target, "forward"),
+        (decoder.engine.pool, "attach"),
+        (decoder.engine.pool, "extend"),
+    ):
         setattr(owner, name, refuse)
     return decoder
 
@@ -98,7 +120,9 @@ def test_inside_a_sequence_the_prompts_length_counts(params: SamplingParams) -> 
     written = [*PROMPT, *truth[:5]]
     verdict, logits = own(make(), written, truth[5:7], params, len(PROMPT))
     assert verdict.tokens == tuple(truth[5:8])
-    assert silent().verify(written, truth[5:7], params, target_logits=logits, prompt_len=len(PROMPT)) == verdict
+    assert (
+        silent().verify(written, truth[5:7], params, target_logits=logits, prompt_len=len(PROMPT)) == verdict
+    )
 
 
 def test_without_drafts_one_row_gives_one_token_and_no_row_none() -> None:
@@ -108,14 +132,19 @@ def test_without_drafts_one_row_gives_one_token_and_no_row_none() -> None:
 
 
 def by_rejection(rule: str) -> list[tuple[Verdict, Verdict, Verdict]]:
-    """Of drafts with q, for some seeds: the target's verdict, and those by its logits under `rule`, with and without a bonus."""
+    """Of drafts with q, for some seeds: the target's verdict, and those by its logits under `rule`, with and
+    without a bonus.
+    """
     decoder, found = make(OTHER, acceptance="rejection"), []
     for seed in range(12):
         params = SamplingParams(temperature=2.0, seed=seed)
         draft = decoder.draft(PROMPT, params=params)
         assert draft.probs is not None
         verdict, logits = own(decoder, PROMPT, draft, params)
-        given = [silent(acceptance=rule).verify(PROMPT, draft, params, target_logits=x) for x in (logits, logits[:K])]
+        given = [
+            silent(acceptance=rule).verify(PROMPT, draft, params, target_logits=x)
+            for x in (logits, logits[:K])
+        ]
         found.append((verdict, *given))
     return found
 
@@ -133,7 +162,9 @@ def test_where_q_is_p_all_drafts_are_accepted(rows: int) -> None:
     params, decoder = SamplingParams(temperature=1.0, seed=1), silent(acceptance="rejection")
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
     tokens = tuple(logits[:K].argmax(-1).tolist())
-    verdict = decoder.verify(PROMPT, Draft(tokens, ("x",) * K, logits[:K].softmax(-1)), params, target_logits=logits)
+    verdict = decoder.verify(
+        PROMPT, Draft(tokens, ("x",) * K, logits[:K].softmax(-1)), params, target_logits=logits
+    )
     assert verdict.tokens[:K] == tokens and (verdict.accepted, len(verdict.tokens)) == (K, rows)
 
 
@@ -167,7 +198,9 @@ def test_a_sequence_ends_at_the_same_token(change: dict[str, Any], settings: dic
 def test_a_full_context_ends_without_a_token() -> None:
     params = GREEDY.model_copy(update={"max_tokens": 0})
     verdict, logits = own(make(), [5] * CONTEXT, [], params)
-    assert verdict.tokens == () and silent().verify([5] * CONTEXT, [], params, target_logits=logits) == verdict
+    assert (
+        verdict.tokens == () and silent().verify([5] * CONTEXT, [], params, target_logits=logits) == verdict
+    )
 
 
 def test_a_grammar_masks_the_callers_logits() -> None:
@@ -177,7 +210,9 @@ def test_a_grammar_masks_the_callers_logits() -> None:
     for drafts in (truth[:K], [truth[0], lie(truth[1]), *truth[2:K]]):
         verdict, logits = own(make(("off", None), **settings), prompt, drafts, params)
         assert silent(**settings).verify(prompt, drafts, params, target_logits=logits) == verdict
-        assert verdict.tokens == tuple(truth[: len(verdict.tokens)]) and verdict.accepted == (K if drafts == truth[:K] else 1)
+        assert verdict.tokens == tuple(truth[: len(verdict.tokens)]) and verdict.accepted == (
+            K if drafts == truth[:K] else 1
+        )
 
 
 # any logits
@@ -230,7 +265,9 @@ PLANTED: list[Any] = [
 
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("params", MODES)
-def test_wrong_logits_give_another_verdict(params: SamplingParams, planted: Callable[[Tensor], Tensor]) -> None:
+def test_wrong_logits_give_another_verdict(
+    params: SamplingParams, planted: Callable[[Tensor], Tensor]
+) -> None:
     drafts = true_until(K, params)
     verdict, logits = own(make(), PROMPT, drafts, params)
     assert silent().verify(PROMPT, drafts, params, target_logits=planted(logits)) != verdict
@@ -247,9 +284,13 @@ def rows(k: int, value: float = 0.0) -> Tensor:
 
 NONE = torch.full((3, VOCAB), -INF)
 BAD: list[Any] = [
-    pytest.param(rows(1), r"target_logits = \(1, 96\): needs shape \(3, 96\), or \(2, 96\) without", id="too few rows"),
+    pytest.param(
+        rows(1), r"target_logits = \(1, 96\): needs shape \(3, 96\), or \(2, 96\) without", id="too few rows"
+    ),
     pytest.param(rows(4), r"target_logits = \(4, 96\): needs shape", id="too many rows"),
-    pytest.param(rows(3)[:, 1:], r"target_logits = \(3, 95\): needs shape \(3, 96\)", id="a smaller vocabulary"),
+    pytest.param(
+        rows(3)[:, 1:], r"target_logits = \(3, 95\): needs shape \(3, 96\)", id="a smaller vocabulary"
+    ),
     pytest.param(torch.zeros(3, 97), r"target_logits = \(3, 97\): needs shape", id="a larger vocabulary"),
     pytest.param(rows(3)[None], r"target_logits = \(1, 3, 96\): needs shape", id="three dimensions"),
     pytest.param(rows(3)[0], r"target_logits = \(96,\): needs shape", id="one dimension"),
@@ -261,7 +302,11 @@ BAD: list[Any] = [
     pytest.param(rows(3, NAN), "target_logits = nan: row 1 takes finite numbers and -inf", id="nan"),
     pytest.param(rows(2, NAN), "target_logits = nan: row 1 takes", id="nan without a bonus row"),
     pytest.param(rows(3, INF), "target_logits = inf: row 1 takes", id="inf"),
-    pytest.param(rows(3).double().mul(1).index_fill(1, torch.tensor([4]), 1e300), "= inf: row 0 takes", id="beyond float32"),
+    pytest.param(
+        rows(3).double().mul(1).index_fill(1, torch.tensor([4]), 1e300),
+        "= inf: row 0 takes",
+        id="beyond float32",
+    ),
     pytest.param(NONE, "target_logits = -inf: row 0 takes .* not -inf alone", id="no token left"),
 ]
 
@@ -282,12 +327,22 @@ CALLS: list[Any] = [
     pytest.param({"ids": [5] * 126}, TooLong, r"126 tokens \+ 2 drafts \+ 1 > 128", id="context"),
     pytest.param({"params": SamplingParams(n=2)}, InvalidParameter, "n = 2", id="n"),
     pytest.param({"prompt_len": 0}, InvalidParameter, "prompt_len = 0", id="prompt_len"),
-    pytest.param({"params": SamplingParams(prompt_logprobs=1)}, InvalidParameter, "prompt_logprobs = 1: .* no rows", id="prompt"),
+    pytest.param(
+        {"params": SamplingParams(prompt_logprobs=1)},
+        InvalidParameter,
+        "prompt_logprobs = 1: .* no rows",
+        id="prompt",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("change", "error", "limit"), CALLS)
 def test_all_other_checks_are_made(change: dict[str, Any], error: type[Exception], limit: str) -> None:
-    call: dict[str, Any] = {"ids": [5, 6, 7], "drafts": [5, 6], "params": SamplingParams(temperature=0), **change}
+    call: dict[str, Any] = {
+        "ids": [5, 6, 7],
+        "drafts": [5, 6],
+        "params": SamplingParams(temperature=0),
+        **change,
+    }
     with pytest.raises(error, match=limit):
         silent().verify(call.pop("ids"), call.pop("drafts"), target_logits=rows(3), **call)

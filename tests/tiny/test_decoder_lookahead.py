@@ -30,7 +30,11 @@ from tests.tiny.test_policies import unknown_to
 NGRAM = ("ngram", None)
 QUICK = AdaptiveConfig(initial=3, min=1, max=9, alpha=0.5, cooldown_steps=0)
 SLOW = AdaptiveConfig(initial=6, min=2, max=7, alpha=0.3, cooldown_steps=2)
-CONFIGS = [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="slow"), pytest.param(AdaptiveConfig(), id="default")]
+CONFIGS = [
+    pytest.param(QUICK, id="quick"),
+    pytest.param(SLOW, id="slow"),
+    pytest.param(AdaptiveConfig(), id="default"),
+]
 Rounds = list[tuple[int, int, int]]  # lookahead, drafted, accepted
 
 
@@ -49,7 +53,10 @@ def rounds_of(decoder: SpeculativeDecoder, params: SamplingParams) -> tuple[list
     """A sequence by `step`: its output and its rounds."""
     text, rounds = list(PROMPT), []
     while True:
-        lookahead, proposed = decoder.lookahead, decoder.draft(text, params=params, prompt_len=len(PROMPT)).tokens
+        lookahead, proposed = (
+            decoder.lookahead,
+            decoder.draft(text, params=params, prompt_len=len(PROMPT)).tokens,
+        )
         result = decoder.step(text, params, prompt_len=len(PROMPT))
         assert proposed == result.draft_tokens, "draft() without k proposes what step() verifies"
         text += result.emitted_tokens
@@ -59,7 +66,9 @@ def rounds_of(decoder: SpeculativeDecoder, params: SamplingParams) -> tuple[list
 
 
 def reference(config: AdaptiveConfig, rounds: Rounds) -> tuple[list[int], AdaptiveLookahead]:
-    """What a controller says before each of these rounds and how it ends, by the rules written down once more."""
+    """What a controller says before each of these rounds and how it ends, by the rules written down once
+    more.
+    """
     follow, said = AdaptiveLookahead(config), []
     for _, drafted, accepted in rounds:
         said.append(follow.lookahead)
@@ -92,7 +101,11 @@ def test_each_step_drafts_what_the_controller_says_and_reports_to_it(
         most = min(lookahead, room - 1)
         assert drafted == most or (drafter == NGRAM and drafted < most)
         room -= accepted + 1
-    assert max(drafted for _, drafted, _ in rounds) > 2 and decoder.adaptive and decoder.adaptive.observations > 0
+    assert (
+        max(drafted for _, drafted, _ in rounds) > 2
+        and decoder.adaptive
+        and decoder.adaptive.observations > 0
+    )
     assert_untouched(decoder)
 
 
@@ -124,7 +137,9 @@ def test_generate_uses_the_same_controller(config: AdaptiveConfig) -> None:
 def test_a_controller_leaves_the_output(params: SamplingParams) -> None:
     for drafter in (OTHER, NGRAM, ("off", None)):
         decoder = with_controller(QUICK, drafter)
-        assert by_steps(decoder, params) == decoder.generate(PROMPT, params).token_ids == plain(params), drafter
+        assert by_steps(decoder, params) == decoder.generate(PROMPT, params).token_ids == plain(params), (
+            drafter
+        )
 
 
 def test_samples_of_a_prompt_share_the_controller() -> None:
@@ -202,7 +217,9 @@ WRONG = ["adaptive", 4, AdaptiveConfig(), AdaptiveLookahead, {"initial": 4}]
 def test_anything_but_a_controller_is_refused_by_name(wrong: Any) -> None:
     decoder = with_controller(QUICK)
     before = decoder.adaptive
-    with pytest.raises(InvalidParameter, match=r"^adaptive = .*: takes an AdaptiveLookahead or None$") as caught:
+    with pytest.raises(
+        InvalidParameter, match=r"^adaptive = .*: takes an AdaptiveLookahead or None$"
+    ) as caught:
         decoder.adaptive = wrong
     assert caught.value.name == "adaptive" and caught.value.value is wrong and decoder.adaptive is before
 
@@ -220,7 +237,13 @@ ADAPTIVE = {"policy": "adaptive"}
         pytest.param({**ADAPTIVE, "num_speculative_tokens": 3}, (3, 2, 3), 3, 3, id="adaptive, 3 at most"),
         pytest.param({**ADAPTIVE, "num_speculative_tokens": 1}, (1, 1, 1), 1, 1, id="adaptive, 1 at most"),
         pytest.param({**ADAPTIVE, "num_speculative_tokens": 0}, None, 0, 0, id="adaptive, none at all"),
-        pytest.param({**ADAPTIVE, "adaptive_initial": 7, "adaptive_max": 9}, (4, 2, 4), 4, 4, id="adaptive, initial beyond K"),
+        pytest.param(
+            {**ADAPTIVE, "adaptive_initial": 7, "adaptive_max": 9},
+            (4, 2, 4),
+            4,
+            4,
+            id="adaptive, initial beyond K",
+        ),
     ],
 )
 def test_the_settings_decide_whether_there_is_a_controller(
@@ -246,7 +269,9 @@ def test_the_number_of_the_settings_is_the_controllers_limit(way: str) -> None:
 
 @pytest.mark.parametrize("params", MODES)
 @pytest.mark.parametrize("drafter", [SAME, OTHER, NGRAM, ("auto", 1)], ids=str)
-def test_a_lookahead_that_changes_leaves_the_output(drafter: tuple[str, int | None], params: SamplingParams) -> None:
+def test_a_lookahead_that_changes_leaves_the_output(
+    drafter: tuple[str, int | None], params: SamplingParams
+) -> None:
     decoder, text, drafted = make(drafter), list(PROMPT), []
     for k in cycle([3, 0, 1, 9, 64, 2]):
         decoder.lookahead = k
@@ -299,7 +324,9 @@ def test_a_wrong_number_is_refused_by_name(wrong: Any) -> None:
 
 def test_with_a_controller_the_number_cannot_be_set() -> None:
     decoder = with_controller(QUICK)
-    with pytest.raises(InvalidParameter, match="^lookahead = 4: the controller sets it; set adaptive = None first$"):
+    with pytest.raises(
+        InvalidParameter, match="^lookahead = 4: the controller sets it; set adaptive = None first$"
+    ):
         decoder.lookahead = 4
     assert decoder.lookahead == 3
     decoder.adaptive = None

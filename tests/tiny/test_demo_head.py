@@ -21,7 +21,11 @@ HEAD = "demo-eagle3"
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(
-        "demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed", "method": "off", "draft": HEAD}
+        "demo",
+        dtype="float32",
+        device="cpu",
+        prefix_cache=False,
+        speculation={"policy": "fixed", "method": "off", "draft": HEAD},
     )
 
 
@@ -33,7 +37,9 @@ def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -
         plain = llm.generate([case.prompt], case.params)[0]
         if loops(plain.token_ids):
             continue
-        out = llm.generate([case.prompt], case.params, speculation={"method": "eagle3", "num_speculative_tokens": 4})[0]
+        out = llm.generate(
+            [case.prompt], case.params, speculation={"method": "eagle3", "num_speculative_tokens": 4}
+        )[0]
         assert out.token_ids == plain.token_ids
         assert out.speculation is not None
         tokens, calls = tokens + out.speculation.emitted, calls + out.speculation.target_calls
@@ -42,7 +48,9 @@ def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -
 
 
 def test_taps_in_the_wrong_order_are_told_apart(llm: LLM) -> None:
-    """Single layers of this deep target are much alike; `test_eagle3` shows that each of them is the right one."""
+    """Single layers of this deep target are much alike; `test_eagle3` shows that each of them is the right
+    one.
+    """
     target = load_target("demo", dtype="float32", device="cpu")
     sheet = recognise_drafter(DEMO / "eagle3")
     own = sheet.readings(len(target.layers))[0]

@@ -1,4 +1,6 @@
-"""A draft model changes no token, wherever it stands with its own keys and values, and leaves no trace in the pages."""
+"""A draft model changes no token, wherever it stands with its own keys and values, and leaves no trace in the
+pages.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:
     return make_engine(tiny_target("llama"), speculation={**DRAFT, **(speculation or {})}, **settings)
 
 
-def write(requests: list[Request], speculation: dict[str, Any] | None = None, **settings: Any) -> dict[Key, Result]:
+def write(
+    requests: list[Request], speculation: dict[str, Any] | None = None, **settings: Any
+) -> dict[Key, Result]:
     made = engine(speculation, **settings)
     for request in requests:
         made.add_request(request.prompt, request.params, request.speculation, request.id)
@@ -129,7 +133,9 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     results = drain(made)
     assert texts(results) == texts(truth)
     assert model.calls[0] == 501, "the whole lag and the last token in the first call"
-    assert max(model.calls[1:]) <= 2, "after a full acceptance the last draft is caught up beside the last token"
+    assert max(model.calls[1:]) <= 2, (
+        "after a full acceptance the last draft is caught up beside the last token"
+    )
     done = results["r", 0].stats.speculation()
     assert done is not None and done.rejected == 0
 
@@ -139,7 +145,9 @@ def test_what_is_caught_up_is_told_with_the_time_it_took() -> None:
     made = make_engine(tiny_target("llama"), speculation=DRAFT)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
     for name in "ab":
-        made.add_request(list(range(3, 33)), params, {"method": "draft_model", "num_speculative_tokens": 4}, name)
+        made.add_request(
+            list(range(3, 33)), params, {"method": "draft_model", "num_speculative_tokens": 4}, name
+        )
     told: list[Proposal] = []
     while made.has_work:
         made.step()
@@ -156,9 +164,13 @@ def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:
     chance = random.Random(2)
     params = SamplingParams(max_tokens=16, ignore_eos=True, **GREEDY)
     prompts = [[chance.randrange(3, 96) for _ in range(100)] for _ in range(8)]
-    truth = run(tiny_target("llama"), [Request(prompt, params, OFF, f"q{i}") for i, prompt in enumerate(prompts)])
+    truth = run(
+        tiny_target("llama"), [Request(prompt, params, OFF, f"q{i}") for i, prompt in enumerate(prompts)]
+    )
     settings: dict[str, Any] = {"max_batch_tokens": 40, "max_num_seqs": 8}
-    results = write([Request(p, params, {"method": "draft_model"}, f"q{i}") for i, p in enumerate(prompts)], **settings)
+    results = write(
+        [Request(p, params, {"method": "draft_model"}, f"q{i}") for i, p in enumerate(prompts)], **settings
+    )
     assert texts(results) == texts(truth)
     assert 40 < max(model.calls) <= 40 + max(8 * 4, MAX_DRAFTS)
 
@@ -192,7 +204,9 @@ def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
     results = write(requests, {"method": "auto"})
     sources = [result.stats.speculation() for result in results.values()]
     assert {name for done in sources if done for name in done.by_source} == {"suffix", "draft_model"}
-    assert texts(results) == texts(run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
+    assert texts(results) == texts(
+        run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
+    )
 
 
 REJECTION = {"method": "draft_model", "acceptance": "rejection"}
@@ -200,7 +214,12 @@ REJECTION = {"method": "draft_model", "acceptance": "rejection"}
 
 def sampled(**params: Any) -> list[Request]:
     return [
-        Request(list(range(3, 20 + i)), SamplingParams(max_tokens=30, ignore_eos=True, **params), REJECTION, f"q{i}")
+        Request(
+            list(range(3, 20 + i)),
+            SamplingParams(max_tokens=30, ignore_eos=True, **params),
+            REJECTION,
+            f"q{i}",
+        )
         for i in range(6)
     ]
 
@@ -213,7 +232,9 @@ def test_rejection_accepts_everything_where_q_is_p() -> None:
     for result in results.values():
         done = result.stats.speculation()
         assert done is not None and done.rejected == 0 and done.drafted > 20
-    assert texts(results) == texts(run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests]))
+    assert texts(results) == texts(
+        run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
+    )
 
 
 def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
@@ -221,7 +242,9 @@ def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
     requests = sampled(temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
     results = write(requests)
     again = write(requests[::-1])
-    matched = write([Request(r.prompt, r.params, {**REJECTION, "acceptance": "matching"}, r.id) for r in requests])
+    matched = write(
+        [Request(r.prompt, r.params, {**REJECTION, "acceptance": "matching"}, r.id) for r in requests]
+    )
     assert texts(results) == texts(again) != texts(matched)
     for result in results.values():
         assert [lp.token for lp in result.logprobs] == result.tokens
@@ -246,7 +269,9 @@ class Padded(Doubting):
 @pytest.mark.parametrize("acceptance", ["matching", "rejection"])
 def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
     use_draft(Padded(more))
-    requests = [Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id) for r in crowd("sampled")]
+    requests = [
+        Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id) for r in crowd("sampled")
+    ]
     results = write(requests)
     assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
     assert (texts(results) == plain("sampled")) == (acceptance == "matching")
@@ -261,9 +286,14 @@ def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, re
     use_draft(tiny_target("llama"))
     made = engine()
     asked_for = {"acceptance": acceptance} if acceptance else None
-    made.add_request([5, 6, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=4), asked_for, "sampled")
+    made.add_request(
+        [5, 6, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=4), asked_for, "sampled"
+    )
     made.add_request([5, 6, 7], SamplingParams(temperature=0.0, seed=seed, max_tokens=4), asked_for, "greedy")
-    assert {seq.request_id: seq.rejection for seq in made.scheduler.waiting} == {"sampled": rejects, "greedy": False}
+    assert {seq.request_id: seq.rejection for seq in made.scheduler.waiting} == {
+        "sampled": rejects,
+        "greedy": False,
+    }
 
 
 def test_beyond_the_drafts_context_the_text_goes_on_plainly() -> None:
@@ -306,7 +336,11 @@ class Steps:
     def finish(self) -> Texts:
         """What was written by those that were not aborted."""
         drain(self.engine, self.results)
-        return {key: result.tokens for key, result in self.results.items() if result.finish and result.finish.reason != "abort"}
+        return {
+            key: result.tokens
+            for key, result in self.results.items()
+            if result.finish and result.finish.reason != "abort"
+        }
 
 
 def test_aborts_between_drafts_leave_the_pool_whole() -> None:
@@ -370,7 +404,11 @@ def test_rows_that_are_not_caught_up_are_seen(monkeypatch: pytest.MonkeyPatch) -
         for _, start, end in pieces:
             if end - start == 2:  # the row of the last draft is written somewhere else
                 made = view(self, pieces)
-                made.slots = slice(made.slots.stop, made.slots.stop + 2) if isinstance(made.slots, slice) else made.slots + 2
+                made.slots = (
+                    slice(made.slots.stop, made.slots.stop + 2)
+                    if isinstance(made.slots, slice)
+                    else made.slots + 2
+                )
                 return made
         return view(self, pieces)
 
@@ -393,7 +431,10 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
 
 
 def test_without_a_checkpoint_there_is_no_drafter() -> None:
-    results = run(tiny_target("llama"), [Request([5, 6], SamplingParams(max_tokens=3, **GREEDY), {"method": "draft_model"})])
+    results = run(
+        tiny_target("llama"),
+        [Request([5, 6], SamplingParams(max_tokens=3, **GREEDY), {"method": "draft_model"})],
+    )
     assert results["r", 0].stats.reasons == {Reason.NO_DRAFTER: 2}
 
 
@@ -421,7 +462,9 @@ def test_the_forecast_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path
     target = tiny_target(name)
     needs = forecast(tmp_path, torch.float32, torch.device("cpu"), rows=7, scored=5)
     if name != "gpt_neox":  # whose config here names key-value heads that the model does not have
-        assert [layer.bytes_per_token for layer in needs.layers] == [layer.bytes_per_token for layer in target.layers]
+        assert [layer.bytes_per_token for layer in needs.layers] == [
+            layer.bytes_per_token for layer in target.layers
+        ]
     assert needs.bytes_fixed == pytest.approx(target.num_bytes, rel=1e-3), "files hold buffers, too"
     assert needs.bytes_scratch == target.needs(7, 5).bytes_scratch > 0
     assert len(expected_layers(target.model.config, torch.float32)) == len(target.layers)

@@ -1,4 +1,6 @@
-"""Heads of every dialect are read as they were written, lies in configs are doubted, and drafters are found beside a target."""
+"""Heads of every dialect are read as they were written, lies in configs are doubted, and drafters are found
+beside a target.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from speculon.models.drafters import Eagle3, Shape, check_pair, read_offsets
 from speculon.models.families import recognise_drafter
 from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
 
-TARGET = SimpleNamespace(hidden_size=32, vocab_size=96, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"])
+TARGET = SimpleNamespace(
+    hidden_size=32, vocab_size=96, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
+)
 SHAPE = Shape(32, 96, 8, "Qwen3ForCausalLM")
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -40,10 +44,15 @@ WRITING: dict[str, dict[str, Any]] = {
     "prefix": {"prefix": "model."},
     "two prefixes": {"prefix": "draft_model.model."},
     "tables that nobody reads": {
-        "extra": {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4), "verifier_norm.weight": torch.ones(4)}
+        "extra": {
+            "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4),
+            "verifier_norm.weight": torch.ones(4),
+        }
     },
 }
-SAME = [name for name in Eagle3.__slots__ if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")]
+SAME = [
+    name for name in Eagle3.__slots__ if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")
+]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -51,7 +60,9 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     sheet, found = recognise_drafter(folder), {}
     for path in sheet.files:
         with safe_open(path, "pt") as file:
-            found |= {ours: file.get_tensor(theirs) for ours, theirs in sheet.names.items() if theirs in file.keys()}
+            found |= {
+                ours: file.get_tensor(theirs) for ours, theirs in sheet.names.items() if theirs in file.keys()
+            }
     return found
 
 
@@ -119,7 +130,8 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
     assert not agrees(folder, make_head(TARGET, **{"draft_vocab": 40, **wrong}))
 
 
-# -- configs that lie ------------------------------------------------------------------------------------------------------
+# -- configs that lie
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,13 +143,19 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
         pytest.param({"num_attention_heads": 32}, "num_attention_heads is 32, the tensors' 4", id="heads"),
         pytest.param({"num_key_value_heads": 8}, "num_key_value_heads is 8, the tensors' 2", id="kv heads"),
         pytest.param({"vocab_size": 40}, "vocab_size is 40, the tensors' 96", id="vocabulary"),
-        pytest.param({"draft_vocab_size": 96}, "draft_vocab_size is 96, the tensors' 40", id="draft vocabulary"),
-        pytest.param({"target_hidden_size": 64}, "target_hidden_size is 64, the tensors' 32", id="target hidden"),
+        pytest.param(
+            {"draft_vocab_size": 96}, "draft_vocab_size is 96, the tensors' 40", id="draft vocabulary"
+        ),
+        pytest.param(
+            {"target_hidden_size": 64}, "target_hidden_size is 64, the tensors' 32", id="target hidden"
+        ),
         pytest.param({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, the tensors' 3", id="taps"),
     ],
 )
 def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie))
+    sheet = recognise_drafter(
+        write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie)
+    )
     assert any(note in line for line in sheet.notes)
     true = make_head(TARGET, draft_vocab=40)
     assert all(getattr(sheet, name) == getattr(true, name) for name in SAME)
@@ -145,7 +163,9 @@ def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str,
 
 def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
     lie = {"norm_before_fc": False}
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie))
+    sheet = recognise_drafter(
+        write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie)
+    )
     assert sheet.norm_before_fc and "norm_before_fc is false, but there is a tensor for it" in sheet.notes[0]
 
 
@@ -181,7 +201,12 @@ def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path)
         ),
         pytest.param(
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 2048},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 2048,
+            },
             id="stretched",
         ),
         pytest.param(
@@ -192,14 +217,26 @@ def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path)
     ],
 )
 def test_rope_is_the_drafters_own(rope: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
-    assert recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
+    assert (
+        recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
+    )
 
 
 Q = torch.ones(1)
 REFUSALS: list[Any] = [
-    pytest.param({"draft_vocab": 40}, without("d2t"), MissingWeights, "40 of 96 tokens, but no d2t says which", id="no d2t"),
     pytest.param(
-        {"draft_vocab": 40}, without("lm_head.weight"), MissingWeights, "no lm_head.weight; the target's is 96 x 32", id="no head"
+        {"draft_vocab": 40},
+        without("d2t"),
+        MissingWeights,
+        "40 of 96 tokens, but no d2t says which",
+        id="no d2t",
+    ),
+    pytest.param(
+        {"draft_vocab": 40},
+        without("lm_head.weight"),
+        MissingWeights,
+        "no lm_head.weight; the target's is 96 x 32",
+        id="no head",
     ),
     pytest.param(
         {"hidden": 16},
@@ -210,10 +247,18 @@ REFUSALS: list[Any] = [
     ),
     pytest.param({}, without("norm.weight"), MissingWeights, "no tensor norm.weight", id="no norm"),
     pytest.param(
-        {}, without("midlayer.hidden_norm.weight"), MissingWeights, "no tensor layers.0.hidden_norm.weight", id="no hidden_norm"
+        {},
+        without("midlayer.hidden_norm.weight"),
+        MissingWeights,
+        "no tensor layers.0.hidden_norm.weight",
+        id="no hidden_norm",
     ),
     pytest.param(
-        {"config": {"fc_norm": True}}, None, MissingWeights, "fc_norm is set, but there is no tensor", id="fc_norm without"
+        {"config": {"fc_norm": True}},
+        None,
+        MissingWeights,
+        "fc_norm is set, but there is no tensor",
+        id="fc_norm without",
     ),
     pytest.param(
         {"layers": 2, "later_norm": "x"},
@@ -222,10 +267,18 @@ REFUSALS: list[Any] = [
         "with layers.1.x.weight, which is not carried",
         id="unknown inside",
     ),
-    pytest.param({"extra": {"layers.2.mlp.up_proj.weight": Q}}, None, MissingWeights, r"of layers \[0, 2\]", id="a gap"),
-    pytest.param({"extra": {"fc.weight_scale": Q}}, None, UnsupportedModel, "with fc.weight_scale", id="quantised"),
     pytest.param(
-        {"extra": {"midlayer.mlp.up_proj.bias": Q}}, None, UnsupportedModel, "midlayer.mlp.up_proj.bias", id="unknown bias"
+        {"extra": {"layers.2.mlp.up_proj.weight": Q}}, None, MissingWeights, r"of layers \[0, 2\]", id="a gap"
+    ),
+    pytest.param(
+        {"extra": {"fc.weight_scale": Q}}, None, UnsupportedModel, "with fc.weight_scale", id="quantised"
+    ),
+    pytest.param(
+        {"extra": {"midlayer.mlp.up_proj.bias": Q}},
+        None,
+        UnsupportedModel,
+        "midlayer.mlp.up_proj.bias",
+        id="unknown bias",
     ),
     pytest.param(
         {"extra": {"model.fc.weight": torch.ones(32, 96)}},
@@ -234,8 +287,12 @@ REFUSALS: list[Any] = [
         "fc.weight and model.fc.weight|model.fc.weight and fc",
         id="twice",
     ),
-    pytest.param({"extra": {"fc.bias": Q}}, None, CorruptWeights, r"fc.bias is \[1\], not \[32\]", id="wrong shape"),
-    pytest.param({"norm_before_fc": True, "fc_norm": True}, None, ModelError, "input_norm and fc_norm", id="both norms"),
+    pytest.param(
+        {"extra": {"fc.bias": Q}}, None, CorruptWeights, r"fc.bias is \[1\], not \[32\]", id="wrong shape"
+    ),
+    pytest.param(
+        {"norm_before_fc": True, "fc_norm": True}, None, ModelError, "input_norm and fc_norm", id="both norms"
+    ),
     pytest.param(
         {"config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}},
         None,
@@ -244,11 +301,29 @@ REFUSALS: list[Any] = [
         id="more ids",
     ),
     pytest.param(
-        {"config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}}, None, ModelError, "names a layer twice", id="same ids"
+        {"config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}},
+        None,
+        ModelError,
+        "names a layer twice",
+        id="same ids",
     ),
-    pytest.param({"config": {"eagle_aux_hidden_state_layer_ids": "1,2"}}, None, ModelError, "no list of layers", id="no list"),
-    pytest.param({"config": {"head_dim": 7}}, None, ModelError, "32 and 16, which are no heads of 7", id="head_dim"),
-    pytest.param({"config": {"rope_is_neox_style": False}}, None, UnsupportedModel, "interleaved RoPE", id="interleaved"),
+    pytest.param(
+        {"config": {"eagle_aux_hidden_state_layer_ids": "1,2"}},
+        None,
+        ModelError,
+        "no list of layers",
+        id="no list",
+    ),
+    pytest.param(
+        {"config": {"head_dim": 7}}, None, ModelError, "32 and 16, which are no heads of 7", id="head_dim"
+    ),
+    pytest.param(
+        {"config": {"rope_is_neox_style": False}},
+        None,
+        UnsupportedModel,
+        "interleaved RoPE",
+        id="interleaved",
+    ),
     pytest.param(
         {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
         None,
@@ -256,13 +331,27 @@ REFUSALS: list[Any] = [
         "rope_type 'dynamic' is not carried",
         id="moving rope",
     ),
-    pytest.param({"config": {"rope_scaling": {"rope_type": "yarn"}}}, None, ModelError, "without its factor", id="no factor"),
-    pytest.param({"config": {"rope_theta": "much"}}, None, ModelError, "not to be read .*'much'", id="no number"),
+    pytest.param(
+        {"config": {"rope_scaling": {"rope_type": "yarn"}}},
+        None,
+        ModelError,
+        "without its factor",
+        id="no factor",
+    ),
+    pytest.param(
+        {"config": {"rope_theta": "much"}}, None, ModelError, "not to be read .*'much'", id="no number"
+    ),
     pytest.param({"config": {"architectures": 5}}, None, ModelError, "not to be read", id="architectures"),
     pytest.param({"config": {"rms_norm_eps": [1]}}, None, ModelError, "not to be read", id="eps"),
-    pytest.param({"config": {"layer_types": ["chunked"]}}, None, UnsupportedModel, "layer_types", id="layer types"),
     pytest.param(
-        {"windows": 5, "config": {"sliding_window": None}}, None, ModelError, "ask for a sliding_window", id="no window"
+        {"config": {"layer_types": ["chunked"]}}, None, UnsupportedModel, "layer_types", id="layer types"
+    ),
+    pytest.param(
+        {"windows": 5, "config": {"sliding_window": None}},
+        None,
+        ModelError,
+        "ask for a sliding_window",
+        id="no window",
     ),
 ]
 
@@ -295,8 +384,15 @@ def test_offsets_are_read_without_torch(tmp_path: Path) -> None:
 
 def test_an_embedding_that_is_the_head_too(tmp_path: Path) -> None:
     folder = write_eagle3(
-        tmp_path / "head", TARGET, lm_head=False, own_embed=True, hidden=16, config={"tie_word_embeddings": True}
+        tmp_path / "head",
+        TARGET,
+        lm_head=False,
+        own_embed=True,
+        hidden=16,
+        config={"tie_word_embeddings": True},
     )
-    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"tie_word_embeddings": false', '"x": 0'))
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"tie_word_embeddings": false', '"x": 0')
+    )
     tensors = read(folder)
     assert torch.equal(tensors["lm_head.weight"], tensors["embed_tokens.weight"])

@@ -1,4 +1,6 @@
-"""EAGLE-3 heads of every dialect change no token, and their rows are those of the formula, whatever happens to their pages."""
+"""EAGLE-3 heads of every dialect change no token, and their rows are those of the formula, whatever happens
+to their pages.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from speculon.models import eagle
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
 from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, write_eagle3
-from tests.tiny.heads import CONTEXT, Texts, Watch, deep_model, deep_target, folder_of, head_of, watch_heads, wrong_rows
+from tests.tiny.heads import (
+    CONTEXT,
+    Texts,
+    Watch,
+    deep_model,
+    deep_target,
+    folder_of,
+    head_of,
+    watch_heads,
+    wrong_rows,
+)
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
@@ -63,13 +75,19 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
     requests = []
     for i, length in enumerate((5, 31, 1, 17, 8, 24)):
         prompt = common + [chance.randrange(3, 96) for _ in range(length)]
-        params = SamplingParams(max_tokens=40 - 3 * i, seed=50 + i // 2, ignore_eos=True, **MODES[mode][i % 2])
+        params = SamplingParams(
+            max_tokens=40 - 3 * i, seed=50 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
+        )
         requests.append(Request(prompt, params, OFF, f"q{i}"))
     return tuple(requests)
 
 
 def write(
-    requests: tuple[Request, ...], speculation: dict[str, Any], asked: dict[str, Any], device: str = "cpu", **settings: Any
+    requests: tuple[Request, ...],
+    speculation: dict[str, Any],
+    asked: dict[str, Any],
+    device: str = "cpu",
+    **settings: Any,
 ) -> dict[Key, Result]:
     engine = make_engine(deep_target(device), speculation=speculation, **settings)
     for request in requests:
@@ -149,9 +167,13 @@ def test_alone_every_length_is_accepted(k: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["solo", "adaptive", "goodput", "shadow"])
 def test_switched_off_and_on_it_goes_on_where_it_was(policy: str, tmp_path: Path) -> None:
-    """Under `solo` the long text is drafted for alone, rests while others are beside it, and is drafted for again."""
+    """Under `solo` the long text is drafted for alone, rests while others are beside it, and is drafted for
+    again.
+    """
     head = write_eagle3(tmp_path, deep_model().config)
-    long = Request(crowd("greedy")[1].prompt, SamplingParams(max_tokens=120, ignore_eos=True, **GREEDY), OFF, "long")
+    long = Request(
+        crowd("greedy")[1].prompt, SamplingParams(max_tokens=120, ignore_eos=True, **GREEDY), OFF, "long"
+    )
     alone = texts_of(write((long,), {}, OFF))
     watch = watch_heads({**plain("greedy"), **alone})
     engine = make_engine(deep_target(), speculation=folder_of(head))
@@ -258,8 +280,13 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
 
 
 def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
-    true, wrong = {"taps": (0, 2, 3), "norm_before_residual": True}, {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
-    head = write_eagle3(tmp_path, deep_model().config, config={**wrong, "norm_before_residual": False}, **true)
+    true, wrong = (
+        {"taps": (0, 2, 3), "norm_before_residual": True},
+        {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    )
+    head = write_eagle3(
+        tmp_path, deep_model().config, config={**wrong, "norm_before_residual": False}, **true
+    )
     for options, right in (({}, False), ({"taps": [0, 2, 3], "norm_before_residual": True}, True)):
         watch = watch_heads(plain("greedy"))
         results = write(crowd("greedy"), {**folder_of(head), "options": options}, ask(3))

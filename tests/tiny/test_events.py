@@ -1,4 +1,6 @@
-"""The record of real rounds adds up with what the engine counts, whatever happens in between; and it changes no text."""
+"""The record of real rounds adds up with what the engine counts, whatever happens in between; and it changes
+no text.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.tiny.test_parity import assert_same, crowd, mixed, plain
 Faults = dict[int, str]  # step -> which request is aborted
 
 
-def record(path: Path, mode: str = "sampled", faults: Faults | None = None, **settings: Any) -> tuple[Engine, dict[Key, Result]]:
+def record(
+    path: Path, mode: str = "sampled", faults: Faults | None = None, **settings: Any
+) -> tuple[Engine, dict[Key, Result]]:
     script(plain(mode))
     engine = make_engine(tiny_target("llama"), events=path, **settings)
     for asked in mixed(crowd(mode), 4):
@@ -47,7 +51,8 @@ def add_up(told: list[TextRound]) -> dict[str, Any]:
         "emitted": sum(one.tokens for one in told),
         "rounds": len(drafted),
         "accepted": sum(one.accepted for one in drafted),
-        "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in told),  # a call that failed made no draft
+        # a call that failed made no draft
+        "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in told),
         "drafted_from": sources,
         "kinds": Counter(one.kind for one in drafted),
         "reasons": Counter(one.reason for one in told if one.reason),
@@ -76,11 +81,16 @@ def disagreements(recording: Recording, engine: Engine, results: dict[Key, Resul
         if ends != [f.reason for f in [results[key].finish] if f and f.reason != "abort"]:
             found.append(f"{key} finish")
     whole = add_up([told for of in by_text.values() for told in of])
-    found += [f"all {name}" for name, value in whole.items() if value != getattr(engine.counters.totals, name)]
+    found += [
+        f"all {name}" for name, value in whole.items() if value != getattr(engine.counters.totals, name)
+    ]
     rounds = recording.rounds
     if len(rounds) != engine.counters.steps or sum(round_.rows for round_ in rounds) != engine.counters.rows:
         found.append("steps and rows")
-    if abs(sum(sum(round_.ms.values()) for round_ in rounds) - engine.counters.step_ms) > 0.1 * engine.counters.step_ms:
+    if (
+        abs(sum(sum(round_.ms.values()) for round_ in rounds) - engine.counters.step_ms)
+        > 0.1 * engine.counters.step_ms
+    ):
         found.append("time")
     return found
 
@@ -95,15 +105,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("faults", [{}, {2: "q0", 5: "q3", 9: "q7"}], ids=["calm", "aborts"])
-def test_the_record_adds_up_with_the_accounts(tmp_path: Path, settings: dict[str, Any], faults: Faults) -> None:
+def test_the_record_adds_up_with_the_accounts(
+    tmp_path: Path, settings: dict[str, Any], faults: Faults
+) -> None:
     engine, results = record(tmp_path / "e.jsonl", faults=faults, **settings)
     recording = read(tmp_path / "e.jsonl")
     assert not disagreements(recording, engine, results)
     assert engine.counters.totals.rounds and recording.header.pages == engine.pool.num_blocks
     for round_ in recording.rounds:
-        assert round_.prompt_rows + sum(1 + told.drafted for told in round_.texts if not told.prompt) == round_.rows
+        assert (
+            round_.prompt_rows + sum(1 + told.drafted for told in round_.texts if not told.prompt)
+            == round_.rows
+        )
         for told in round_.texts:
-            assert told.drafted <= (told.asked[-1].found if told.asked else 0) and told.accepted <= told.drafted
+            assert (
+                told.drafted <= (told.asked[-1].found if told.asked else 0) and told.accepted <= told.drafted
+            )
             assert all(asked.found <= asked.k for asked in told.asked)
 
 
@@ -111,23 +128,36 @@ LIES = [
     pytest.param(lambda rounds: rounds[:-1], "steps and rows", id="a line is missing"),
     pytest.param(lambda rounds: [*rounds, rounds[-1]], "steps and rows", id="a line twice"),
     pytest.param(lambda rounds: [without_reasons(r) for r in rounds], "all reasons", id="no reasons"),
-    pytest.param(lambda rounds: [r.model_copy(update={"texts": without("stop", r)}) for r in rounds], "all stops", id="no stops"),
     pytest.param(
-        lambda rounds: [r.model_copy(update={"texts": without("match", r)}) for r in rounds], "all matches", id="no matches"
+        lambda rounds: [r.model_copy(update={"texts": without("stop", r)}) for r in rounds],
+        "all stops",
+        id="no stops",
     ),
     pytest.param(
-        lambda rounds: [r.model_copy(update={"texts": r.texts[::2]}) for r in rounds], "all emitted", id="texts left out"
+        lambda rounds: [r.model_copy(update={"texts": without("match", r)}) for r in rounds],
+        "all matches",
+        id="no matches",
+    ),
+    pytest.param(
+        lambda rounds: [r.model_copy(update={"texts": r.texts[::2]}) for r in rounds],
+        "all emitted",
+        id="texts left out",
     ),
 ]
 
 
 def without_reasons(round_: Any) -> Any:
-    return round_.model_copy(update={"texts": tuple(t.model_copy(update={"reason": None}) for t in round_.texts)})
+    return round_.model_copy(
+        update={"texts": tuple(t.model_copy(update={"reason": None}) for t in round_.texts)}
+    )
 
 
 def without(name: str, round_: Any) -> tuple[Any, ...]:
     """Its sequences, whose proposals lack this field."""
-    asked = [tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked) for t in round_.texts]
+    asked = [
+        tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked)
+        for t in round_.texts
+    ]
     return tuple(t.model_copy(update={"asked": a}) for t, a in zip(round_.texts, asked, strict=True))
 
 
@@ -139,9 +169,16 @@ def test_a_record_that_does_not_add_up_is_found_out(tmp_path: Path, lie: Any, fo
     assert found in disagreements(recording, engine, results)
 
 
-def test_a_drafter_that_fails_and_steps_that_fail_are_told_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails_and_steps_that_fail_are_told_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proposer = script(plain("sampled"))
-    engine, results, calls, steps = make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl"), dict[Key, Result](), 0, 0
+    engine, results, calls, steps = (
+        make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl"),
+        dict[Key, Result](),
+        0,
+        0,
+    )
     draft, forward = proposer._draft, engine.target.forward
 
     def fail_once(seq: Sequence, k: int) -> Any:
@@ -182,7 +219,9 @@ def test_a_record_changes_no_text(tmp_path: Path, mode: str) -> None:
     assert_same(crowd(mode), results, plain(mode))
 
 
-def test_what_was_proposed_and_what_was_kept_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_proposed_and_what_was_kept_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script({}, lambda position: True)
     engine = make_engine(tiny_target("llama"), events=tmp_path / "e.jsonl")
     monkeypatch.setattr(engine.policy, "trim", lambda seq, method, draft: draft.cut(1))

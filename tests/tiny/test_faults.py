@@ -36,7 +36,9 @@ def step_into(engine: Engine, results: dict[Key, Result]) -> None:
 
 
 @pytest.mark.parametrize("moment", [0, 1, 2, 5, 12])
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40}, {"max_num_seqs": 3, "max_batch_tokens": 9}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 40}, {"max_num_seqs": 3, "max_batch_tokens": 9}], ids=str
+)
 def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str, Any], moment: int) -> None:
     truth = plain("sampled")
     engine, results = crowded_engine("sampled", **settings), {}
@@ -64,8 +66,12 @@ def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str,
 @pytest.mark.parametrize("moment", range(4))
 def test_an_abort_ends_every_sample(moment: int) -> None:
     engine = make_engine(tiny_target("llama"), max_batch_tokens=16)
-    engine.add_request(list(range(20, 44)), SamplingParams(n=4, max_tokens=9, seed=1, ignore_eos=True), request_id="many")
-    engine.add_request(list(range(20, 44)), SamplingParams(max_tokens=9, seed=1, ignore_eos=True), request_id="other")
+    engine.add_request(
+        list(range(20, 44)), SamplingParams(n=4, max_tokens=9, seed=1, ignore_eos=True), request_id="many"
+    )
+    engine.add_request(
+        list(range(20, 44)), SamplingParams(max_tokens=9, seed=1, ignore_eos=True), request_id="other"
+    )
     for _ in range(moment):
         engine.step()
     assert sorted(event.sample for event in engine.abort("many")) == [0, 1, 2, 3]
@@ -86,7 +92,12 @@ def test_proposers_forget_what_has_ended() -> None:
     engine.abort("q1")
     drain(engine)
     assert not proposer.known
-    assert not engine._requests and not engine.scheduler._siblings and not engine.pool._sealed and not engine.pool._claims
+    assert (
+        not engine._requests
+        and not engine.scheduler._siblings
+        and not engine.pool._sealed
+        and not engine.pool._claims
+    )
 
 
 # errors in the middle of a step
@@ -95,12 +106,19 @@ def test_proposers_forget_what_has_ended() -> None:
 def state_of(engine: Engine) -> Any:
     running, waiting = engine.scheduler.running, engine.scheduler.waiting
     return {
-        seq.request_id: (list(seq.tokens), seq.committed if seq in running else 0, seq.stats.emitted, seq.stats.rounds)
+        seq.request_id: (
+            list(seq.tokens),
+            seq.committed if seq in running else 0,
+            seq.stats.emitted,
+            seq.stats.rounds,
+        )
         for seq in [*running, *waiting]
     }
 
 
-def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Only a step that has drafts gets there."""
     truth = plain("sampled")
     engine, results, failed = crowded_engine("sampled"), {}, 0
@@ -121,7 +139,9 @@ def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(monke
         try:
             step_into(engine, results)
         except MemoryError:
-            assert {name: tokens for name, (tokens, *_) in state_of(engine).items()} == {n: t for n, (t, *_) in before.items()}
+            assert {name: tokens for name, (tokens, *_) in state_of(engine).items()} == {
+                n: t for n, (t, *_) in before.items()
+            }
             engine.check_integrity()
     assert failed > 34
     assert {key: r.tokens for key, r in results.items()} == truth
@@ -142,7 +162,9 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
     monkeypatch.setattr(*where[place], fail)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 40, "max_batch_tokens": 20}], ids=["roomy", "few pages"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 40, "max_batch_tokens": 20}], ids=["roomy", "few pages"]
+)
 @pytest.mark.parametrize("place", ["decide", "pack", "view", "forward", "verify", "cut"])
 def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str, Any]) -> None:
     truth = plain("sampled")
@@ -160,7 +182,8 @@ def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str
             assert after.keys() == before.keys()
             for name, (tokens, committed, *counts) in after.items():
                 assert [tokens, *counts] == [before[name][0], *before[name][2:]]
-                assert committed == before[name][1] or before[name][1] == 0 or committed == 0  # started, or gave way
+                # started, or gave way
+                assert committed == before[name][1] or before[name][1] == 0 or committed == 0
             engine.check_integrity()
         step_into(engine, results)
     assert {key: r.tokens for key, r in results.items()} == truth
@@ -198,36 +221,72 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
     ("change", "error", "said"),
     [
         pytest.param({"prompt": []}, EmptyPrompt, "no tokens", id="empty"),
-        pytest.param({"prompt": [96]}, InvalidParameter, "prompt = 96: token ids go from 0 to 95", id="unknown token"),
+        pytest.param(
+            {"prompt": [96]}, InvalidParameter, "prompt = 96: token ids go from 0 to 95", id="unknown token"
+        ),
         pytest.param({"prompt": [-1]}, InvalidParameter, "prompt = -1", id="negative token"),
-        pytest.param({"prompt": [5] * (CONTEXT + 1)}, TooLong, "prompt 129 > context 128", id="beyond the context"),
-        pytest.param({"max_tokens": CONTEXT}, TooLong, "prompt 3 .* max_tokens 128 > context 128", id="answer too long"),
+        pytest.param(
+            {"prompt": [5] * (CONTEXT + 1)}, TooLong, "prompt 129 > context 128", id="beyond the context"
+        ),
+        pytest.param(
+            {"max_tokens": CONTEXT}, TooLong, "prompt 3 .* max_tokens 128 > context 128", id="answer too long"
+        ),
         pytest.param({"max_tokens": 10**30}, TooLong, "max_tokens 1000000", id="absurdly long"),
-        pytest.param({"max_tokens": 90}, NeverFits, "93 tokens need 24 KV pages of 4, the pool owns 20", id="no pages"),
-        pytest.param({"logit_bias": {96: 1.0}}, InvalidParameter, "logit_bias = 96: token ids go from 0 to 95", id="bias"),
+        pytest.param(
+            {"max_tokens": 90}, NeverFits, "93 tokens need 24 KV pages of 4, the pool owns 20", id="no pages"
+        ),
+        pytest.param(
+            {"logit_bias": {96: 1.0}},
+            InvalidParameter,
+            "logit_bias = 96: token ids go from 0 to 95",
+            id="bias",
+        ),
         pytest.param({"logit_bias": {5: float("nan")}}, InvalidParameter, "logit_bias", id="bias nan"),
         pytest.param({"stop_token_ids": (-3,)}, InvalidParameter, "stop_token_ids = -3", id="stop id"),
-        pytest.param({"logprobs": 97}, InvalidParameter, "logprobs = 97: the vocabulary has 96", id="logprobs"),
+        pytest.param(
+            {"logprobs": 97}, InvalidParameter, "logprobs = 97: the vocabulary has 96", id="logprobs"
+        ),
         pytest.param({"prompt_logprobs": 97}, InvalidParameter, "prompt_logprobs = 97", id="prompt logprobs"),
-        pytest.param({"stop": ("x",) * 10_000}, InvalidParameter, "stop = .*: .*64", id="10,000 stop strings"),
+        pytest.param(
+            {"stop": ("x",) * 10_000}, InvalidParameter, "stop = .*: .*64", id="10,000 stop strings"
+        ),
         pytest.param({"stop": ("",)}, InvalidParameter, "stop", id="empty stop"),
-        pytest.param({"temperature": -0.1}, InvalidParameter, "temperature = -0.1: .*equal to 0", id="temperature"),
+        pytest.param(
+            {"temperature": -0.1}, InvalidParameter, "temperature = -0.1: .*equal to 0", id="temperature"
+        ),
         pytest.param({"top_p": 0.0}, InvalidParameter, r"top_p = 0.0: .*greater than 0", id="top_p 0"),
-        pytest.param({"top_p": 1.01}, InvalidParameter, r"top_p = 1.01: .*less than or equal to 1", id="top_p above 1"),
-        pytest.param({"speculation": {"method": "eagle9"}}, UnknownMethod, "method = 'eagle9': known are", id="method"),
-        pytest.param({"speculation": {"num_speculative_tokens": 65}}, InvalidParameter, "= 65: .* 64", id="too many drafts"),
-        pytest.param({"speculation": {"tokens": 3}}, InvalidParameter, "tokens = 3: unknown field", id="unknown field"),
-        pytest.param({"request_id": "taken"}, InvalidParameter, "request_id = 'taken': is in use", id="id in use"),
+        pytest.param(
+            {"top_p": 1.01}, InvalidParameter, r"top_p = 1.01: .*less than or equal to 1", id="top_p above 1"
+        ),
+        pytest.param(
+            {"speculation": {"method": "eagle9"}}, UnknownMethod, "method = 'eagle9': known are", id="method"
+        ),
+        pytest.param(
+            {"speculation": {"num_speculative_tokens": 65}},
+            InvalidParameter,
+            "= 65: .* 64",
+            id="too many drafts",
+        ),
+        pytest.param(
+            {"speculation": {"tokens": 3}}, InvalidParameter, "tokens = 3: unknown field", id="unknown field"
+        ),
+        pytest.param(
+            {"request_id": "taken"}, InvalidParameter, "request_id = 'taken': is in use", id="id in use"
+        ),
     ],
 )
-def test_bad_input_is_refused_by_name_and_starts_nothing(change: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_bad_input_is_refused_by_name_and_starts_nothing(
+    change: dict[str, Any], error: type[Exception], said: str
+) -> None:
     engine = make_engine(tiny_target("llama"), num_blocks=20)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0), request_id="taken")
     call: dict[str, Any] = {"prompt": [5, 6, 7], "speculation": None, "request_id": "new"}
     settings = {"max_tokens": 4, "temperature": 0} | {k: v for k, v in change.items() if k not in call}
     with pytest.raises(error, match=said):
         call |= {k: v for k, v in change.items() if k in call}
-        engine.add_request(call["prompt"], SamplingParams(**settings), call["speculation"], call["request_id"])
+        engine.add_request(
+            call["prompt"], SamplingParams(**settings), call["speculation"], call["request_id"]
+        )
     assert issubclass(error, InvalidRequest) and issubclass(error, ValueError)
     assert engine.counters.requests == 1 and list(engine._requests) == ["taken"]
     assert list(drain(engine)) == [("taken", 0)]
@@ -242,5 +301,7 @@ def test_a_request_without_a_name_is_never_refused_for_the_name_it_is_given() ->
 
 @pytest.mark.parametrize("prompt", [1, 4, 127, 128])
 def test_a_prompt_may_fill_the_context(prompt: int) -> None:
-    result = run(tiny_target("llama"), [Request([7] * prompt, SamplingParams(temperature=0, ignore_eos=True))])["r", 0]
+    result = run(
+        tiny_target("llama"), [Request([7] * prompt, SamplingParams(temperature=0, ignore_eos=True))]
+    )["r", 0]
     assert len(result.tokens) == CONTEXT - prompt and result.finish and result.finish.reason == "length"

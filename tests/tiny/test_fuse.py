@@ -24,7 +24,8 @@ from speculon.models.race import race
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
-WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "smollm3"}  # one loop, none of their own code
+# one loop, none of their own code
+WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "smollm3"}
 LAYERS = {"gemma2", "gemma3"}  # fused layers in the stock model's loop
 
 
@@ -36,7 +37,9 @@ class Stock(nn.Module):
         self.weight, self.plus, self.variance_epsilon = nn.Parameter(torch.rand(width) + 0.5), plus, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * (self.plus + self.weight)
+        return (
+            x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * (self.plus + self.weight)
+        )
 
 
 class TinyRMSNorm(Stock):
@@ -50,7 +53,9 @@ def test_a_norm_is_found_with_its_weight_as_it_is_and_with_one_added(plus: float
 
 
 @pytest.mark.parametrize(
-    "planted", [{"plus": 1.0}, {"plus": 1e-3}, {"eps": 1e-3}], ids=["1 + w", "a small shift", "another epsilon"]
+    "planted",
+    [{"plus": 1.0}, {"plus": 1e-3}, {"eps": 1e-3}],
+    ids=["1 + w", "a small shift", "another epsilon"],
 )
 def test_a_planted_difference_of_a_norm_is_seen(planted: dict[str, float]) -> None:
     stock = TinyRMSNorm(**planted)
@@ -80,14 +85,22 @@ def test_joined_layers_give_what_each_gives(
         assert beside.parts[0].weight.data_ptr() == stock[0].weight.data_ptr()
         alone = joined(stock[:1], share=False)
         if isinstance(alone, Linear):
-            assert alone.weight.data_ptr() != stock[0].weight.data_ptr(), "what that lies in may be a mapped file"
+            assert alone.weight.data_ptr() != stock[0].weight.data_ptr(), (
+                "what that lies in may be a mapped file"
+            )
         for found in (beside(x), one(x)):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 2**-7)
+            torch.testing.assert_close(
+                found, expected, rtol=0, atol=1e-5 if dtype is torch.float32 else 2**-7
+            )
 
 
 @pytest.mark.parametrize("times, layout", [([2.0, 1.0], packed), ([1.0, 2.0], Linear)])
-def test_the_layout_is_the_one_that_was_faster(times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "race", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)])
+def test_the_layout_is_the_one_that_was_faster(
+    times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        linear, "race", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
+    )
     if not packable(torch.float32, torch.device("cpu")):
         pytest.skip("nothing is packed here")
     assert linear.fastest.__wrapped__(torch.float32, 1) is layout
@@ -187,7 +200,9 @@ PLANTED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_wrong_block_is_given_back(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_block_is_given_back(
+    planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
     target = fused("qwen2", dtype)  # the one with biases
     assert target.fusion is not None and target.fusion.blocks == 0 and not target.fusion.one_loop
@@ -202,11 +217,21 @@ def test_a_layer_that_does_more_than_its_parts_is_left(monkeypatch: pytest.Monke
 
 def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
     fusion = wrap_model(build("granite", embedding_multiplier=3.0)).fusion
-    assert fusion is not None and fusion.blocks == 2 and not fusion.one_loop and "does more than its layers" in str(fusion)
+    assert (
+        fusion is not None
+        and fusion.blocks == 2
+        and not fusion.one_loop
+        and "does more than its layers" in str(fusion)
+    )
 
 
 def test_a_layer_that_differs_far_from_the_beginning_is_left() -> None:
-    scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 64}
+    scaled = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 64,
+    }
     model = build("ministral3", rope_parameters=scaled)  # whose queries grow from position 64 on
     fusion = wrap_model(model).fusion
     assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
@@ -220,7 +245,9 @@ def test_a_layer_that_is_watched_is_left() -> None:
     assert target.fusion.refused["LlamaDecoderLayer has hooks"] == 1 and seen
 
 
-@pytest.mark.parametrize("place", ["", "model", "model.norm", "model.layers.1", "model.layers.1.input_layernorm", "lm_head"])
+@pytest.mark.parametrize(
+    "place", ["", "model", "model.norm", "model.layers.1", "model.layers.1.input_layernorm", "lm_head"]
+)
 def test_whoever_watches_a_module_goes_on_seeing(place: str) -> None:
     model, seen = build("llama"), []
     model.get_submodule(place).register_forward_hook(lambda module, args, out: seen.append(place))
@@ -249,7 +276,8 @@ def test_without_packed_products_the_module_still_loads(monkeypatch: pytest.Monk
 
 def test_layers_that_no_text_runs_through_are_not_tried() -> None:
     model = build("llama")
-    model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})  # for images, say: numbered alike
+    # for images, say: numbered alike
+    model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})
     fusion = wrap_model(model).fusion
     assert fusion is not None and str(fusion) == "2 of 2 layers, one loop"
 
@@ -260,9 +288,15 @@ def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(fusing, "block_of", odd)
     fusion = fused("llama").fusion
-    assert fusion is not None and fusion.refused["LlamaDecoderLayer is built in another way (AttributeError)"] == 2
+    assert (
+        fusion is not None
+        and fusion.refused["LlamaDecoderLayer is built in another way (AttributeError)"] == 2
+    )
 
 
 def test_without_fusing_nothing_is_touched() -> None:
     target = fused("llama", fused=False)
-    assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {"LlamaDecoderLayer", "LlamaRMSNorm"}
+    assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {
+        "LlamaDecoderLayer",
+        "LlamaRMSNorm",
+    }

@@ -33,7 +33,9 @@ def test_what_is_not_work_is_a_gap() -> None:
 def test_a_forward_is_timed_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     target, seen = tiny_target("qwen3"), []
     forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda batch, view: seen.append(batch.input_ids.shape[1]) or forward(batch, view))
+    monkeypatch.setattr(
+        target, "forward", lambda batch, view: seen.append(batch.input_ids.shape[1]) or forward(batch, view)
+    )
     one = forward_of(target, texts=3, rows=5)
     assert one.ms > 0 and seen == [15] * (2 * WARM + FORWARDS)
 

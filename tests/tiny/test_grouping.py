@@ -22,9 +22,13 @@ def spans(*sizes: tuple[int, int]) -> list[SpanView]:
     return found
 
 
-def grouped(*sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN, entry: int = 0) -> list[list[int]]:
+def grouped(
+    *sizes: tuple[int, int], window: int | None = None, token_bytes: int = TOKEN, entry: int = 0
+) -> list[list[int]]:
     """The first row of each span, by bucket."""
-    return [[span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU, entry)]
+    return [
+        [span.first for span in bucket] for bucket in buckets(spans(*sizes), window, token_bytes, CPU, entry)
+    ]
 
 
 def test_sequences_of_like_length_share_a_call() -> None:

@@ -72,7 +72,9 @@ class Knowing:
         if self.says:
             return self.says(seq, ahead, k)
         at = seq.num_output + len(ahead)
-        said = [t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request_id, seq.sample][at : at + k]]
+        said = [
+            t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request_id, seq.sample][at : at + k]
+        ]
         return Draft(tuple(said), ("knowing",) * len(said))
 
 
@@ -82,7 +84,9 @@ def joining(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Ru
     registry.register("brief", lambda config, target: brief)
     registry.register("knowing", lambda config, target: knowing)
     engine = make_engine(tiny_target(LLAMA), **settings)
-    engine.proposers.chain = lambda name: ("brief", "knowing") if name == "auto" else () if name == "off" else (name,)  # type: ignore[method-assign]
+    engine.proposers.chain = lambda name: (
+        ("brief", "knowing") if name == "auto" else () if name == "off" else (name,)
+    )  # type: ignore[method-assign]
     return engine, watched(engine)
 
 
@@ -91,7 +95,9 @@ def watched(engine: Engine) -> Runs:
     ask = engine.ask_target
 
     def asked(spans: Any, *args: Any) -> Any:
-        runs.extend([(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens)
+        runs.extend(
+            [(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens
+        )
         return ask(spans, *args)
 
     engine.ask_target = asked  # type: ignore[method-assign]
@@ -112,15 +118,21 @@ def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_joined_drafts_of_every_accepted_length_give_the_plain_text(mode: str, setting: str, policy: str) -> None:
+def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
+    mode: str, setting: str, policy: str
+) -> None:
     engine, runs = joining(plain(mode), **SETTINGS[setting])
     results = write(engine, mode, policy=policy)
     assert_same(crowd(mode), results, plain(mode))
     if policy == "fixed":
-        assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {(("brief", HEAD), ("knowing", K - HEAD))}
+        assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {
+            (("brief", HEAD), ("knowing", K - HEAD))
+        }
         assert sum(r.stats.accepted_from["knowing"] for r in results.values()) > 50
         assert sum(r.stats.rounds for r in results.values()) == len(runs)
-        assert sum(r.stats.drafted_from["knowing"] for r in results.values()) == sum(dict(run).get("knowing", 0) for run in runs)
+        assert sum(r.stats.drafted_from["knowing"] for r in results.values()) == sum(
+            dict(run).get("knowing", 0) for run in runs
+        )
     if policy == "shadow":
         assert not runs
 
@@ -175,7 +187,9 @@ def drawn(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
     return Draft((1,), ("knowing",), probs=torch.ones(1, 8))
 
 
-@pytest.mark.parametrize(("says", "failed"), [(beyond, True), (raising, True), (drawn, True), (too_much, False)])
+@pytest.mark.parametrize(
+    ("says", "failed"), [(beyond, True), (raising, True), (drawn, True), (too_much, False)]
+)
 def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
     engine, runs = joining(plain("greedy"), says)
     results = write(engine, "greedy")
@@ -209,7 +223,9 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
     doubting(doubt=0.0)
-    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.05})
+    engine = make_engine(
+        tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.05}
+    )
     runs, seen = watched(engine), []
     ask = engine.ask_target
 

@@ -59,7 +59,14 @@ def test_the_result_says_what_speculation_did(llm: LLM):
     assert stats.drafted == stats.accepted + stats.rejected
     assert stats.emitted == 60 == len(out.token_ids)
     assert stats.tokens_per_target_call == pytest.approx(60 / stats.target_calls)
-    assert set(stats.to_dict()) >= {"draft_calls", "verified_positions", "per_position", "by_source", "span_kinds", "saved_ms"}
+    assert set(stats.to_dict()) >= {
+        "draft_calls",
+        "verified_positions",
+        "per_position",
+        "by_source",
+        "span_kinds",
+        "saved_ms",
+    }
 
 
 def test_n_samples_differ_from_each_other_and_repeat_with_their_seed(llm: LLM):
@@ -129,20 +136,47 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
         pytest.param("x" * 5000, GREEDY, None, TooLong, "> context 512", id="beyond the context"),
         pytest.param([PROMPT, ""], GREEDY, None, EmptyPrompt, "no tokens", id="one of two"),
         pytest.param(
-            PROMPT, GREEDY, {"method": "magic"}, UnknownMethod, "'magic': known are off, auto, draft_model", id="method"
+            PROMPT,
+            GREEDY,
+            {"method": "magic"},
+            UnknownMethod,
+            "'magic': known are off, auto, draft_model",
+            id="method",
         ),
-        pytest.param(PROMPT, GREEDY, {"num_speculative_tokens": 65}, InvalidParameter, "less than or equal to 64", id="K"),
-        pytest.param(PROMPT, GREEDY, {"kay": 3}, InvalidParameter, "kay = 3: unknown field", id="unknown field"),
-        pytest.param([PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"),
+        pytest.param(
+            PROMPT,
+            GREEDY,
+            {"num_speculative_tokens": 65},
+            InvalidParameter,
+            "less than or equal to 64",
+            id="K",
+        ),
+        pytest.param(
+            PROMPT, GREEDY, {"kay": 3}, InvalidParameter, "kay = 3: unknown field", id="unknown field"
+        ),
+        pytest.param(
+            [PROMPT], [GREEDY, GREEDY], None, InvalidRequest, "2 given for 1 prompts", id="params per prompt"
+        ),
         pytest.param("a\ud800b", GREEDY, None, InvalidParameter, "surrogate", id="no text"),
         pytest.param([[1, "2"]], GREEDY, None, InvalidParameter, "token ids", id="mixed ids"),
-        pytest.param([[True, 2.5]], GREEDY, None, InvalidParameter, "token ids", id="numbers that are no ids"),
+        pytest.param(
+            [[True, 2.5]], GREEDY, None, InvalidParameter, "token ids", id="numbers that are no ids"
+        ),
         pytest.param(None, GREEDY, None, InvalidParameter, "prompts = None", id="no prompts"),
         pytest.param([None], GREEDY, None, InvalidParameter, "prompt = None", id="no prompt"),
         pytest.param(b"abc", GREEDY, None, InvalidParameter, "prompts = b'abc'", id="bytes"),
-        pytest.param(PROMPT, {"temperature": 0}, None, InvalidParameter, "takes SamplingParams", id="params as a dict"),
+        pytest.param(
+            PROMPT, {"temperature": 0}, None, InvalidParameter, "takes SamplingParams", id="params as a dict"
+        ),
         pytest.param([PROMPT], [], None, InvalidRequest, "0 given for 1 prompts", id="no params"),
-        pytest.param(PROMPT, GREEDY, "ngram", InvalidParameter, "speculation = 'ngram': takes", id="a method for a wish"),
+        pytest.param(
+            PROMPT,
+            GREEDY,
+            "ngram",
+            InvalidParameter,
+            "speculation = 'ngram': takes",
+            id="a method for a wish",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
@@ -160,11 +194,23 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
     [
         pytest.param({"blok_size": 4}, "blok_size", id="unknown key"),
         pytest.param({"max_context": 1}, "max_context = 1", id="range"),
-        pytest.param({"speculation": {"prompt_lookup_min": 9}}, "prompt_lookup_min 9 > prompt_lookup_max 5", id="nested"),
+        pytest.param(
+            {"speculation": {"prompt_lookup_min": 9}},
+            "prompt_lookup_min 9 > prompt_lookup_max 5",
+            id="nested",
+        ),
         pytest.param({"kv_memory_gb": 1e-7}, "hold no page", id="no page"),
-        pytest.param({"num_blocks": 10**9}, "num_blocks = 1000000000: .* needs [0-9]+ bytes, [0-9]+ are free", id="memory"),
+        pytest.param(
+            {"num_blocks": 10**9},
+            "num_blocks = 1000000000: .* needs [0-9]+ bytes, [0-9]+ are free",
+            id="memory",
+        ),
         pytest.param({"device": "abacus"}, "device = 'abacus': known are auto, cpu", id="unknown device"),
-        pytest.param({"device": "cuda:99"}, "device = 'cuda:99': this machine has [0-9] of kind cuda", id="absent device"),
+        pytest.param(
+            {"device": "cuda:99"},
+            "device = 'cuda:99': this machine has [0-9] of kind cuda",
+            id="absent device",
+        ),
     ],
 )
 def test_wrong_settings_stop_the_start(folder: Path, settings: dict, said: str):
@@ -177,8 +223,12 @@ def test_an_unknown_method_stops_the_start(folder: Path):
         LLM(str(folder), speculation=SpeculationConfig(method="eagle9"))
 
 
-def test_environment_and_file_are_read_and_a_keyword_wins(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "speculon.toml").write_text("block_size = 8\nmax_num_seqs = 3\n[speculation]\nmethod = 'off'\n")
+def test_environment_and_file_are_read_and_a_keyword_wins(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "speculon.toml").write_text(
+        "block_size = 8\nmax_num_seqs = 3\n[speculation]\nmethod = 'off'\n"
+    )
     monkeypatch.setenv("SPECULON_CONFIG", str(tmp_path / "speculon.toml"))
     monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "4")
     llm = LLM(str(folder), num_blocks=50, rehearse=False)

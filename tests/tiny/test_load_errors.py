@@ -1,4 +1,6 @@
-"""A checkpoint that cannot be used is refused with a typed error that names path and reason; nothing is half loaded."""
+"""A checkpoint that cannot be used is refused with a typed error that names path and reason; nothing is half
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,12 @@ def as_pickle(folder: Path) -> None:
 def test_a_good_folder_loads(folder: Path) -> None:
     stages: list[str] = []
     target = load_target(folder, progress=stages.append)
-    assert (target.vocab_size, target.max_context, target.eos_ids, target.notes) == (VOCAB, CONTEXT, frozenset({2}), ())
+    assert (target.vocab_size, target.max_context, target.eos_ids, target.notes) == (
+        VOCAB,
+        CONTEXT,
+        frozenset({2}),
+        (),
+    )
     assert target.num_parameters == sum(p.numel() for p in tiny_model("llama").parameters())
     assert target.num_bytes == 4 * target.num_parameters
     assert len(stages) == 3
@@ -70,8 +77,18 @@ def test_a_good_folder_loads(folder: Path) -> None:
 
 def test_recognise_reads_the_headers(folder: Path) -> None:
     found = recognise(folder)
-    assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == ("LlamaForCausalLM", 2, 32, VOCAB)
-    assert (found.dtype, found.max_context, found.pickled, found.remote_code) == ("float32", CONTEXT, False, False)
+    assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == (
+        "LlamaForCausalLM",
+        2,
+        32,
+        VOCAB,
+    )
+    assert (found.dtype, found.max_context, found.pickled, found.remote_code) == (
+        "float32",
+        CONTEXT,
+        False,
+        False,
+    )
     assert found.num_parameters == sum(p.numel() for p in tiny_model("llama").parameters())
     assert found.num_bytes == (folder / WEIGHTS).stat().st_size
 
@@ -98,14 +115,30 @@ INDEX = f"{WEIGHTS}.index.json"
 BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     "gone": (shutil.rmtree, ModelNotFound, "no such folder"),
     "no config": (lambda f: (f / "config.json").unlink(), ModelNotFound, "no config.json"),
-    "config is not json": (lambda f: (f / "config.json").write_text("{"), ModelError, "config.json: not readable as JSON"),
+    "config is not json": (
+        lambda f: (f / "config.json").write_text("{"),
+        ModelError,
+        "config.json: not readable as JSON",
+    ),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "not a JSON object"),
-    "config makes no sense": (lambda f: edit_config(f, num_attention_heads="four"), ModelError, "config.json"),
-    "unknown architecture": (lambda f: edit_config(f, model_type="nonsuch"), UnsupportedModel, "model_type 'nonsuch'"),
+    "config makes no sense": (
+        lambda f: edit_config(f, num_attention_heads="four"),
+        ModelError,
+        "config.json",
+    ),
+    "unknown architecture": (
+        lambda f: edit_config(f, model_type="nonsuch"),
+        UnsupportedModel,
+        "model_type 'nonsuch'",
+    ),
     "encoder-decoder": (lambda f: edit_config(f, model_type="t5"), UnsupportedModel, "encoder-decoder"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), MissingWeights, "no safetensors file"),
     "gguf": (lambda f: (f / WEIGHTS).rename(f / "model.gguf"), UnsupportedModel, "GGUF"),
-    "shards missing": (lambda f: (f / INDEX).write_text(json.dumps(SHARDS)), MissingWeights, "2 of 2 weight files are missing"),
+    "shards missing": (
+        lambda f: (f / INDEX).write_text(json.dumps(SHARDS)),
+        MissingWeights,
+        "2 of 2 weight files are missing",
+    ),
     "index is not json": (lambda f: (f / INDEX).write_text("["), CorruptWeights, "not readable as JSON"),
     "index leaves the folder": (
         lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../x.safetensors"}}'),
@@ -116,14 +149,22 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),
     "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header promises"),
     "one byte short": (lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1), CorruptWeights, "truncated"),
-    "header is noise": (lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"), CorruptWeights, "header is not JSON"),
+    "header is noise": (
+        lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"),
+        CorruptWeights,
+        "header is not JSON",
+    ),
     "header lies": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "makes no sense"),
     "tensor missing": (
         lambda f: edit_weights(f, lambda w: w.pop("model.norm.weight")),
         MissingWeights,
         "1 tensors are missing, first model.norm",
     ),
-    "head missing": (lambda f: edit_weights(f, lambda w: w.pop("lm_head.weight")), MissingWeights, "lm_head.weight"),
+    "head missing": (
+        lambda f: edit_weights(f, lambda w: w.pop("lm_head.weight")),
+        MissingWeights,
+        "lm_head.weight",
+    ),
     "wrong shape": (lambda f: edit_config(f, intermediate_size=64), CorruptWeights, "model"),
     "pickle": (as_pickle, UnsafeCheckpoint, "pytorch_model.bin: pickle weights"),
     "remote code": (

@@ -1,4 +1,6 @@
-"""Log-probabilities are those of the stock model: of accepted drafts, corrections and bonuses, and of the prompt's tokens."""
+"""Log-probabilities are those of the stock model: of accepted drafts, corrections and bonuses, and of the
+prompt's tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import crowd, drafting, plain
 
-SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "chunked": {"max_batch_tokens": 7}, "few pages": {"num_blocks": 40}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "chunked": {"max_batch_tokens": 7},
+    "few pages": {"num_blocks": 40},
+}
 EXACT = 2e-5
 
 
@@ -62,7 +68,9 @@ def test_logprobs_are_the_stock_models(mode: str, setting: str) -> None:
 
 
 def test_logprobs_of_the_wrong_row_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "token_logprobs", lambda x, *rest: sampling.token_logprobs(x.roll(1, 0), *rest))
+    monkeypatch.setattr(
+        verify, "token_logprobs", lambda x, *rest: sampling.token_logprobs(x.roll(1, 0), *rest)
+    )
     requests, results = results_with_logprobs("greedy", {})
     request = requests[0]
     stock = stock_logprobs(request.prompt + results[request.id, 0].tokens)[len(request.prompt) - 1 :]
@@ -80,7 +88,11 @@ def test_a_prompt_is_scored_whatever_its_length(length: int, max_tokens: int, bu
     first, second = results["r", 0], results["r", 1]
     assert len(first.tokens) == max_tokens and first.tokens == second.tokens
     assert first.finish and first.finish.reason == "length"
-    assert error(first.prompt_logprobs, prompt[1:], stock_logprobs(prompt), top=0) < EXACT if length > 1 else True
+    assert (
+        error(first.prompt_logprobs, prompt[1:], stock_logprobs(prompt), top=0) < EXACT
+        if length > 1
+        else True
+    )
     assert not second.prompt_logprobs  # they are the same for all samples
 
 
@@ -100,7 +112,9 @@ def test_a_prompt_that_gives_way_half_scored_is_scored_once() -> None:
     plainly = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for name in ("old", "older"):
         engine.add_request([40, 41, 42, 43], plainly, {"method": "off"}, name)
-    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1), {"method": "off"}, "scored")
+    engine.add_request(
+        prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1), {"method": "off"}, "scored"
+    )
     (seq,) = (seq for seq in engine.scheduler.waiting if seq.request_id == "scored")
     results: dict[Key, Result] = {}
     while not seq.stats.preemptions:

@@ -1,4 +1,6 @@
-"""Memory is promised before it is used: the policy's three answers at the last byte, and a promise that is kept."""
+"""Memory is promised before it is used: the policy's three answers at the last byte, and a promise that is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def start(folder: Path, **speculation: Any) -> LLM:
     return LLM(
-        str(folder), num_blocks=64, speculation={"policy": "fixed", "method": "draft_model", "draft": str(folder), **speculation}
+        str(folder),
+        num_blocks=64,
+        speculation={"policy": "fixed", "method": "draft_model", "draft": str(folder), **speculation},
     )
 
 
@@ -74,7 +78,9 @@ def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> Non
 
 
 def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
-    plain = LLM(str(folder), num_blocks=64, rehearse=False, speculation={"method": "off"}).generate(PROMPT, PARAMS)[0]
+    plain = LLM(str(folder), num_blocks=64, rehearse=False, speculation={"method": "off"}).generate(
+        PROMPT, PARAMS
+    )[0]
     start(folder)
     assert len(loaded) == 1
     llm = at_limit(folder, "fallback", missing=1)
@@ -82,7 +88,9 @@ def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[s
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.speculation is None and set(output.reasons) == {Reason.MEMORY}
     assert output.token_ids == plain.token_ids
-    assert len(llm.engine.leases._store.layers) == len(llm.engine.target.layers), "no page holds a layer of the draft"
+    assert len(llm.engine.leases._store.layers) == len(llm.engine.target.layers), (
+        "no page holds a layer of the draft"
+    )
 
 
 def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[str]) -> None:
@@ -102,11 +110,17 @@ def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]
         assert str(number) in str(raised.value)
 
 
-def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two texts fill the pool while all drafts are wrong; when one of them makes room, the other drafts again."""
+def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two texts fill the pool while all drafts are wrong; when one of them makes room, the other drafts
+    again.
+    """
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     use_draft(Doubting(tiny_target("llama"), 1.0))
-    engine = make_engine(tiny_target("llama"), num_blocks=40, block_size=1, prefix_cache=False, speculation=DRAFT)
+    engine = make_engine(
+        tiny_target("llama"), num_blocks=40, block_size=1, prefix_cache=False, speculation=DRAFT
+    )
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     engine.add_request(PROMPT[:12], params, {"method": "draft_model", "num_speculative_tokens": 4}, "drafts")
     engine.add_request(PROMPT[:12], params, {"method": "off"}, "plain")
@@ -153,7 +167,10 @@ LAYER = LayerSpec("attention", 2, 8, 8, torch.float32)  # 128 bytes a token
 def pages(drafters: list[Needs], **settings: Any) -> int:
     target = Needs(layers=(LAYER,) * 4)
     return Budget(
-        EngineConfig(**{"block_size": 16, "speculation": {"suffix_pools": 0}, **settings}), target, 1024, torch.device("cpu")
+        EngineConfig(**{"block_size": 16, "speculation": {"suffix_pools": 0}, **settings}),
+        target,
+        1024,
+        torch.device("cpu"),
     ).pages(drafters)
 
 
@@ -172,10 +189,15 @@ def test_the_drafters_layers_and_weights_shrink_the_pool() -> None:
     [
         ({"num_blocks": 1 << 40}, "num_blocks = 1099511627776: the page pool needs"),
         ({"kv_memory_gb": 1e-9}, "kv_memory_gb: 1 bytes hold no page of 8192 bytes"),
-        ({"kv_memory_gb": 1e3, "max_num_seqs": 4096, "block_size": 1024}, "kv_memory_gb = 1000.0: the page pool needs"),
+        (
+            {"kv_memory_gb": 1e3, "max_num_seqs": 4096, "block_size": 1024},
+            "kv_memory_gb = 1000.0: the page pool needs",
+        ),
     ],
 )
-def test_a_pool_that_cannot_be_is_refused_with_the_numbers(settings: dict[str, Any], words: str, monkeypatch: Any) -> None:
+def test_a_pool_that_cannot_be_is_refused_with_the_numbers(
+    settings: dict[str, Any], words: str, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(budget, "free_memory", lambda device: 1 << 20)
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         pages([], **settings)
@@ -192,7 +214,10 @@ def test_earlier_answers_are_part_of_the_promise(folder: Path) -> None:
     limit = (most.estimate - 1) / 2**30
     over = start(folder, suffix_pools=64, suffix_pool_tokens=2**16, memory_limit_gb=limit)
     assert over.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}, "the drafter gives way"
-    assert start(folder, suffix_pools=0, memory_limit_gb=limit).generate(PROMPT, PARAMS)[0].speculation is not None
+    assert (
+        start(folder, suffix_pools=0, memory_limit_gb=limit).generate(PROMPT, PARAMS)[0].speculation
+        is not None
+    )
 
 
 def test_pages_leave_room_for_earlier_answers() -> None:
@@ -207,7 +232,9 @@ def test_pages_leave_room_for_earlier_answers() -> None:
 def test_more_earlier_answers_than_the_machine_holds_are_refused_with_the_numbers() -> None:
     answers = {"suffix_pools": 4096, "suffix_pool_tokens": 2**20}
     wanted = SpeculationConfig(**answers).remembered_bytes
-    with pytest.raises(ConfigError, match=f"suffix_pool_tokens = 1048576: 4096 pools of them need {wanted} bytes, {FREE} are"):
+    with pytest.raises(
+        ConfigError, match=f"suffix_pool_tokens = 1048576: 4096 pools of them need {wanted} bytes, {FREE} are"
+    ):
         pages([], speculation=answers)
 
 
@@ -236,10 +263,16 @@ def test_the_peak_of_a_process_is_what_was_promised(folder: Path, tmp_path: Path
     draft = heavy_draft(folder, tmp_path / "draft")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(draft)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", CHILD, str(folder), str(draft)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["peak"] == pytest.approx(found["estimate"], rel=0.1), found
     for part in ("drafters", "pages"):  # what the promise would be worth without them
-        assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), f"{part} are too light to matter"
+        assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), (
+            f"{part} are too light to matter"
+        )

@@ -33,7 +33,9 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = write_checkpoint(home / "target")
     config = build("qwen3", num_hidden_layers=8, vocab_size=320, max_position_embeddings=512, eos_token_id=2)
     config.save_pretrained(target)
-    facts = SimpleNamespace(hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"])
+    facts = SimpleNamespace(
+        hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
+    )
     write_eagle3(target / "eagle", facts, "specforge")
     write_eagle3(home / "beside", facts, "speculators", draft_vocab=64)
     write_eagle3(home / "narrow", SimpleNamespace(**{**vars(facts), "hidden_size": 16}), "speculators")
@@ -84,10 +86,15 @@ def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
 
 def test_a_head_for_another_architecture_comes_last(household: Path, tmp_path: Path) -> None:
     target = recognise(household / "target")
-    facts = SimpleNamespace(hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["LlamaForCausalLM"])
+    facts = SimpleNamespace(
+        hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["LlamaForCausalLM"]
+    )
     write_eagle3(tmp_path / "a", facts, "speculators")
     assert search(f"auto:{tmp_path}", target).drafts == {"eagle3": str(tmp_path / "a")}
-    assert "made for LlamaForCausalLM, the target is Qwen3ForCausalLM" in search(f"auto:{tmp_path}", target).lines[0]
+    assert (
+        "made for LlamaForCausalLM, the target is Qwen3ForCausalLM"
+        in search(f"auto:{tmp_path}", target).lines[0]
+    )
     facts.architectures = ["Qwen3ForCausalLM"]
     write_eagle3(tmp_path / "b", facts, "speculators")
     assert search(f"auto:{tmp_path}", target).drafts == {"eagle3": str(tmp_path / "b")}
@@ -116,9 +123,14 @@ def test_the_models_that_ship_find_each_other() -> None:
 
 def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
-    plain = LLM(str(household / "target"), rehearse=False, speculation={"method": "off"}).generate("def add(", params)[0]
+    plain = LLM(str(household / "target"), rehearse=False, speculation={"method": "off"}).generate(
+        "def add(", params
+    )[0]
     with caplog.at_level(logging.INFO, logger="speculon"):
-        llm = LLM(str(household / "target"), speculation={"policy": "fixed", "draft": "auto", "num_speculative_tokens": 3})
+        llm = LLM(
+            str(household / "target"),
+            speculation={"policy": "fixed", "draft": "auto", "num_speculative_tokens": 3},
+        )
     assert sum(message.startswith("draft auto: ") for message in caplog.messages) == 9
     assert set(llm.config.speculation.drafts) == {"eagle3", "draft_model"}
     for method in ("eagle3", "draft_model"):
@@ -128,9 +140,13 @@ def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.Log
         assert set(done.speculation.by_source) == {method}
 
 
-def test_an_engine_that_finds_none_goes_on_with_look_ups(household: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_finds_none_goes_on_with_look_ups(
+    household: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="speculon"):
-        llm = LLM(str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"})
+        llm = LLM(
+            str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"}
+        )
     assert f"draft auto: no drafter for {household / 'target'}: look-ups only" in caplog.messages
     params = SamplingParams(temperature=0, max_tokens=4)
     for method in ("eagle3", "draft_model"):
@@ -143,7 +159,8 @@ def test_a_model_object_has_no_folder_to_look_around_in() -> None:
         SpeculativeDecoder(tiny_model("llama"), "auto")
 
 
-# -- inspect ---------------------------------------------------------------------------------------------------------------
+# -- inspect
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def inspect(*arguments: Any) -> Result:
@@ -152,8 +169,14 @@ def inspect(*arguments: Any) -> Result:
 
 def test_inspect_says_what_a_drafter_is(household: Path) -> None:
     facts = json.loads(inspect(household / "beside", "--json").stdout)
-    assert (facts["method"], facts["dialect"], facts["verifier"]) == ("eagle3", "speculators", ["Qwen3ForCausalLM"])
-    assert facts["found"].startswith("EAGLE-3 head by speculators: 1 layer of 32, 3 taps of width 32 after layers 1, N/2 - 1")
+    assert (facts["method"], facts["dialect"], facts["verifier"]) == (
+        "eagle3",
+        "speculators",
+        ["Qwen3ForCausalLM"],
+    )
+    assert facts["found"].startswith(
+        "EAGLE-3 head by speculators: 1 layer of 32, 3 taps of width 32 after layers 1, N/2 - 1"
+    )
     done = inspect(household / "beside")
     assert done.exit_code == 0
     assert "4 heads of 8, 2 for keys and values, full" in done.stdout and "64 of 320 tokens" in done.stdout

@@ -1,4 +1,6 @@
-"""Speculation changes no token: any method, any K, alone or crowded, chunked, preempted, from the prefix cache."""
+"""Speculation changes no token: any method, any K, alone or crowded, chunked, preempted, from the prefix
+cache.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
     requests = []
     for i, length in enumerate((5, 31, 1, 17, 8, 24, 40, 12)):
         prompt = common + [chance.randrange(3, 96) for _ in range(length)]
-        params = SamplingParams(max_tokens=56 - 2 * i, seed=100 + i // 2, ignore_eos=True, **MODES[mode][i % 2])
+        params = SamplingParams(
+            max_tokens=56 - 2 * i, seed=100 + i // 2, ignore_eos=True, **MODES[mode][i % 2]
+        )
         requests.append(Request(prompt, params, OFF, f"q{i}"))
     return tuple(requests)
 
@@ -62,7 +66,9 @@ def plain(mode: str, shared: int = 0) -> Texts:
 
 def gap(request: Request, output: list[int], number: int = 0, name: str = "llama") -> float:
     """How far the stock model's best next token is ahead of the second, noise included; nat."""
-    seq = make_sequence(request.prompt, output=output, params=request.params, sample=number, seed=request.params.seed or 0)
+    seq = make_sequence(
+        request.prompt, output=output, params=request.params, sample=number, seed=request.params.seed or 0
+    )
     rules = Rules.of(request.params)
     with torch.inference_mode():
         logits = tiny_model(name)(torch.tensor([seq.tokens])).logits[0, -1:].log_softmax(-1)
@@ -82,14 +88,21 @@ def gap(request: Request, output: list[int], number: int = 0, name: str = "llama
     return float(best[0] - best[1])
 
 
-def differences(requests: tuple[Request, ...], ours: dict[Key, Result], truth: Texts) -> list[tuple[Key, int, float]]:
-    """Every text that is not the true one: where it first differs, and how close the target's choice was there."""
+def differences(
+    requests: tuple[Request, ...], ours: dict[Key, Result], truth: Texts
+) -> list[tuple[Key, int, float]]:
+    """Every text that is not the true one: where it first differs, and how close the target's choice was
+    there.
+    """
     found = []
     for request in requests:
         for key in (key for key in truth if key[0] == request.id):
             ours_, true = ours[key].tokens, truth[key]
             if ours_ != true:
-                at = next((i for i, (a, b) in enumerate(zip(ours_, true, strict=False)) if a != b), min(len(ours_), len(true)))
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(ours_, true, strict=False)) if a != b),
+                    min(len(ours_), len(true)),
+                )
                 found.append((key, at, gap(request, true[:at], key[1])))
     return found
 
@@ -204,8 +217,17 @@ def test_same_seed_same_text_for_all_samples(mode: str) -> None:
 def test_greedy_plain_text_is_that_of_generate(name: str) -> None:
     for request in crowd("greedy")[:4]:
         ids = torch.tensor([request.prompt])
-        limit = {"max_new_tokens": request.params.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
-        stock = tiny_model(name).generate(ids, attention_mask=torch.ones_like(ids), **limit)[0, ids.shape[1] :].tolist()
+        limit = {
+            "max_new_tokens": request.params.max_tokens,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "do_sample": False,
+        }
+        stock = (
+            tiny_model(name)
+            .generate(ids, attention_mask=torch.ones_like(ids), **limit)[0, ids.shape[1] :]
+            .tolist()
+        )
         ours = run(tiny_target(name), [request])[request.id, 0].tokens
         at = next((i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a != b), None)
         assert at is None or gap(request, stock[:at], name=name) < TIE
@@ -215,7 +237,9 @@ def test_greedy_plain_text_is_that_of_generate(name: str) -> None:
 
 
 def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
-    """The largest difference of any scored row of any step from the stock model's forward over the same tokens."""
+    """The largest difference of any scored row of any step from the stock model's forward over the same
+    tokens.
+    """
     forward, worst = engine.target.forward, 0.0
 
     def checked(batch: Batch, view: View) -> Output:
@@ -225,7 +249,9 @@ def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
             if span.score:
                 text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
                 stock = tiny_model(name)(torch.tensor([text])).logits[0, -len(span.score) :]
-                worst = max(worst, float((out.logits[span.score.start : span.score.stop].cpu() - stock).abs().max()))
+                worst = max(
+                    worst, float((out.logits[span.score.start : span.score.stop].cpu() - stock).abs().max())
+                )
         return out
 
     try:
@@ -242,7 +268,9 @@ def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
 
 def short_crowd(name: str) -> list[Request]:
     """Four texts with K = 4 whose truth is known."""
-    requests = [replace(r, params=r.params.model_copy(update={"max_tokens": 28})) for r in crowd("greedy")[:4]]
+    requests = [
+        replace(r, params=r.params.model_copy(update={"max_tokens": 28})) for r in crowd("greedy")[:4]
+    ]
     results = run(tiny_target(name), requests)
     script({key: result.tokens for key, result in results.items()})
     return drafting(tuple(requests), 4)
@@ -312,4 +340,6 @@ def test_a_foreign_seed_is_seen() -> None:
     truth = plain("sampled")
     others = [replace(r, params=r.params.model_copy(update={"seed": 1})) for r in crowd("sampled")]
     results = run(tiny_target("llama"), others)
-    assert len([nat for _, _, nat in differences(crowd("sampled"), results, truth) if nat >= TIE]) == len(others)
+    assert len([nat for _, _, nat in differences(crowd("sampled"), results, truth) if nat >= TIE]) == len(
+        others
+    )

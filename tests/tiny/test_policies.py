@@ -1,4 +1,6 @@
-"""Whatever the policy, the text is the plain one: each policy of the table is held to it, a new one by itself."""
+"""Whatever the policy, the text is the plain one: each policy of the table is held to it, a new one by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,13 @@ from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engin
 from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, crowd, plain
 
 LLAMA = "llama"
-JOINED = {"apart": {}, "joined": {"join": True, "draft_min_confidence": 0.02}}  # where a model's draft ends before K
-SETTINGS: dict[str, dict[str, Any]] = {"roomy": {}, "few pages": {"num_blocks": 40}, "chunked": {"max_batch_tokens": 7}}
+# where a model's draft ends before K
+JOINED = {"apart": {}, "joined": {"join": True, "draft_min_confidence": 0.02}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "few pages": {"num_blocks": 40},
+    "chunked": {"max_batch_tokens": 7},
+}
 NAMES = list(POLICIES)
 
 
@@ -123,15 +130,21 @@ def test_each_request_may_say_its_own_policy(mode: str) -> None:
 
 
 def test_a_policy_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, goodput"):
+    with pytest.raises(
+        InvalidParameter, match="policy = 'reckless': known are fixed, adaptive, solo, shadow, goodput"
+    ):
         make_engine(tiny_target(LLAMA)).add_request([5], SamplingParams(), {"policy": "reckless"})
 
 
 # a planted error: a policy that keeps what it should not
 
 
-def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a policy does with drafts cannot change a text; what it does with the text can, and parity goes red."""
+def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a policy does with drafts cannot change a text; what it does with the text can, and parity goes
+    red.
+    """
     script(plain("greedy"))
     engine = make_engine(tiny_target(LLAMA))
     trim = engine.policy.trim
@@ -141,7 +154,9 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_
             seq.tokens[-1] ^= 1
         return trim(seq, method, draft)
 
-    monkeypatch.setattr(engine.policy, "trim", lambda *args: replace(trim(*args), tokens=tuple(t ^ 1 for t in args[2].tokens)))
+    monkeypatch.setattr(
+        engine.policy, "trim", lambda *args: replace(trim(*args), tokens=tuple(t ^ 1 for t in args[2].tokens))
+    )
     for request in under("fixed", "greedy", "scripted"):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     assert texts(drain(engine)) == plain("greedy")
@@ -174,7 +189,9 @@ def test_adaptive_settings_and_the_request_s_k_hold() -> None:
     script(plain("greedy"), lambda position: False)
     settings = {"policy": "adaptive", "adaptive_initial": 3, "adaptive_min": 3, "adaptive_max": 3}
     results = run(
-        tiny_target(LLAMA), [replace(r, speculation={"method": "scripted"}) for r in crowd("greedy")], speculation=settings
+        tiny_target(LLAMA),
+        [replace(r, speculation={"method": "scripted"}) for r in crowd("greedy")],
+        speculation=settings,
     )
     assert {max(r.stats.drafted_at) + 1 for r in results.values()} == {3}
     asked = {"method": "scripted", "policy": "adaptive", "num_speculative_tokens": 2}
@@ -200,7 +217,9 @@ def test_solo_speculates_exactly_while_nobody_else_is_there() -> None:
     step(4)
     seq = engine.scheduler.running[0]
     assert seq.stats.rounds == 3 and not seq.stats.reasons
-    engine.add_request(second.prompt, second.params.model_copy(update={"max_tokens": 5}), second.speculation, second.id)
+    engine.add_request(
+        second.prompt, second.params.model_copy(update={"max_tokens": 5}), second.speculation, second.id
+    )
     step(3)
     assert seq.stats.rounds == 3 and seq.stats.reasons == {"solo": 3}
     step(2)
@@ -219,7 +238,10 @@ def test_solo_counts_those_who_wait() -> None:
     for request in under("solo", "greedy", "scripted")[:2]:
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     results = drain(engine)
-    assert results["q0", 0].stats.rounds == 0 and set(results["q0", 0].stats.reasons) == {"solo", "max_tokens"}
+    assert results["q0", 0].stats.rounds == 0 and set(results["q0", 0].stats.reasons) == {
+        "solo",
+        "max_tokens",
+    }
     assert results["q1", 0].stats.rounds > 0 and "solo" not in results["q1", 0].stats.reasons
 
 
@@ -230,7 +252,9 @@ def test_the_time_of_proposals_that_led_to_nothing_is_no_plain_cost(monkeypatch:
     monkeypatch.setattr(slow, "propose", lambda *args: sleep(0.2) or propose(*args))
     engine = make_engine(tiny_target(LLAMA))
     (request,) = under("shadow", "greedy", "scripted")[:1]
-    engine.add_request(request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id)
+    engine.add_request(
+        request.prompt, request.params.model_copy(update={"max_tokens": 6}), request.speculation, request.id
+    )
     result = drain(engine)[request.id, 0]
     cost = engine.policy.costs.plain(1)
     assert cost is not None and cost < 150 and result.stats.draft_ms > 4 * 200
@@ -257,7 +281,12 @@ def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_text(
     mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(plain(mode))
-    engine = at_costs(CHEAP, monkeypatch, speculation={"policy": "goodput", "num_speculative_tokens": 4}, **SETTINGS[setting])
+    engine = at_costs(
+        CHEAP,
+        monkeypatch,
+        speculation={"policy": "goodput", "num_speculative_tokens": 4},
+        **SETTINGS[setting],
+    )
     for request in crowd(mode):
         engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
     results = drain(engine)
@@ -285,7 +314,10 @@ def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.M
 def test_by_default_the_texts_are_the_plain_ones(
     mode: str, costs: dict[str, list[float]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody names a policy, a method or K. Each prompt comes twice: the second time there is an earlier answer."""
+    """Nobody names a policy, a method or K.
+
+    Each prompt comes twice: the second time there is an earlier answer.
+    """
     engine = Engine(tiny_target(LLAMA), Tokenizer(Letters()), EngineConfig())
     assert (engine.config.speculation.policy, engine.proposers.default) == ("goodput", "auto")
     rehearse(engine)
@@ -337,7 +369,11 @@ def test_step_by_step_the_account_in_the_shadow_is_the_one_that_verification_has
     fixed, seen = (stepped(policy)[1].stats for policy in ("fixed", "shadow"))
     assert fixed is not None and seen is not None
     told = seen.shadow["ngram"]
-    assert (told["rounds"], told["drafted"], told["accepted"]) == (fixed.rounds, fixed.drafted, fixed.accepted)
+    assert (told["rounds"], told["drafted"], told["accepted"]) == (
+        fixed.rounds,
+        fixed.drafted,
+        fixed.accepted,
+    )
     assert told["per_position"] == fixed.per_position and seen.rounds == 0
 
 

@@ -42,13 +42,22 @@ WRONG: dict[str, Callable[[list[int]], list[int]]] = {
 METHODS = ("ngram", "auto", "synthetic", "draft_model")  # the last one is lacking here
 
 
-def with_predictions(requests: tuple[Request, ...], truth: Texts, k: int | None = K, join: bool = False) -> list[Request]:
-    """Another kind of prediction and another method for each; the fourth and the eighth ask for what there is not."""
+def with_predictions(
+    requests: tuple[Request, ...], truth: Texts, k: int | None = K, join: bool = False
+) -> list[Request]:
+    """Another kind of prediction and another method for each; the fourth and the eighth ask for what there is
+    not.
+    """
     asked = []
     for i, (request, wrong) in enumerate(zip(requests, WRONG.values(), strict=False)):
         said = wrong(truth[request.id, 0])
         prediction: Any = spell(said) if i % 2 else said  # as text and as ids
-        speculation = {"prediction": prediction, "method": METHODS[i % 4], "num_speculative_tokens": k, "join": join}
+        speculation = {
+            "prediction": prediction,
+            "method": METHODS[i % 4],
+            "num_speculative_tokens": k,
+            "join": join,
+        }
         asked.append(replace(request, speculation=speculation))
     return asked
 
@@ -66,10 +75,15 @@ def one(i: int, asked: dict[str, Any], **settings: Any) -> Result:
 def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, setting: str, join: bool) -> None:
     truth = plain(mode)
     for k in (1, K, None):
-        results = run(tiny_target("llama"), with_predictions(crowd(mode), truth, k, join), **SETTINGS[setting])
+        results = run(
+            tiny_target("llama"), with_predictions(crowd(mode), truth, k, join), **SETTINGS[setting]
+        )
         assert_same(crowd(mode), results, truth)
         right = results["q0", 0].stats
-        assert right.accepted_prediction_tokens > (5 if setting == "few pages" else 20) and not right.rejected_prediction_tokens
+        assert (
+            right.accepted_prediction_tokens > (5 if setting == "few pages" else 20)
+            and not right.rejected_prediction_tokens
+        )
         assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
 
 
@@ -88,7 +102,9 @@ def test_alone_any_prediction_gives_the_plain_text(mode: str, kind: str) -> None
 def test_neighbours_with_other_methods_and_without_any(mode: str) -> None:
     truth = plain(mode)
     asked = with_predictions(crowd(mode), truth)
-    for i, other in enumerate(({"method": "off"}, {"method": "ngram"}, {"method": "synthetic"}, {"method": "auto"})):
+    for i, other in enumerate(
+        ({"method": "off"}, {"method": "ngram"}, {"method": "synthetic"}, {"method": "auto"})
+    ):
         asked[2 * i + 1] = replace(asked[2 * i + 1], speculation=other)
     results = run(tiny_target("llama"), asked)
     assert_same(crowd(mode), results, truth)
@@ -130,7 +146,11 @@ def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
     stats = result.stats
     assert result.tokens == text[:first] and result.finish and result.finish.matched == stop
     assert stats.accepted_prediction_tokens <= first - 1
-    assert stats.rejected_prediction_tokens == stats.drafted_from["prediction"] - stats.accepted_prediction_tokens > 0
+    assert (
+        stats.rejected_prediction_tokens
+        == stats.drafted_from["prediction"] - stats.accepted_prediction_tokens
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +161,9 @@ def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
         pytest.param({}, {"speculation": {"method": "off"}}, Reason.OFF_CONFIG, id="off by config"),
     ],
 )
-def test_whoever_turns_speculation_off_gets_none(asked: dict[str, Any], settings: dict[str, Any], reason: Reason) -> None:
+def test_whoever_turns_speculation_off_gets_none(
+    asked: dict[str, Any], settings: dict[str, Any], reason: Reason
+) -> None:
     text = plain("greedy")["q0", 0]
     result = one(0, {**asked, "prediction": text}, **settings)
     assert result.tokens == text and not result.stats.rounds and set(result.stats.reasons) == {reason}
@@ -151,7 +173,10 @@ def test_a_lacking_method_does_not_block_the_prediction() -> None:
     text = plain("greedy")["q0", 0]
     result = one(0, {"method": "draft_model", "prediction": text[:30]})
     assert result.tokens == text and result.stats.accepted_prediction_tokens > 20
-    assert set(result.stats.drafted_from) == {"prediction"} and set(result.stats.reasons) <= {"no_match", "max_tokens"}
+    assert set(result.stats.drafted_from) == {"prediction"} and set(result.stats.reasons) <= {
+        "no_match",
+        "max_tokens",
+    }
 
 
 def test_the_method_drafts_where_the_prediction_has_nothing() -> None:
@@ -167,7 +192,11 @@ def test_a_fault_costs_the_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Cursor, "draft", lambda cursor, k: 1 / 0)
     text = plain("greedy")["q0", 0]
     result = one(0, {"method": "ngram", "prediction": text})
-    assert result.tokens == text and not result.stats.rounds and set(result.stats.reasons) <= {"error", "max_tokens"}
+    assert (
+        result.tokens == text
+        and not result.stats.rounds
+        and set(result.stats.reasons) <= {"error", "max_tokens"}
+    )
 
 
 def test_a_requests_own_number_bounds_its_drafts() -> None:
@@ -178,7 +207,9 @@ def test_a_requests_own_number_bounds_its_drafts() -> None:
 
 def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
     engine = Engine(tiny_target("llama"), None, EngineConfig(block_size=4))
-    with pytest.raises(InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"):
+    with pytest.raises(
+        InvalidParameter, match="prediction = 'text': this is a string, which needs a tokenizer"
+    ):
         engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": "text"})
     with pytest.raises(InvalidParameter, match="prediction = 96: token ids go from 0 to 95"):
         engine.add_request([5], SamplingParams(max_tokens=4), {"prediction": [96]})
@@ -257,7 +288,9 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def answers(llm: LLM) -> list[tuple[workloads.Case, list[int]]]:
-    """Three edits of 200 tokens and more, as the model writes them; none runs in circles, where guessing is easy."""
+    """Three edits of 200 tokens and more, as the model writes them; none runs in circles, where guessing is
+    easy.
+    """
     cases = workloads.build("edit", llm.tokenizer, workloads.Size(40, 512, llm.engine.max_context))
     long = [c for c in cases if 220 < len(llm.tokenizer.encode(c.reference or "")) < 400][:6]
     written = llm.generate([c.prompt for c in long], [c.params for c in long], speculation={"method": "off"})
@@ -267,7 +300,9 @@ def answers(llm: LLM) -> list[tuple[workloads.Case, list[int]]]:
     return whole
 
 
-def write(llm: LLM, case: workloads.Case, prediction: Any, **asked: Any) -> tuple[list[int], list[tuple[int, int]], Any]:
+def write(
+    llm: LLM, case: workloads.Case, prediction: Any, **asked: Any
+) -> tuple[list[int], list[tuple[int, int]], Any]:
     """The text, (position, accepted drafts) of each of its rounds, and its account."""
     text: list[int] = []
     rounds = []
@@ -293,7 +328,8 @@ def test_a_prediction_that_comes_true_is_accepted(llm: LLM, answers: Any) -> Non
         text, rounds, stats = write(llm, case, llm.tokenizer.decode(truth))
         assert_equal(text, truth, case)
         assert stats.accepted_prediction_tokens >= 0.9 * stats.drafted_from["prediction"]
-        assert stats.accepted_prediction_tokens >= 0.85 * len(truth)  # the rest are bonus tokens, one per call
+        # the rest are bonus tokens, one per call
+        assert stats.accepted_prediction_tokens >= 0.85 * len(truth)
         assert len(rounds) < len(truth) / 8
 
 
@@ -306,11 +342,18 @@ LINE = "    # a line that the model does not write\n"
         pytest.param(lambda lines, at: [*lines[:at], LINE, *lines[at:]], id="a line too many"),
         pytest.param(lambda lines, at: [*lines[:at], *lines[at + 1 :]], id="a line is missing"),
         pytest.param(lambda lines, at: [*lines[:at], LINE, *lines[at + 1 :]], id="another line"),
-        pytest.param(lambda lines, at: [*lines[:at], lines[at].strip()[:5] + "\n", *lines[at + 1 :]], id="half a line"),
-        pytest.param(lambda lines, at: ["\n \n", *lines[:at], *lines[at + 3 :]], id="a beginning, and three lines missing"),
+        pytest.param(
+            lambda lines, at: [*lines[:at], lines[at].strip()[:5] + "\n", *lines[at + 1 :]], id="half a line"
+        ),
+        pytest.param(
+            lambda lines, at: ["\n \n", *lines[:at], *lines[at + 3 :]],
+            id="a beginning, and three lines missing",
+        ),
     ],
 )
-def test_after_a_wrong_line_it_is_followed_again(llm: LLM, answers: Any, edit: Callable[..., list[str]]) -> None:
+def test_after_a_wrong_line_it_is_followed_again(
+    llm: LLM, answers: Any, edit: Callable[..., list[str]]
+) -> None:
     """At least 70 % of what comes after the edit are accepted drafts, from the second round after it on."""
     for case, truth in answers:
         lines = llm.tokenizer.decode(truth).splitlines(keepends=True)

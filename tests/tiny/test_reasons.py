@@ -38,7 +38,9 @@ def greedy(max_tokens: int = TOKENS, **params: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **params})
 
 
-def stats_of(engine: Engine, asked: dict[str, Any] | None, prompt: list[int] | None = None, **params: Any) -> RequestStats:
+def stats_of(
+    engine: Engine, asked: dict[str, Any] | None, prompt: list[int] | None = None, **params: Any
+) -> RequestStats:
     engine.add_request(prompt or PROMPT, greedy(**params), asked, "r")
     return drain(engine)["r", 0].stats
 
@@ -48,7 +50,9 @@ def reasons(asked: dict[str, Any] | None, settings: dict[str, Any] | None = None
 
 
 def scripted(**fields: Any) -> dict[str, Any]:
-    """Makes `scripted` a proposer whose drafts are all wrong, with these attributes of its own; what to ask for it."""
+    """Makes `scripted` a proposer whose drafts are all wrong, with these attributes of its own; what to ask
+    for it.
+    """
 
     def build(config: Any, target: Any) -> Scripted:
         proposer = Scripted({}, lambda position: True)
@@ -100,8 +104,12 @@ def shadow(folder: Path) -> Reasons:
 
 
 def no_pages(folder: Path) -> Reasons:
-    """Two sequences fill the pool to the last page; the second waits then, and the first needs no more drafts."""
-    engine = make_engine(tiny_target("llama"), block_size=1, prefix_cache=False, num_blocks=2 * (len(PROMPT) + 1))
+    """Two sequences fill the pool to the last page; the second waits then, and the first needs no more
+    drafts.
+    """
+    engine = make_engine(
+        tiny_target("llama"), block_size=1, prefix_cache=False, num_blocks=2 * (len(PROMPT) + 1)
+    )
     engine.add_request(PROMPT, greedy(3), scripted(), "first")
     engine.add_request(PROMPT[::-1], greedy(3), {"method": "off"}, "second")
     return dict(drain(engine)["first", 0].stats.reasons)
@@ -166,14 +174,17 @@ def test_without_their_cause_rounds_are_speculative() -> None:
 def stops(asked: dict[str, Any], **speculation: Any) -> dict[str, int]:
     use_draft(tiny_target("llama"))
     engine = engine_of(speculation={**DRAFT, **speculation})
-    return stats_of(engine, {"method": "draft_model", "num_speculative_tokens": 4}, **asked).stops["draft_model"]
+    return stats_of(engine, {"method": "draft_model", "num_speculative_tokens": 4}, **asked).stops[
+        "draft_model"
+    ]
 
 
 def test_a_chain_ends_at_its_limit_or_where_it_is_less_sure() -> None:
     params = {"max_tokens": 20}
     assert set(stops(params)) == {"limit"}
     doubted = stops(params, draft_min_confidence=0.9999)
-    assert doubted["confidence"] > 3 and set(doubted) <= {"confidence", "limit"}  # the limit is 1 where 2 tokens are left
+    # the limit is 1 where 2 tokens are left
+    assert doubted["confidence"] > 3 and set(doubted) <= {"confidence", "limit"}
 
 
 def test_a_chain_ends_where_the_grammar_does() -> None:
@@ -182,7 +193,9 @@ def test_a_chain_ends_where_the_grammar_does() -> None:
 
 
 def test_lookups_tell_their_match_in_the_account() -> None:
-    result = run(tiny_target("llama"), [Request([5, 6, 7, 8, 9, 5, 6, 7, 8], greedy(2 * TOKENS), {"method": "ngram"})])["r", 0]
+    result = run(
+        tiny_target("llama"), [Request([5, 6, 7, 8, 9, 5, 6, 7, 8], greedy(2 * TOKENS), {"method": "ngram"})]
+    )["r", 0]
     (found,) = result.stats.matches.values()
     told = result.stats.stops["ngram"]
     assert found.total() == told["limit"] > 0 and set(told) <= {"limit", "no_match"}

@@ -83,7 +83,9 @@ def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not new.has_work and new.pool.available == new.pool.num_blocks
 
 
-@pytest.mark.parametrize("settings", [{"max_context": 16}, {"num_blocks": 5}], ids=["short context", "few pages"])
+@pytest.mark.parametrize(
+    "settings", [{"max_context": 16}, {"num_blocks": 5}], ids=["short context", "few pages"]
+)
 def test_an_engine_too_small_for_it_starts_without(settings: dict[str, int]) -> None:
     new = engine(**settings)
     rehearse(new)
@@ -109,9 +111,18 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("policy", "asked", "times"),
-    [("goodput", None, 1), (None, None, 1), ("fixed", None, 0), ("fixed", True, 1), ("goodput", False, 0), (None, False, 0)],
+    [
+        ("goodput", None, 1),
+        (None, None, 1),
+        ("fixed", None, 0),
+        ("fixed", True, 1),
+        ("goodput", False, 0),
+        (None, False, 0),
+    ],
 )
-def test_who_rehearses(policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_rehearses(
+    policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.llm.rehearse", seen.append)
     llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)

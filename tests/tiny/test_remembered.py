@@ -23,7 +23,9 @@ ENGINES = Path(__file__).parents[2] / "recipes" / "peers" / "engines"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(str(make_folder(tmp_path_factory.mktemp("remembered") / "model")), prefix_cache=False, rehearse=False)
+    return LLM(
+        str(make_folder(tmp_path_factory.mktemp("remembered") / "model")), prefix_cache=False, rehearse=False
+    )
 
 
 def remembered(llm: LLM) -> int:
@@ -36,7 +38,8 @@ def test_the_demo_remembers_no_round(llm: LLM, capsys: pytest.CaptureFixture[str
     case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=24))
     perform(llm, Task("x", case, False), "auto:4", 2, Console(quiet=True))
     assert remembered(llm) == 0
-    llm.generate([case.prompt], case.params, speculation={"method": "auto"})  # the planted error: no pool named
+    # the planted error: no pool named
+    llm.generate([case.prompt], case.params, speculation={"method": "auto"})
     assert remembered(llm) == 1
 
 
@@ -61,6 +64,8 @@ def test_servers_under_load_remember_nothing(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(latency, "Server", refuse)
     monkeypatch.setattr(latency, "write_prompts", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
-        latency.measure(argparse.Namespace(methods="auto", concurrency="1", prompts=1, tokens=1, threads=1, out=tmp_path))
+        latency.measure(
+            argparse.Namespace(methods="auto", concurrency="1", prompts=1, tokens=1, threads=1, out=tmp_path)
+        )
     (flags,) = started
     assert flags[flags.index("--suffix-pools") + 1] == "0" and "--no-prefix-cache" in flags

@@ -15,7 +15,18 @@ from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
 from speculon.text import Tokenizer, final_text
 from tests.tiny.conftest import tiny_target
-from tests.tiny.scripted import Key, Letters, Request, Result, Scripted, drain, make_engine, run, script, spell
+from tests.tiny.scripted import (
+    Key,
+    Letters,
+    Request,
+    Result,
+    Scripted,
+    drain,
+    make_engine,
+    run,
+    script,
+    spell,
+)
 from tests.tiny.test_parity import crowd, drafting, mixed, plain
 
 K = 6
@@ -25,7 +36,9 @@ LAST = 24  # tokens of the known text
 
 def request(speculation: dict[str, Any] | None = None, **params: Any) -> Request:
     settings = {"temperature": 0.0, "max_tokens": LAST, "ignore_eos": True} | params
-    return Request(PROMPT, SamplingParams(**settings), speculation or {"method": "scripted", "num_speculative_tokens": K})
+    return Request(
+        PROMPT, SamplingParams(**settings), speculation or {"method": "scripted", "num_speculative_tokens": K}
+    )
 
 
 @cache
@@ -50,20 +63,29 @@ def check_account(result: Result) -> None:
     assert stats.emitted == len(result.tokens)
     assert stats.kinds.total() == stats.rounds
     assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
-    assert stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
+    assert (
+        stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
+    )
     assert stats.drafted_from.total() == stats.drafted_at.total()
     assert stats.rounds + stats.reasons.total() <= stats.target_calls
-    unverified = sum(stats.reasons[reason] for reason in (Reason.NO_MATCH, Reason.NOT_READY, Reason.COST, Reason.SHADOW))
+    unverified = sum(
+        stats.reasons[reason] for reason in (Reason.NO_MATCH, Reason.NOT_READY, Reason.COST, Reason.SHADOW)
+    )
     assert stats.rounds <= stats.draft_calls <= stats.rounds + unverified
     assert (done is None) == (stats.rounds == 0 and not stats.watched)
-    assert stats.stood_at.total() <= stats.watched_at.total() and stats.watched.total() <= stats.watched_at.total()
+    assert (
+        stats.stood_at.total() <= stats.watched_at.total()
+        and stats.watched.total() <= stats.watched_at.total()
+    )
     if stats.rounds:
         assert done
         assert done.drafted == done.accepted + done.rejected
         assert done.tokens_per_target_call == done.emitted / done.target_calls
         assert done.acceptance_rate == done.accepted / done.drafted
         assert sum(source["drafted"] for source in done.by_source.values()) == done.drafted
-        assert len(done.per_position) == len(stats.drafted_at) and all(0 <= share <= 1 for share in done.per_position)
+        assert len(done.per_position) == len(stats.drafted_at) and all(
+            0 <= share <= 1 for share in done.per_position
+        )
 
 
 # (where the stop stands, position of the stop in the output, lies, span kind, drafts accepted and kept)
@@ -81,7 +103,9 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
-def test_a_stop_token_inside_a_span_ends_the_text_there(at: int, lies: set[int], kind: SpanKind, accepted: int) -> None:
+def test_a_stop_token_inside_a_span_ends_the_text_there(
+    at: int, lies: set[int], kind: SpanKind, accepted: int
+) -> None:
     result = one(lies, stop_token_ids=(text()[at], text()[at + 1]))
     assert result.tokens == text()[:at]
     assert result.finish == Finish("stop", text()[at])
@@ -154,7 +178,8 @@ def test_the_earliest_of_several_causes_wins() -> None:
 def test_max_tokens_is_never_passed(limit: int) -> None:
     result = one(max_tokens=limit)
     assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))
-    assert result.stats.drafted_at.total() <= max(0, limit - 2)  # no draft for the first token, none for the last
+    # no draft for the first token, none for the last
+    assert result.stats.drafted_at.total() <= max(0, limit - 2)
 
 
 @pytest.mark.parametrize("limit", range(1, 10))
@@ -199,7 +224,9 @@ def test_samples_share_the_pages_of_their_prompt() -> None:
 
 
 def test_cached_tokens_count_the_prompt_once() -> None:
-    """A request that waits for pages looks its prefix up at every step; one that gives way comes back to more."""
+    """A request that waits for pages looks its prefix up at every step; one that gives way comes back to
+    more.
+    """
     engine = make_engine(tiny_target("llama"), num_blocks=8)
     greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
     prompt = list(range(3, 12))
@@ -229,7 +256,9 @@ def test_cached_tokens_count_the_prompt_once() -> None:
         ({"method": "ngram", "num_speculative_tokens": 0}, None, "off_config"),
     ],
 )
-def test_no_speculation_says_who_wanted_none(engine: dict[str, Any], asked: dict[str, Any] | None, reason: str) -> None:
+def test_no_speculation_says_who_wanted_none(
+    engine: dict[str, Any], asked: dict[str, Any] | None, reason: str
+) -> None:
     result = run(tiny_target("llama"), [replace(request(), speculation=asked)], speculation=engine)["r", 0]
     assert dict(result.stats.reasons) == {reason: LAST - 1} and result.stats.speculation() is None
     assert result.tokens == text()
@@ -238,7 +267,9 @@ def test_no_speculation_says_who_wanted_none(engine: dict[str, Any], asked: dict
 def test_a_request_overrides_the_engine() -> None:
     script({("r", 0): text()}, lambda position: False)
     off = {"method": "off", "num_speculative_tokens": 2}
-    result = run(tiny_target("llama"), [replace(request(), speculation={"method": "scripted"})], speculation=off)["r", 0]
+    result = run(
+        tiny_target("llama"), [replace(request(), speculation={"method": "scripted"})], speculation=off
+    )["r", 0]
     assert set(result.stats.drafted_at) == {0, 1} and result.tokens == text()
     engine = {"method": "scripted", "num_speculative_tokens": 2}
     asked = replace(request(), speculation={"num_speculative_tokens": 5})
@@ -272,7 +303,11 @@ def test_a_draft_fits_into_pages_that_the_text_holds_already() -> None:
     """No page is free, but the last one held is nearly empty."""
     script({("r", 0): text()}, lambda position: False)
     result = run(tiny_target("llama"), [request(max_tokens=9)], block_size=16, num_blocks=1)["r", 0]
-    assert result.tokens == text()[:9] and result.stats.drafted_at.total() == 6 and not result.stats.reasons["no_pages"]
+    assert (
+        result.tokens == text()[:9]
+        and result.stats.drafted_at.total() == 6
+        and not result.stats.reasons["no_pages"]
+    )
 
 
 def broken(method: str) -> Callable[..., Any]:
@@ -319,7 +354,9 @@ def drafts_of(*guesses: Any) -> Callable[..., Any]:
         pytest.param(drafts_of(Draft((1,), ("x",)), Draft((1,), ("x",))), id="too many drafts"),
     ],
 )
-def test_a_faulty_proposer_costs_only_speculation(factory: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_faulty_proposer_costs_only_speculation(
+    factory: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     register("faulty", factory)
     result = run(tiny_target("llama"), [request({"method": "faulty"})])["r", 0]
     assert result.tokens == text()
@@ -359,7 +396,8 @@ def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
     for result in results.values():
         check_account(result)
         prompt_calls = result.stats.target_calls - result.stats.rounds - result.stats.reasons.total()
-        assert 0 <= prompt_calls <= 1 + result.stats.preemptions  # the first token, and the first after each return
+        # the first token, and the first after each return
+        assert 0 <= prompt_calls <= 1 + result.stats.preemptions
     total, counters = engine.counters.totals, engine.counters.snapshot()
     for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
         assert getattr(total, name) == sum(getattr(r.stats, name) for r in results.values())

@@ -1,4 +1,6 @@
-"""Sampling through the whole engine: the drawn tokens follow the target's law, and each parameter does what it says."""
+"""Sampling through the whole engine: the drawn tokens follow the target's law, and each parameter does what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ DRAFTED = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def write(prompt: list[int] = PROMPT, **params: Any) -> list[Result]:
-    asked = Request(prompt, SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 5, **params}), DRAFTED)
+    asked = Request(
+        prompt, SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 5, **params}), DRAFTED
+    )
     results = run(tiny_target("llama"), [asked])
     return [results["r", i] for i in range(asked.params.n)]
 
@@ -35,14 +39,21 @@ def first_probs(temperature: float) -> torch.Tensor:
 def test_first_tokens_follow_the_softmax_of_the_stock_model() -> None:
     """Over 2,048 samples of 32 requests with different seeds."""
     requests = [
-        Request(PROMPT, SamplingParams(n=64, max_tokens=1, temperature=1.5, ignore_eos=True, seed=seed), None, f"r{seed}")
+        Request(
+            PROMPT,
+            SamplingParams(n=64, max_tokens=1, temperature=1.5, ignore_eos=True, seed=seed),
+            None,
+            f"r{seed}",
+        )
         for seed in range(32)
     ]
     results = run(tiny_target("llama"), requests, max_num_seqs=64)
     counts = Counter(result.tokens[0] for result in results.values())
     p = first_probs(1.5)
     likely = [i for i in range(96) if float(p[i]) * len(results) >= 5]
-    expected = torch.tensor([*(float(p[i]) for i in likely), 1 - sum(float(p[i]) for i in likely)]) * len(results)
+    expected = torch.tensor([*(float(p[i]) for i in likely), 1 - sum(float(p[i]) for i in likely)]) * len(
+        results
+    )
     found = torch.tensor([*(counts[i] for i in likely), len(results) - sum(counts[i] for i in likely)])
     statistic = float(((found - expected) ** 2 / expected).sum())
     assert len(likely) > 5 and chi2.sf(statistic, len(likely)) > 1e-3
@@ -67,7 +78,9 @@ def test_seeds_of_any_size_give_different_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 1e-50}], ids=str
+    "params",
+    [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 1e-50}],
+    ids=str,
 )
 def test_the_narrowest_choice_is_greedy(params: dict[str, Any]) -> None:
     assert text(**params) == text(temperature=0.0)

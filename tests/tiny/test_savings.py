@@ -20,7 +20,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 class Clock:
-    """In the place of `perf_counter`, in ms: a step takes 3 + 0.5 B + `row` R, a proposal `draft` for each position."""
+    """In the place of `perf_counter`, in ms: a step takes 3 + 0.5 B + `row` R, a proposal `draft` for each
+    position.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, row: float, draft: float):
         self.ms, self.row, self.draft = 0.0, row, draft
@@ -64,7 +66,9 @@ def generate(engine: Engine, clock: Clock, **speculation: Any) -> tuple[float, f
 def engine_of(clock: Clock) -> Engine:
     target = tiny_target("llama")
     made = use_draft(tiny_target("llama"))  # drafts what the target says: all are accepted
-    engine = make_engine(target, speculation={"method": "draft_model", "draft": "in memory", "policy": "fixed"})
+    engine = make_engine(
+        target, speculation={"method": "draft_model", "draft": "in memory", "policy": "fixed"}
+    )
     clock.time(target, made[0])
     return engine
 
@@ -97,7 +101,9 @@ def test_savings_at_the_cost_of_one_sequence_would_be_seen(monkeypatch: pytest.M
     assert saved is not None and saved > 0 > plain_ms - ms
 
 
-def test_savings_are_unknown_until_a_plain_step_of_about_that_size_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_savings_are_unknown_until_a_plain_step_of_about_that_size_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch, 0.05, 0.1)
     engine = engine_of(clock)
     _, saved = generate(engine, clock, num_speculative_tokens=3)

@@ -39,7 +39,11 @@ def difference(seen: dict[Key, Result], done: dict[Key, Result], method: str) ->
     wrong = []
     for key, result in done.items():
         stats, account = result.stats, seen[key].stats.speculation()
-        told = account.shadow[method] if account else {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
+        told = (
+            account.shadow[method]
+            if account
+            else {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
+        )
         real = stats.speculation()
         wanted = (stats.rounds, stats.drafted_at.total(), stats.accepted, real.per_position if real else [])
         if (told["rounds"], told["drafted"], told["accepted"], told["per_position"]) != wanted:
@@ -75,7 +79,11 @@ def test_every_method_of_a_cascade_is_measured() -> None:
     use_draft(tiny_target(LLAMA))
     prompt = [5, 6, 7, 8] * 4
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    result = run(tiny_target(LLAMA), [Request(prompt, params, {"method": "auto", "policy": "shadow"})], speculation=DRAFT)["r", 0]
+    result = run(
+        tiny_target(LLAMA),
+        [Request(prompt, params, {"method": "auto", "policy": "shadow"})],
+        speculation=DRAFT,
+    )["r", 0]
     done = result.stats.speculation()
     assert done is not None and set(done.shadow) == {"suffix", "draft_model"}
     model = done.shadow["draft_model"]

@@ -25,7 +25,9 @@ def store_of(kv_heads: int, window: int | None = None, layers: int = 1) -> PageS
 
 
 def spans_of(store: PageStore, *sizes: tuple[int, int], scattered: bool = False) -> list[SpanView]:
-    """Spans of (rows, context), in pages of their own that are consecutive or not; all but the rows is written."""
+    """Spans of (rows, context), in pages of their own that are consecutive or not; all but the rows is
+    written.
+    """
     found, row, page = [], 0, 0
     for rows, context in sizes:
         pages = list(range(page, page + -(-context // 16)))
@@ -61,14 +63,19 @@ def rows_of(view: View, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
     """The spans of each call made by sparse products."""
-    return [call.spans for call in calls_of(view, 0, HEADS // kv_heads, True, query).calls if call.seen is not None]
+    return [
+        call.spans
+        for call in calls_of(view, 0, HEADS // kv_heads, True, query).calls
+        if call.seen is not None
+    ]
 
 
 @pytest.mark.parametrize("kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "again", "calls"),  # `again`: bytes that may be read again, so that rows of a draft are served singly
+    # `again`: bytes that may be read again, so that rows of a draft are served singly
+    ("sizes", "again", "calls"),
     [
         (((1, 30),), attention.REREAD, [1]),
         (((1, 1),), attention.REREAD, [1]),
@@ -131,7 +138,9 @@ def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("window", "least"), [(None, 17 + 3 * 30), (9, 10 + 3 * 12)])
 @torch.inference_mode()
-def test_what_may_be_read_again_is_counted_in_bytes(window: int | None, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_read_again_is_counted_in_bytes(
+    window: int | None, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = store_of(3, window)
     view = store.view_of(spans_of(store, (2, 17), (4, 30), (1, 40)))
     query = torch.randn(7, HEADS, WIDTH)
@@ -143,7 +152,9 @@ def test_what_may_be_read_again_is_counted_in_bytes(window: int | None, least: i
 
 
 @torch.inference_mode()
-def test_single_rows_go_along_with_drafts_only_where_all_are_copied_into_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rows_go_along_with_drafts_only_where_all_are_copied_into_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attention, "REREAD", 0)
     store = store_of(3)
     view = store.view_of(spans_of(store, (2, 30), (2, 30), (1, 40), (1, 17)))

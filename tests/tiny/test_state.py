@@ -44,10 +44,13 @@ def test_the_next_engine_drafts_from_what_the_last_one_wrote(folder: Path, tmp_p
     cold = calls(first, text, pool="me")
     first.close()
     second = start(folder, tmp_path)
-    assert second.engine.counters.restored == {"pools": 1, "policies": 1} and second.engine.counters.pools == 1
+    assert (
+        second.engine.counters.restored == {"pools": 1, "policies": 1} and second.engine.counters.pools == 1
+    )
     assert calls(second, text, pool="you") == cold > 2 * calls(second, text, pool="me")
     assert second.forget_pools("me") == 1 and second.forget_pools("me") == 0
-    third = start(folder, tmp_path)  # while the second one lives: what is deleted is gone from the folder at once
+    # while the second one lives: what is deleted is gone from the folder at once
+    third = start(folder, tmp_path)
     assert calls(third, text, pool="me") == cold and third.forget_pools() == 2, "mine, and the other one"
     third.close()
     second.close()

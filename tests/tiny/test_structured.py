@@ -67,7 +67,9 @@ def crowd(mode: str, **more: Any) -> list[Request]:
     return [
         Request(
             [1, *range(20 + i, 24 + 3 * i)],
-            SamplingParams(max_tokens=70, seed=i, structured=form, ignore_eos=form is None, **MODES[mode], **more),
+            SamplingParams(
+                max_tokens=70, seed=i, structured=form, ignore_eos=form is None, **MODES[mode], **more
+            ),
             OFF,
             f"{name} {i}",
         )
@@ -121,11 +123,17 @@ def test_every_text_has_its_form(mode: str) -> None:
     [{}, {"num_blocks": 34}, {"max_batch_tokens": 7}, {"prefix_cache": False, "max_num_seqs": 3}],
     ids=["roomy", "few pages", "chunked", "three at a time"],
 )
-@pytest.mark.parametrize(("shift", "joined"), [*((shift, {}) for shift in range(len(METHODS))), (0, JOINED), (4, JOINED)])
+@pytest.mark.parametrize(
+    ("shift", "joined"), [*((shift, {}) for shift in range(len(METHODS))), (0, JOINED), (4, JOINED)]
+)
 @pytest.mark.usefixtures("drafters")
-def test_drafts_change_no_token(mode: str, shift: int, joined: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_drafts_change_no_token(
+    mode: str, shift: int, joined: dict[str, Any], settings: dict[str, Any]
+) -> None:
     """Each form under another method, all of them at once."""
-    asked = [replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(crowd(mode))]
+    asked = [
+        replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(crowd(mode))
+    ]
     results = write(asked, speculation=DRAFT | joined, **settings)
     assert results.keys() == plain(mode).keys()
     for key, result in results.items():
@@ -150,12 +158,16 @@ def test_samples_have_a_place_of_their_own_in_the_grammar(mode: str) -> None:
 def test_forced_tokens_are_drafted_and_save_calls() -> None:
     asked = [one for one in crowd("sampled") if one.id.startswith(("strings", "nested"))]
     alone = write(asked)
-    for speculation in ({"method": "ngram"}, {}, {"method": "draft_model"}):  # with a drafter, by default, with none at hand
+    # with a drafter, by default, with none at hand
+    for speculation in ({"method": "ngram"}, {}, {"method": "draft_model"}):
         results = write([replace(one, speculation=speculation) for one in asked])
         for key, result in results.items():
             done = result.stats.speculation()
             assert done and done.by_source["grammar"]["drafted"] == done.by_source["grammar"]["accepted"] > 8
-            assert result.stats.target_calls < 0.7 * alone[key].stats.target_calls and result.tokens == alone[key].tokens
+            assert (
+                result.stats.target_calls < 0.7 * alone[key].stats.target_calls
+                and result.tokens == alone[key].tokens
+            )
 
 
 @pytest.mark.parametrize("speculation", [OFF, {"num_speculative_tokens": 0}], ids=str)
@@ -277,7 +289,9 @@ def test_rejection_keeps_the_form() -> None:
         engine = engine_of(speculation=DRAFT)
         for name, form in FORMS.items():
             params = SamplingParams(max_tokens=90, seed=seed, structured=form)
-            engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, name)
+            engine.add_request(
+                [1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, name
+            )
         for (name, _), result in drain(engine).items():
             if name not in ENDLESS:
                 check(name, spell(result))
@@ -289,15 +303,21 @@ def test_rejection_draws_from_the_law_under_the_mask() -> None:
     letters = [words().encode(c, add_special_tokens=False)[0] for c in "abcdefgh"]
     engine = engine_of(speculation=DRAFT, max_num_seqs=64)
     for seed in range(32):
-        params = SamplingParams(n=64, max_tokens=4, seed=seed, structured={"regex": "[a-h]{3}"}, temperature=1.3)
-        engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, f"r{seed}")
+        params = SamplingParams(
+            n=64, max_tokens=4, seed=seed, structured={"regex": "[a-h]{3}"}, temperature=1.3
+        )
+        engine.add_request(
+            [1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, f"r{seed}"
+        )
     results = drain(engine)
     counts = Counter(tuple(result.tokens[1:]) for result in results.values())
     assert sum(result.stats.accepted for result in results.values()) > 500 and len(results) == 2048
 
     def law(tokens: list[list[int]]) -> Tensor:  # [N, 8]
         with torch.inference_mode():
-            return (tiny_model("llama")(torch.tensor(tokens)).logits[:, -1, letters].double() / 1.3).softmax(-1)
+            return (tiny_model("llama")(torch.tensor(tokens)).logits[:, -1, letters].double() / 1.3).softmax(
+                -1
+            )
 
     start = [1, 30, 31]
     one_letter = [[*start, a] for a in letters]
@@ -308,10 +328,13 @@ def test_rejection_draws_from_the_law_under_the_mask() -> None:
     likely = {pair: e for pair, e in expected.items() if e >= 5}
     rest = 2048 - sum(likely.values())
     others = 2048 - sum(counts[pair] for pair in likely)
-    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in likely.items()) + (others - rest) ** 2 / max(rest, 1e-9)
+    statistic = sum((counts[pair] - e) ** 2 / e for pair, e in likely.items()) + (others - rest) ** 2 / max(
+        rest, 1e-9
+    )
     assert len(likely) > 8 and chi2.sf(statistic, len(likely)) > 1e-3
     shifted = dict(zip(likely, [*list(likely.values())[1:], next(iter(likely.values()))], strict=True))
-    assert chi2.sf(sum((counts[pair] - e) ** 2 / e for pair, e in shifted.items()), len(likely)) < 1e-6  # the twin
+    # the twin
+    assert chi2.sf(sum((counts[pair] - e) ** 2 / e for pair, e in shifted.items()), len(likely)) < 1e-6
 
 
 # the shipped model
@@ -329,7 +352,10 @@ def test_the_demo_writes_valid_json_of_any_draft() -> None:
     assert (
         len(
             demo_forms.wrong(
-                [replace(one, outputs=[replace(one.outputs[0], text=t)]) for one, t in zip(drafted, cut, strict=True)]
+                [
+                    replace(one, outputs=[replace(one.outputs[0], text=t)])
+                    for one, t in zip(drafted, cut, strict=True)
+                ]
             )
         )
         == 20

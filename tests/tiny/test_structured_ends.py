@@ -24,7 +24,9 @@ from tests.tiny.test_structured import EOS, OFF, crowd, plain, spell, write
 # where texts end
 
 
-def one(structured: dict[str, Any] | None, speculation: Any = None, target: Target | None = None, **params: Any) -> Result:
+def one(
+    structured: dict[str, Any] | None, speculation: Any = None, target: Target | None = None, **params: Any
+) -> Result:
     """The text of one request, the same with forced drafts and without."""
     found: list[Result] = []
     for how in (OFF, speculation or {"method": "ngram"}):
@@ -125,14 +127,24 @@ def test_log_probabilities_stay_raw() -> None:
         ({"regex": "a("}, "structured.regex", "unclosed group"),
         ({"grammar": "start: foo"}, "structured.grammar", "unknown name"),
         ({"json_schema": {"type": "strin"}}, "structured.json_schema", "Invalid type: strin"),
-        ({"json_schema": {"type": "array", "uniqueItems": True}}, "structured.json_schema", "Unimplemented keys"),
+        (
+            {"json_schema": {"type": "array", "uniqueItems": True}},
+            "structured.json_schema",
+            "Unimplemented keys",
+        ),
         ({"json_schema": {"$ref": "https://example.com/a.json"}}, "structured.json_schema", "example.com"),
-        ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}}, "structured.json_schema", "minLength"),
+        (
+            {"json_schema": {"type": "string", "minLength": 3, "maxLength": 1}},
+            "structured.json_schema",
+            "minLength",
+        ),
         ({"choice": [""]}, "structured.choice", "no text but the empty one"),
         ({"regex": "#"}, "structured.regex", "in this vocabulary"),
     ],
 )
-def test_what_cannot_be_written_is_refused_at_the_door(structured: dict[str, Any], name: str, limit: str) -> None:
+def test_what_cannot_be_written_is_refused_at_the_door(
+    structured: dict[str, Any], name: str, limit: str
+) -> None:
     engine = engine_of()
     with pytest.raises(InvalidParameter, match=limit) as caught:
         engine.add_request([1, 2], SamplingParams(structured=structured))
@@ -158,7 +170,9 @@ def test_without_a_fast_tokenizer_forms_are_refused() -> None:
 def test_a_grammar_is_compiled_once() -> None:
     engine = engine_of()
     for seed in range(5):
-        engine.add_request([1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]}))
+        engine.add_request(
+            [1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]})
+        )
     assert len(engine.grammars._compiled) == 1
     for i in range(grammar_module.KEPT + 9):
         engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
@@ -171,7 +185,9 @@ def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) 
     alone = [one for one in crowd("sampled") if one.id.startswith("free")]
     calls: list[int] = []
     honest = grammar_module.Grammars.allowed
-    monkeypatch.setattr(grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted))
+    monkeypatch.setattr(
+        grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted)
+    )
     engine = engine_of()
     for asked in alone:
         engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
@@ -185,7 +201,9 @@ def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.Monkey
     sizes: list[int] = []
     honest = grammar_module.Grammars.allowed
     monkeypatch.setattr(
-        grammar_module.Grammars, "allowed", lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted)
+        grammar_module.Grammars,
+        "allowed",
+        lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted),
     )
     engine = engine_of()
     for asked in crowd("greedy"):
@@ -196,7 +214,11 @@ def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.Monkey
 
 
 def test_an_object_may_have_a_thousand_optional_keys() -> None:
-    schema = {"type": "object", "properties": {f"k{i}": {"type": "boolean"} for i in range(1000)}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {f"k{i}": {"type": "boolean"} for i in range(1000)},
+        "additionalProperties": False,
+    }
     result = one({"json_schema": schema}, max_tokens=12)
     assert result.finish and result.finish.reason in ("stop", "length"), spell(result)
 
@@ -235,7 +257,9 @@ def test_a_form_can_be_a_flag() -> None:
 
 def test_rounds_by_hand_add_up_to_the_text() -> None:
     """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
-    decoder = SpeculativeDecoder(tiny_model("llama"), method="ngram", policy="fixed", tokenizer=words().inner, block_size=4)
+    decoder = SpeculativeDecoder(
+        tiny_model("llama"), method="ngram", policy="fixed", tokenizer=words().inner, block_size=4
+    )
     params = SamplingParams(max_tokens=60, seed=3, structured=FORMS["nested"])
     prompt = [1, 30, 31]
     text, finish, rounds = list(prompt), None, 0

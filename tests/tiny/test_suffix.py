@@ -1,4 +1,6 @@
-"""Earlier answers change no token of a text, whoever's they are; the same answer again costs few target calls."""
+"""Earlier answers change no token of a text, whoever's they are; the same answer again costs few target
+calls.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
     for n in LENGTHS:
         ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
         with torch.inference_mode():
-            out = observed(name)(input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True)
+            out = observed(name)(
+                input_ids=ids, position_ids=positions, use_cache=False, output_hidden_states=True
+            )
         yield tuple(states[0] for states in out.hidden_states)
         row += n
 
@@ -56,7 +58,9 @@ def test_taps_are_the_stock_models_states(name: str, fused: bool) -> None:
         torch.testing.assert_close(taps[layer], expected, atol=1e-4, rtol=1e-4)
         if layer + 2 < depth:
             beside = torch.cat([states[layer + 2] for states in texts])
-            assert not torch.allclose(taps[layer], beside, atol=1e-2), "the next layer's would not be told apart"
+            assert not torch.allclose(taps[layer], beside, atol=1e-2), (
+                "the next layer's would not be told apart"
+            )
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])

@@ -1,4 +1,6 @@
-"""Training a drafter: fast forms equal their formulas, what is trained is what is run, and bad input is refused."""
+"""Training a drafter: fast forms equal their formulas, what is trained is what is run, and bad input is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from tests.tiny.training import QUICK, Silent, make_world, settings
 FORMS = [
     pytest.param({}, id="usual"),
     pytest.param({"fc_norm": True, "norm_before_fc": False}, id="norm per tap"),
-    pytest.param({"norm_before_fc": False, "norm_before_residual": False, "norm_output": False}, id="no norms"),
+    pytest.param(
+        {"norm_before_fc": False, "norm_before_residual": False, "norm_output": False}, id="no norms"
+    ),
     pytest.param({"layers": 2, "kv_heads": 1, "intermediate": 24}, id="two layers"),
     pytest.param({"draft_vocab": 64, "taps": "-1,0"}, id="small vocabulary, two taps"),
 ]
@@ -71,7 +75,9 @@ def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
     """What `form` yields, and its gradient by each tensor."""
     fresh = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     out = form(*fresh)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum().backward() if out.ndim else out.backward()
+    (
+        out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    ).sum().backward() if out.ndim else out.backward()
     return [out.detach(), *(tensor.grad for tensor in fresh if tensor.grad is not None)]
 
 
@@ -91,7 +97,12 @@ def test_attention_is_the_formulas(steps: int, rows: int) -> None:
 
 def test_the_loss_is_the_formulas() -> None:
     torch.manual_seed(0)
-    hidden, head, p, weights = torch.randn(40, 16), torch.randn(30, 16), torch.randn(40, 30).softmax(-1), torch.rand(40)
+    hidden, head, p, weights = (
+        torch.randn(40, 16),
+        torch.randn(30, 16),
+        torch.randn(40, 30).softmax(-1),
+        torch.rand(40),
+    )
     entropy = -(p * p.log()).sum(-1)
     found = gradients(lambda h, w: losses.kl(h, w, p, entropy, weights), hidden, head)
     wanted = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
@@ -102,8 +113,12 @@ def test_the_loss_is_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_training_computes_what_a_chain_of_drafts_does(form: dict[str, Any], teacher: Teacher, tmp_path: Path) -> None:
-    """Row i of step k equals the head run token by token: i + 1 rows of the target's states, then k of its own."""
+def test_training_computes_what_a_chain_of_drafts_does(
+    form: dict[str, Any], teacher: Teacher, tmp_path: Path
+) -> None:
+    """Row i of step k equals the head run token by token: i + 1 rows of the target's states, then k of its
+    own.
+    """
     rows = rows_of(teacher)
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
     kind, head = head_of(teacher, rows, form)
@@ -120,7 +135,10 @@ def test_training_computes_what_a_chain_of_drafts_does(form: dict[str, Any], tea
                 for k, found in enumerate(steps):
                     back, logits = forward(tensors, sheet, tokens, u, teacher.embed, None)
                     torch.testing.assert_close(found[row, i], logits[-1], rtol=1e-3, atol=1e-4)
-                    tokens, u = [*tokens, ids[i + 2 + k]] if i + 2 + k < len(ids) else tokens, torch.cat([u, back[-1:]])
+                    tokens, u = (
+                        [*tokens, ids[i + 2 + k]] if i + 2 + k < len(ids) else tokens,
+                        torch.cat([u, back[-1:]]),
+                    )
 
 
 def test_a_step_that_does_not_see_its_own_rows_is_found_out(
@@ -140,7 +158,9 @@ def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: 
     looked = teacher.look(ids)
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
-    torch.testing.assert_close(looked, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1))
+    torch.testing.assert_close(
+        looked, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
+    )
     batch = teacher.teach(ids, torch.ones(ids.shape), looked)
     torch.testing.assert_close(batch.p, out.logits.softmax(-1))
     torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
@@ -174,7 +194,9 @@ def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher
     teacher.used = whole.best.unique()[::2]
     part = teacher.teach(ids, torch.ones(ids.shape), looked)
     assert torch.equal(part.weights > 0, torch.isin(whole.best, teacher.used))
-    torch.testing.assert_close(part.p, whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        part.p, whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
+    )
 
 
 def test_looks_are_kept_within_their_bound_and_read_again(
@@ -194,8 +216,12 @@ def test_looks_are_kept_within_their_bound_and_read_again(
     torch.testing.assert_close(batch.taps, fresh.taps)
     torch.testing.assert_close(batch.p, fresh.p)
     (tmp_path / "looks").unlink()  # to make room
-    torch.testing.assert_close(Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps)
-    monkeypatch.setattr("speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes))
+    torch.testing.assert_close(
+        Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
+    )
+    monkeypatch.setattr(
+        "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
+    )
     assert Looks(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
 
@@ -211,10 +237,20 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     assert tried["tokens_per_target_call"] > 1.1
     assert tried["acceptance_per_position"][0] > 0.1  # of 400 tokens
     assert len(tried["acceptance_per_position"]) == 3
-    assert held["accuracy"][0] == held["accuracy_full"][0] >= held["accuracy_full"][1] >= held["accuracy_full"][2]
+    assert (
+        held["accuracy"][0]
+        == held["accuracy_full"][0]
+        >= held["accuracy_full"][1]
+        >= held["accuracy_full"][2]
+    )
     assert record["data"]["hash"] == json.loads((told.folder / "run.json").read_text())["rows_hash"]
     sheet = recognise_drafter(told.out)
-    assert (sheet.dialect, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == ("speculators", 3, True, 3)
+    assert (sheet.dialect, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == (
+        "speculators",
+        3,
+        True,
+        3,
+    )
     assert sheet.readings(2)[0] == (-1, 0, 1)
 
 
@@ -264,10 +300,17 @@ def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest
         pytest.param({}, {"taps": "0,2"}, "taps = 2: the target has 2 layers", id="tap out of range"),
         pytest.param({}, {"draft_vocab": 10**6}, "draft_vocab = 1000000: the target has", id="vocabulary"),
         pytest.param({}, {"heads": 3}, "heads = 3: a multiple of kv_heads, 2", id="heads"),
-        pytest.param({"regenerate": 10**6, "regenerate_tokens": 8}, {"heads": 3}, "heads = 3", id="before texts are written"),
+        pytest.param(
+            {"regenerate": 10**6, "regenerate_tokens": 8},
+            {"heads": 3},
+            "heads = 3",
+            id="before texts are written",
+        ),
     ],
 )
-def test_what_does_not_fit_the_target_is_refused(world: Path, changes: dict[str, Any], form: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_the_target_is_refused(
+    world: Path, changes: dict[str, Any], form: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidParameter, match=words):
         train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
 
@@ -279,7 +322,9 @@ def test_the_target_is_not_written_over(world: Path) -> None:
     assert (world / "target" / "config.json").read_bytes() == before
 
 
-def test_another_run_in_the_same_folder_is_refused_by_name(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_run_in_the_same_folder_is_refused_by_name(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with ttt = 2, now 3"):
         train(Eagle3(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
@@ -307,16 +352,30 @@ def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pyt
     assert train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
-def test_the_command_line_says_what_is_wrong_and_what_was_made(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_says_what_is_wrong_and_what_was_made(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(*words: str) -> tuple[int, Any]:
         done = CliRunner().invoke(app, ["train", *words, "--json"])
         return done.exit_code, json.loads(done.stdout)
 
-    told = {**QUICK, "target": world / "target", "data": world / "texts", "out": world / "by command", "steps": 2}
+    told = {
+        **QUICK,
+        "target": world / "target",
+        "data": world / "texts",
+        "out": world / "by command",
+        "steps": 2,
+    }
     options = [word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    assert run("eagle3", "--out", "x") == (2, {"error": {"type": "InvalidParameter", "message": "target = None: Field required"}})
+    assert run("eagle3", "--out", "x") == (
+        2,
+        {"error": {"type": "InvalidParameter", "message": "target = None: Field required"}},
+    )
     code, refused = run("draft", *options, "--layers", "0")
-    assert (code, refused["error"]["message"]) == (2, "layers = 0: Input should be greater than or equal to 1")
+    assert (code, refused["error"]["message"]) == (
+        2,
+        "layers = 0: Input should be greater than or equal to 1",
+    )
     code, refused = run("eagle3", *options, "--data", str(world / "none"))
     assert (code, refused["error"]["type"]) == (2, "DataError")
     with monkeypatch.context() as patch:

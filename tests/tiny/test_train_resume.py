@@ -32,7 +32,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def log_of(folder: Path) -> list[dict[str, float | str]]:
     """Whole lines: a killed run may leave half of one."""
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [
+        json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
 
 
 def last_of(folder: Path) -> dict[int, tuple[str, float]]:
@@ -53,12 +55,21 @@ def whole(world: Path) -> dict[int, tuple[str, float]]:
 
 def start(world: Path, name: str) -> subprocess.Popen[bytes]:
     """The command, until it has a checkpoint and is about a quarter through."""
-    told = {**QUICK, **COURSE, "target": world / "target", "data": world / "texts", "out": world / name, "ttt": 2}
+    told = {
+        **QUICK,
+        **COURSE,
+        "target": world / "target",
+        "data": world / "texts",
+        "out": world / name,
+        "ttt": 2,
+    }
     options = [word for key, value in told.items() for word in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     folder, deadline = world / f"{name}.work", time.monotonic() + 100
-    while time.monotonic() < deadline and not ((folder / "checkpoint.safetensors").exists() and len(log_of(folder)) > STEPS // 4):
+    while time.monotonic() < deadline and not (
+        (folder / "checkpoint.safetensors").exists() and len(log_of(folder)) > STEPS // 4
+    ):
         assert process.poll() is None, process.communicate()[1].decode()
         time.sleep(0.01)
     return process
@@ -76,7 +87,9 @@ def killed(world: Path) -> Path:
 
 def differs(found: dict[int, tuple[str, float]], wanted: dict[int, tuple[str, float]]) -> str | None:
     """What is not as it would have been without the interruption."""
-    if {step: batch for step, (batch, _) in found.items()} != {step: batch for step, (batch, _) in wanted.items()}:
+    if {step: batch for step, (batch, _) in found.items()} != {
+        step: batch for step, (batch, _) in wanted.items()
+    }:
         return "batches"
     return "loss" if abs(found[STEPS][1] - wanted[STEPS][1]) > TOLERANCE else None
 
@@ -85,7 +98,9 @@ def copy_of(killed: Path, name: str) -> Path:
     return Path(shutil.copytree(killed, killed.with_name(f"{name}.work")))
 
 
-def test_a_killed_run_ends_as_if_nobody_had(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:
+def test_a_killed_run_ends_as_if_nobody_had(
+    world: Path, killed: Path, whole: dict[int, tuple[str, float]]
+) -> None:
     folder = copy_of(killed, "again")
     before = len(log_of(folder))
     with (folder / "log.jsonl").open("a") as log:
@@ -99,11 +114,17 @@ def test_a_killed_run_ends_as_if_nobody_had(world: Path, killed: Path, whole: di
     assert [one["from_step"] > 0 for one in sessions] == [False, True]
 
 
-def test_a_lost_state_of_the_optimizer_is_found_out(world: Path, killed: Path, whole: dict[int, tuple[str, float]]) -> None:
+def test_a_lost_state_of_the_optimizer_is_found_out(
+    world: Path, killed: Path, whole: dict[int, tuple[str, float]]
+) -> None:
     checkpoint = copy_of(killed, "forgetful") / "checkpoint.safetensors"
     with safe_open(checkpoint, "pt") as file:
         facts = file.metadata()
-    save_file({name: value for name, value in load_file(checkpoint).items() if name.startswith("model/")}, checkpoint, facts)
+    save_file(
+        {name: value for name, value in load_file(checkpoint).items() if name.startswith("model/")},
+        checkpoint,
+        facts,
+    )
     assert differs(go_on(world, "forgetful"), whole) == "loss"
 
 
@@ -116,7 +137,9 @@ def test_a_lost_place_in_the_data_is_found_out(
     assert differs(go_on(world, "astray"), whole) == "batches"
 
 
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(world: Path, whole: dict[int, tuple[str, float]]) -> None:
+def test_asked_to_stop_it_saves_and_says_how_to_go_on(
+    world: Path, whole: dict[int, tuple[str, float]]
+) -> None:
     process = start(world, "asked")
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1].decode()

@@ -35,25 +35,33 @@ def test_a_widened_model_is_larger_and_computes_the_same(name: str) -> None:
         assert not down[:, new].any() and all((rows[new].std(-1) > SCALE / 2).all() for rows in (gate, up))
     before_stock = model(torch.arange(9)[None]).logits
     widen(model, 1, name)
-    assert torch.equal(next(gated_mlps(model)).gate_proj.weight, next(gated_mlps(target.model)).gate_proj.weight)
+    assert torch.equal(
+        next(gated_mlps(model)).gate_proj.weight, next(gated_mlps(target.model)).gate_proj.weight
+    )
     torch.testing.assert_close(model(torch.arange(9)[None]).logits, before_stock, rtol=0, atol=1e-4)
 
 
 def test_new_columns_that_reach_the_output_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted error: output weights that are not zero."""
-    monkeypatch.setattr("speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim))
+    monkeypatch.setattr(
+        "speculon.bench.widen.longer", lambda weight, more, dim: longer(weight, more + 0.01, dim)
+    )
     target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
     with pytest.raises(UnsupportedModel, match="llama: widening changed the logits by"):
         widen_target(target, 1)
 
 
 def test_what_cannot_be_widened_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"):
+    with pytest.raises(
+        UnsupportedModel, match=r"phi3 \(.*\) has no MLP of linear gate_proj, up_proj, down_proj"
+    ):
         widen(tiny_model("phi3"), 1, "phi3")
     target = wrap_model(copy.deepcopy(tiny_model("llama")), name="llama", fused=False)
     widen_target(target, 2)
     for millions in (1, 2):
-        with pytest.raises(InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"):
+        with pytest.raises(
+            InvalidParameter, match=rf"widen = {millions}: llama has 2.0 million parameters already"
+        ):
             widen_target(target, millions)
     with pytest.raises(InvalidParameter, match=r"widen = 1000000000: needs \d+ bytes more, \d+ are free"):
         widen_target(target, 10**9)

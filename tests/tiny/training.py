@@ -55,4 +55,12 @@ def make_world(folder: Path) -> Path:
 
 def settings(world: Path, name: str, **changes: Any) -> TrainSettings:
     """Of a short run in fp32 that writes to `world/name`."""
-    return TrainSettings(**{**QUICK, "target": str(world / "target"), "data": (world / "texts",), "out": world / name, **changes})
+    return TrainSettings(
+        **{
+            **QUICK,
+            "target": str(world / "target"),
+            "data": (world / "texts",),
+            "out": world / name,
+            **changes,
+        }
+    )

@@ -1,4 +1,7 @@
-"""transformers: generate, with prompt lookup or an assistant model. Several texts at once are padded on the left."""
+"""transformers: generate, with prompt lookup or an assistant model.
+
+Several texts at once are padded on the left.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class Transformers:
             draft = self.speculation["assistant_model"] = load(settings.draft)
             if settings.k is not None:
                 draft.generation_config.update(
-                    num_assistant_tokens=settings.k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+                    num_assistant_tokens=settings.k,
+                    num_assistant_tokens_schedule="constant",
+                    assistant_confidence_threshold=0.0,
                 )
 
     def count(self, module: Any, args: tuple[Any, ...]) -> None:
@@ -37,9 +42,15 @@ class Transformers:
     def write(self, ask: Ask) -> Answer:
         width, before = max(map(len, ask.prompts)), self.calls
         padding = [width - len(prompt) for prompt in ask.prompts]
-        sampling = {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0} if ask.temperature else {}
+        sampling = (
+            {"do_sample": True, "temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
+            if ask.temperature
+            else {}
+        )
         whole = self.target.generate(
-            torch.tensor([[self.eos[0]] * pad + prompt for pad, prompt in zip(padding, ask.prompts, strict=True)]),
+            torch.tensor(
+                [[self.eos[0]] * pad + prompt for pad, prompt in zip(padding, ask.prompts, strict=True)]
+            ),
             attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
             max_new_tokens=ask.max_tokens,
             eos_token_id=self.eos,

@@ -42,7 +42,11 @@ class LlamaServer:
                 return
             except (URLError, OSError):
                 time.sleep(0.1)
-        raise RuntimeError(f"no server after {START_SECONDS} s" if self.child.poll() is None else "the server ended; see its log")
+        raise RuntimeError(
+            f"no server after {START_SECONDS} s"
+            if self.child.poll() is None
+            else "the server ended; see its log"
+        )
 
     def post(self, prompt: list[int], ask: Ask) -> dict[str, Any]:
         body = {
@@ -54,13 +58,17 @@ class LlamaServer:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        request = Request(f"{self.address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = Request(
+            f"{self.address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urlopen(request, timeout=ANSWER_SECONDS) as answer:
             return json.load(answer)
 
     def write(self, ask: Ask) -> Answer:
         found = list(self.pool.map(lambda prompt: self.post(prompt, ask), ask.prompts))
-        drafted, accepted = (sum(one["timings"].get(name, 0) for one in found) for name in ("draft_n", "draft_n_accepted"))
+        drafted, accepted = (
+            sum(one["timings"].get(name, 0) for one in found) for name in ("draft_n", "draft_n_accepted")
+        )
         return Answer([one["tokens"] for one in found], drafted, accepted)
 
     def close(self) -> None:
@@ -72,14 +80,37 @@ def flags(settings: Settings, address: str) -> list[str]:
     threads, port = str(settings.threads), address.rpartition(":")[2]
     common = ["--model", settings.target, "--host", "127.0.0.1", "--port", port, "--offline", "--no-ui"]
     common += ["--parallel", str(settings.texts), "--ctx-size", str(settings.texts * settings.context)]
-    common += ["--threads", threads, "--threads-batch", threads, "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    common += [
+        "--threads",
+        threads,
+        "--threads-batch",
+        threads,
+        "--cache-type-k",
+        "f32",
+        "--cache-type-v",
+        "f32",
+    ]
     common += ["--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"]
     if settings.method == "ngram":
         common += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM)]
         common += ["--spec-ngram-simple-size-m", str(settings.k)]
     elif settings.method == "draft_model":
-        common += ["--spec-type", "draft-simple", "--spec-draft-model", settings.draft, "--spec-draft-n-max", str(settings.k)]
-        common += ["--spec-draft-threads", threads, "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
+        common += [
+            "--spec-type",
+            "draft-simple",
+            "--spec-draft-model",
+            settings.draft,
+            "--spec-draft-n-max",
+            str(settings.k),
+        ]
+        common += [
+            "--spec-draft-threads",
+            threads,
+            "--spec-draft-type-k",
+            "f32",
+            "--spec-draft-type-v",
+            "f32",
+        ]
     return common
 
 

@@ -32,15 +32,19 @@ class Speculon:
         for output in outputs:
             stats.add(output.outputs[0].stats)
         tokens = [output.token_ids for output in outputs]
-        return Answer(tokens, stats.drafted_at.total(), stats.accepted, self.llm.engine.counters.steps - before)
+        return Answer(
+            tokens, stats.drafted_at.total(), stats.accepted, self.llm.engine.counters.steps - before
+        )
 
     def close(self) -> None: ...
 
 
 def speculation_of(settings: Settings) -> dict[str, Any]:
-    """A mode with K is `fixed`, as the other engines are, and so is `off`; one without K has the default policy.
+    """A mode with K is `fixed`, as the other engines are, and so is `off`; one without K has the default
+    policy.
 
-    The others look for a single equal token, too; our default asks for two. Prompts come again: no answer is remembered.
+    The others look for a single equal token, too; our default asks for two. Prompts come again: no answer is
+    remembered.
     """
     found: dict[str, Any] = {"method": settings.method, "prompt_lookup_min": 1, "suffix_pools": 0}
     if settings.k is not None or settings.method == "off":

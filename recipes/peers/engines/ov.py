@@ -33,7 +33,9 @@ class OpenVino:
             speculation["prompt_lookup"] = True
         elif settings.method == "draft_model":
             speculation["draft_model"] = genai.draft_model(settings.draft, "CPU", **exact)
-        self.pipeline = genai.ContinuousBatchingPipeline(settings.target, scheduler, "CPU", {**exact, **speculation})
+        self.pipeline = genai.ContinuousBatchingPipeline(
+            settings.target, scheduler, "CPU", {**exact, **speculation}
+        )
 
     def config(self, ask: Ask) -> Any:
         config = genai.GenerationConfig()

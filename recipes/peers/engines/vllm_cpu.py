@@ -7,10 +7,17 @@ from typing import Any
 
 from worker import Answer, Ask, Settings, serve
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 NGRAM = (2, 5)  # shortest and longest match that are looked for, as in the other engines
-COUNTERS = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+COUNTERS = {
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
 
 
 class Vllm:
@@ -36,7 +43,9 @@ class Vllm:
         )
 
     def counted(self) -> dict[str, int]:
-        values = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS.values()}
+        values = {
+            metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in COUNTERS.values()
+        }
         return {name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}
 
     def write(self, ask: Ask) -> Answer:
@@ -44,12 +53,20 @@ class Vllm:
 
         before = self.counted()
         params = SamplingParams(
-            temperature=ask.temperature, max_tokens=ask.max_tokens, stop_token_ids=self.eos, detokenize=False, top_p=1.0, top_k=0
+            temperature=ask.temperature,
+            max_tokens=ask.max_tokens,
+            stop_token_ids=self.eos,
+            detokenize=False,
+            top_p=1.0,
+            top_k=0,
         )
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in ask.prompts], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in ask.prompts], params, use_tqdm=False
+        )
         after = self.counted()
         return Answer(
-            [list(output.outputs[0].token_ids) for output in outputs], **{name: after[name] - before[name] for name in after}
+            [list(output.outputs[0].token_ids) for output in outputs],
+            **{name: after[name] - before[name] for name in after},
         )
 
     def close(self) -> None: ...

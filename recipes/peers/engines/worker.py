@@ -1,4 +1,7 @@
-"""The loop that every worker runs: a JSON line asks, a JSON line answers. Standard library only, for any engine's environment."""
+"""The loop that every worker runs: a JSON line asks, a JSON line answers.
+
+Standard library only, for any engine's environment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Does speculation help here, with what, at which K, and at which concurrency? Predicted, measured live, and answered."""
+"""Does speculation help here, with what, at which K, and at which concurrency?
+
+Predicted, measured live, and answered.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +41,20 @@ class Wish:
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= MAX_DRAFTS:
-            raise InvalidParameter("num_speculative_tokens", self.k, f"goes from 1 to {MAX_DRAFTS}: the most drafts looked at")
+            raise InvalidParameter(
+                "num_speculative_tokens", self.k, f"goes from 1 to {MAX_DRAFTS}: the most drafts looked at"
+            )
         if self.repeats < 0:
             raise InvalidParameter("repeats", self.repeats, "must be at least 0")
         check_method(self.method)
         if not self.concurrency or min(self.concurrency) < 1:
-            raise InvalidParameter("concurrency", ",".join(map(str, self.concurrency)), "whole numbers from 1 on")
+            raise InvalidParameter(
+                "concurrency", ",".join(map(str, self.concurrency)), "whole numbers from 1 on"
+            )
         if self.at_once not in self.batches:
-            raise InvalidParameter("at_once", self.at_once, f"is not among the numbers measured, {self.batches}")
+            raise InvalidParameter(
+                "at_once", self.at_once, f"is not among the numbers measured, {self.batches}"
+            )
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -99,7 +108,11 @@ class Advice:
         return len(self.basis) == len(self.written) and any(one.loops for one in self.written)
 
     def at(self, batch: int, way: str | None = None, k: int | None = None) -> list[Estimate]:
-        return [one for one in self.estimates if one.batch == batch and way in (None, one.way.name) and k in (None, one.k)]
+        return [
+            one
+            for one in self.estimates
+            if one.batch == batch and way in (None, one.way.name) and k in (None, one.k)
+        ]
 
     def predicted(self, candidate: Candidate, batch: int) -> Estimate | None:
         """None where its policy sets K."""
@@ -120,12 +133,18 @@ class Advice:
         """The forecast by where the prompts come from."""
         of = self.group_of
         names = dict.fromkeys(of[one.case.name] for one in self.basis)
-        return {name: found for name in names if (found := self.among(t for t in self.basis if of[t.case.name] == name))}
+        return {
+            name: found
+            for name in names
+            if (found := self.among(t for t in self.basis if of[t.case.name] == name))
+        }
 
     def round_costs(self, way: Way, batch: int) -> list[float]:
         """Of a round in which every sequence has K drafts, in plain steps; K = 1, 2, .."""
         fit = self.worlds[0]
-        return [fit.full_round(way.chain, batch, k) / fit.costs.step(batch) for k in range(1, self.wish.k + 1)]
+        return [
+            fit.full_round(way.chain, batch, k) / fit.costs.step(batch) for k in range(1, self.wish.k + 1)
+        ]
 
     # measured
 
@@ -142,11 +161,15 @@ class Advice:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What is measured live: the best prediction, the policy `goodput`, half of K, each drafter, the next predictions."""
+        """What is measured live: the best prediction, the policy `goodput`, half of K, each drafter, the next
+        predictions.
+        """
         batch = self.wish.at_once
         ranked = sorted((best(self.at(batch, way.name)) for way in self.ways), key=lambda one: -one.ratio)
         first = ranked[0]
-        shallower = [one for one in self.at(batch, first.way.name) if one.k < first.k and one.k <= (first.k + 1) // 2]
+        shallower = [
+            one for one in self.at(batch, first.way.name) if one.k < first.k and one.k <= (first.k + 1) // 2
+        ]
         drafters = [one for one in ranked if one.way.name in self.base.drafts]
         half = [best(shallower)] if shallower else []
         fixed = [Candidate(one.way, one.k) for one in (first, *half, *drafters, *ranked)]
@@ -176,17 +199,32 @@ class Advice:
     def settings(self) -> dict[str, Any]:
         """What to put under `[speculation]`."""
         one = self.chosen
-        return settings(self.base, one.way.name, one.policy, one.k, one.way.chain) if self.helps else {"method": OFF}
+        return (
+            settings(self.base, one.way.name, one.policy, one.k, one.way.chain)
+            if self.helps
+            else {"method": OFF}
+        )
 
     @property
     def up_to(self) -> int | None:
-        """The highest concurrency up to which the chosen setting pays without a gap, measured or predicted; None: it does not."""
-        outcomes = ((batch, self.outcome(self.chosen, batch)) for batch in self.wish.batches if batch >= self.wish.at_once)
-        return max((batch for batch, _ in takewhile(lambda one: one[1] and one[1].pays, outcomes)), default=None)
+        """The highest concurrency up to which the chosen setting pays without a gap, measured or predicted;
+        None: it does not.
+        """
+        outcomes = (
+            (batch, self.outcome(self.chosen, batch))
+            for batch in self.wish.batches
+            if batch >= self.wish.at_once
+        )
+        return max(
+            (batch for batch, _ in takewhile(lambda one: one[1] and one[1].pays, outcomes)), default=None
+        )
 
 
 def advise(llm: LLM, split: Split, wish: Wish, advance: Advance = lambda n: None) -> Advice:
-    """Predicts, measures the best predictions live, and decides. Writes nothing. Raises what the engine raises."""
+    """Predicts, measures the best predictions live, and decides.
+
+    Writes nothing. Raises what the engine raises.
+    """
     if max(wish.batches) > llm.config.max_num_seqs:
         raise InvalidParameter("concurrency", max(wish.batches), f"max_num_seqs is {llm.config.max_num_seqs}")
     ways, lacking = ways_of(llm, wish)
@@ -196,7 +234,9 @@ def advise(llm: LLM, split: Split, wish: Wish, advance: Advance = lambda n: None
     batch = min(SHADOW_BATCH, llm.config.max_num_seqs)
     written = [one for one in shadow(llm, split.measured, methods, wish.k, batch, advance) if one.text.drafts]
     if not written:
-        raise InvalidParameter("prompt", len(split.measured), "none of these texts has a second token that could be drafted")
+        raise InvalidParameter(
+            "prompt", len(split.measured), "none of these texts has a second token that could be drafted"
+        )
     timed = time_rounds(llm, split.measured, methods, grid(wish.k), wish.batches, advance)
     advice = Advice(wish, ways, lacking, timed, fits(timed), written, split.groups, llm.config.speculation)
     if wish.repeats:
@@ -205,7 +245,9 @@ def advise(llm: LLM, split: Split, wish: Wish, advance: Advance = lambda n: None
 
 
 def ways_of(llm: LLM, wish: Wish) -> tuple[list[Way], dict[str, str]]:
-    """Each method by itself, and `auto` where it joins several; methods that cannot draft here, with the reason."""
+    """Each method by itself, and `auto` where it joins several; methods that cannot draft here, with the
+    reason.
+    """
     proposers = llm.engine.proposers
     names = dict.fromkeys([*LOOKED_UP, *LOOKUPS, *llm.config.speculation.drafts, wish.method, AUTO])
     names.pop(OFF, None)
@@ -222,7 +264,9 @@ def ways_of(llm: LLM, wish: Wish) -> tuple[list[Way], dict[str, str]]:
 
 
 def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None:
-    """The candidates at the concurrency asked for; where one pays, at the highest at which it is to pay, or at all above."""
+    """The candidates at the concurrency asked for; where one pays, at the highest at which it is to pay, or
+    at all above.
+    """
     wish = advice.wish
     cases = split.held_out
     if not advice.rests_on_loops:
@@ -236,7 +280,11 @@ def check_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None
 
     measured(wish.at_once, advice.candidates)
     one, highest = advice.chosen, advice.up_to or 0
-    for batch in [batch for batch in wish.batches if wish.at_once < batch and (batch == highest or highest and not one.k)]:
+    for batch in [
+        batch
+        for batch in wish.batches
+        if wish.at_once < batch and (batch == highest or highest and not one.k)
+    ]:
         other = best(advice.at(batch))
         measured(batch, list(dict.fromkeys([one, advice.by_policy, Candidate(other.way, other.k)])))
 
@@ -245,5 +293,7 @@ def total(split: Split, wish: Wish) -> int:
     """Measurements there will be, at most."""
     cases = len(split.held_out) or len(split.measured)
     checked = checks_total(cases, wish.at_once, CHECKED, wish.repeats)
-    checked += sum(checks_total(cases, batch, 3, wish.repeats) for batch in wish.batches if batch > wish.at_once)
+    checked += sum(
+        checks_total(cases, batch, 3, wish.repeats) for batch in wish.batches if batch > wish.at_once
+    )
     return -(-len(split.measured) // SHADOW_BATCH) + len(wish.batches) * (RUNS + 1) + checked

@@ -40,10 +40,17 @@ def draw_depths(panel: Any, advice: Advice) -> None:
         some = sorted(advice.at(batch, way.name), key=lambda one: one.k)
         ks = [one.k for one in some]
         panel.plot(ks, [one.ratio for one in some], color=colour, marker="o", markersize=3, label=way.name)
-        panel.fill_between(ks, [one.low for one in some], [one.high for one in some], color=colour, alpha=0.12, linewidth=0)
+        panel.fill_between(
+            ks, [one.low for one in some], [one.high for one in some], color=colour, alpha=0.12, linewidth=0
+        )
     colours = dict(zip(advice.ways, COLOURS, strict=False))
     for result in live.results if (live := advice.check_at(batch)) else ():
-        mark(panel, result.candidate.k or 0, result, colours[result.candidate.way] if result.candidate.k else "black")
+        mark(
+            panel,
+            result.candidate.k or 0,
+            result,
+            colours[result.candidate.way] if result.candidate.k else "black",
+        )
     panel.set_xlabel("K, drafts per round (0: set by policy goodput)")
     panel.set_ylabel("x plain decoding (diamonds: measured)")
     panel.set_title(f"predicted at concurrency {batch}", fontsize=9)
@@ -61,11 +68,15 @@ def draw_acceptance(panel: Any, advice: Advice) -> None:
     for colour, way in zip(COLOURS, advice.ways, strict=False):
         if len(way.chain) > 1:
             continue
-        found = sorted((one.k, rate) for one in advice.at(batch, way.name) if (rate := one.acceptance.rate()) is not None)
+        found = sorted(
+            (one.k, rate) for one in advice.at(batch, way.name) if (rate := one.acceptance.rate()) is not None
+        )
         needed = [(k, equal_acceptance(cost, k)) for k, cost in enumerate(advice.round_costs(way, batch), 1)]
         panel.plot([k for k, _ in found], [a for _, a in found], color=colour, marker="o", markersize=3)
         some = [(k, a) for k, a in needed if a is not None]
-        panel.plot([k for k, _ in some], [a for _, a in some], color=colour, marker="x", markersize=4, linestyle=":")
+        panel.plot(
+            [k for k, _ in some], [a for _, a in some], color=colour, marker="x", markersize=4, linestyle=":"
+        )
     panel.set_ylim(0, 1.03)
     panel.set_xlabel("K, drafts per round")
     panel.set_ylabel("acceptance")
@@ -79,7 +90,14 @@ def draw_concurrency(panel: Any, advice: Advice) -> None:
     same = [advice.at(batch, one.way.name, one.k)[0] for batch in batches]
     names = [str(batch) for batch in batches]
     panel.plot(names, [each.ratio for each in same], color="#333333", marker="o", markersize=3)
-    panel.fill_between(names, [each.low for each in same], [each.high for each in same], color="#333333", alpha=0.12, linewidth=0)
+    panel.fill_between(
+        names,
+        [each.low for each in same],
+        [each.high for each in same],
+        color="#333333",
+        alpha=0.12,
+        linewidth=0,
+    )
     panel.plot(names, [best(advice.at(batch)).ratio for batch in batches], color="#999999", linestyle="--")
     for check in advice.checks:
         if result := check.of(advice.chosen):

@@ -1,4 +1,6 @@
-"""Settings measured live: several candidates against plain decoding on held-out prompts, alternated in one run."""
+"""Settings measured live: several candidates against plain decoding on held-out prompts, alternated in one
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        return f"`{self.way.name}`, policy `{GOODPUT}`" if self.k is None else f"`{self.way.name}`, K = {self.k}"
+        return (
+            f"`{self.way.name}`, policy `{GOODPUT}`" if self.k is None else f"`{self.way.name}`, K = {self.k}"
+        )
 
     def request(self, config: SpeculationConfig) -> dict[str, Any]:
         """What a request says, so that no default of the engine counts."""
@@ -75,7 +79,9 @@ class Check:
 
 
 class Pair(NamedTuple):
-    """The decoding steps of one measurement, and those of plain decoding on the same prompts in the same repeat."""
+    """The decoding steps of one measurement, and those of plain decoding on the same prompts in the same
+    repeat.
+    """
 
     tokens: int
     ms: float
@@ -86,8 +92,12 @@ class Pair(NamedTuple):
     @classmethod
     def of(cls, one: Measurement, plain: Measurement) -> Pair:
         steps, base = decoding([one]), decoding([plain])
-        tokens, ms, sequences = (sum(getattr(step, name) for step in steps) for name in ("tokens", "step_ms", "spans"))
-        return cls(tokens, ms, sequences, sum(step.tokens for step in base), sum(step.step_ms for step in base))
+        tokens, ms, sequences = (
+            sum(getattr(step, name) for step in steps) for name in ("tokens", "step_ms", "spans")
+        )
+        return cls(
+            tokens, ms, sequences, sum(step.tokens for step in base), sum(step.step_ms for step in base)
+        )
 
 
 def check(
@@ -99,7 +109,9 @@ def check(
     repeats: int,
     advance: Callable[[int], None],
 ) -> Check:
-    """All candidates, plain decoding, and plain decoding again, alternated; each group of prompts is paired with itself."""
+    """All candidates, plain decoding, and plain decoding again, alternated; each group of prompts is paired
+    with itself.
+    """
     groups = groups_of(cases, concurrency)
     asked = {candidate.label: candidate.request(llm.config.speculation) for candidate in candidates}
     modes = [Mode(name, said) for name, said in {OFF: NO_SPECULATION, **asked, AGAIN: NO_SPECULATION}.items()]
@@ -110,7 +122,8 @@ def check(
         runs[mode.label][group].append(measure(llm, groups[group], mode.speculation))
         advance(1)
     pairs = {
-        label: [list(map(Pair.of, *repeats)) for repeats in zip(some, runs[OFF], strict=True)] for label, some in runs.items()
+        label: [list(map(Pair.of, *repeats)) for repeats in zip(some, runs[OFF], strict=True)]
+        for label, some in runs.items()
     }
     results = tuple(result_of(candidate, pairs[candidate.label]) for candidate in candidates)
     again = ratio_of(pair for group in pairs[AGAIN] for pair in group)
@@ -122,7 +135,9 @@ def result_of(candidate: Candidate, groups: Sequence[Sequence[Pair]]) -> Result:
     rng, every = Random(0), [pair for group in groups for pair in group]
 
     def again() -> Iterable[Pair]:
-        return (pair for group in rng.choices(groups, k=len(groups)) for pair in rng.choices(group, k=len(group)))
+        return (
+            pair for group in rng.choices(groups, k=len(groups)) for pair in rng.choices(group, k=len(group))
+        )
 
     drawn = sorted(ratio_of(again()) for _ in range(DRAWS))
     low, high = (at_share(drawn, share) for share in INTERVAL)

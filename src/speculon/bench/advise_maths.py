@@ -1,14 +1,14 @@
 """Whether speculation pays, from recorded drafts and measured times. Arithmetic alone: no model and no clock.
 
 A plain step of B sequences takes T(B, 0, 0) ms and yields one token for each. A round with K drafts takes
-T(B, B, B K) + P(B, K) ms and yields E = 1 + S_1 + ... + S_K tokens for each, where S_j is the share of rounds whose first j
-drafts are all accepted. T and P are the cost model of the engine (`control.cost`), fitted to the measured rounds. With one
-acceptance rate a at every position S_j = a^j (Leviathan 2023, eq. 1).
+T(B, B, B K) + P(B, K) ms and yields E = 1 + S_1 + ... + S_K tokens for each, where S_j is the share of rounds
+whose first j drafts are all accepted. T and P are the cost model of the engine (`control.cost`), fitted to
+the measured rounds. With one acceptance rate a at every position S_j = a^j (Leviathan 2023, eq. 1).
 
-E is counted. What each method drafts at every position of a plainly generated text is known, so the rounds that speculation
-would have run are walked: from a position over the accepted drafts and one token more. That is exact for greedy and for seeded
-texts, at every K and for every chain of methods. The mean over all positions is higher: rounds begin after rejected drafts,
-where drafting is harder.
+E is counted. What each method drafts at every position of a plainly generated text is known, so the rounds
+that speculation would have run are walked: from a position over the accepted drafts and one token more. That
+is exact for greedy and for seeded texts, at every K and for every chain of methods. The mean over all
+positions is higher: rounds begin after rejected drafts, where drafting is harder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ INTERVAL = (0.05, 0.95)
 
 
 class Recorded(NamedTuple):
-    """What a method drafted at one position: how many tokens, and how many of the first ones are what follows."""
+    """What a method drafted at one position: how many tokens, and how many of the first ones are what
+    follows.
+    """
 
     length: int
     accepted: int
@@ -41,7 +43,9 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A plainly generated text: the length of its prompt, and what each method drafted after each of its tokens."""
+    """A plainly generated text: the length of its prompt, and what each method drafted after each of its
+    tokens.
+    """
 
     prompt: int
     drafts: Sequence[Mapping[str, Recorded]]
@@ -56,7 +60,10 @@ class Way:
 
 
 class Walk(NamedTuple):
-    """The rounds that a way of drafting needs for some texts. The last two are by method, in the order of the chain."""
+    """The rounds that a way of drafting needs for some texts.
+
+    The last two are by method, in the order of the chain.
+    """
 
     rounds: int
     tokens: int
@@ -73,7 +80,9 @@ class Walk(NamedTuple):
 
 
 def walk(text: Text, chain: Sequence[str], k: int, acceptance: Acceptance) -> Walk:
-    """The rounds over one text when the methods of `chain` are asked in turn for at most `k` drafts; `acceptance` learns."""
+    """The rounds over one text when the methods of `chain` are asked in turn for at most `k` drafts;
+    `acceptance` learns.
+    """
     asks = {0: [Ask(method, k) for method in chain]}
     asked, unread, has = (dict.fromkeys(chain, 0) for _ in range(3))
     at = rounds = drafting = drafts = accepted = 0
@@ -96,7 +105,9 @@ def walk(text: Text, chain: Sequence[str], k: int, acceptance: Acceptance) -> Wa
             drafting += 1
             acceptance.observe(min(length, right + (at + right < len(text.drafts))), right)
         at += right + 1
-    return Walk(rounds, len(text.drafts), drafting, drafts, accepted, tuple(asked.values()), tuple(unread.values()))
+    return Walk(
+        rounds, len(text.drafts), drafting, drafts, accepted, tuple(asked.values()), tuple(unread.values())
+    )
 
 
 def total(walks: Iterable[Walk]) -> Walk:
@@ -140,14 +151,22 @@ class Fit:
                 costs.observe_step(one.sequences, one.drafting, one.rows, one.ms)
                 for method, call in one.proposals.items():
                     costs.observe_proposal(method, call)
-        return cls(costs, frozenset(method for one in rounds for method, call in one.proposals.items() if call.unread))
+        return cls(
+            costs,
+            frozenset(method for one in rounds for method, call in one.proposals.items() if call.unread),
+        )
 
     def misfit(self, rounds: Sequence[Timed]) -> float:
         """Median relative error of a step's time."""
-        return median(abs(self.costs.step(one.sequences, one.drafting, one.rows) / max(one.ms, 1e-6) - 1) for one in rounds)
+        return median(
+            abs(self.costs.step(one.sequences, one.drafting, one.rows) / max(one.ms, 1e-6) - 1)
+            for one in rounds
+        )
 
     def step_ms(self, batch: int, done: Walk) -> float:
-        """Mean time of a step of sequences that draft independently, each in the share of rounds that was found."""
+        """Mean time of a step of sequences that draft independently, each in the share of rounds that was
+        found.
+        """
         share, rows = done.drafting / done.rounds, done.drafts / max(1, done.drafting)
         none, every = (1 - share) ** batch, share**batch
         some = 1 - none - every
@@ -165,12 +184,16 @@ class Fit:
         return (1 - (1 - asked) ** batch) * (price.call + price.depth * k) + price.draft * k * batch * asked
 
     def read_ms(self, method: str, unread: float, batch: int) -> float:
-        """Mean time of reading per step, where each sequence has so many tokens to read: all wait while one is read."""
+        """Mean time of reading per step, where each sequence has so many tokens to read: all wait while one
+        is read.
+        """
         return self.costs.prices(method, batch).unread * unread * batch if method in self.readers else 0.0
 
     def full_round(self, chain: Sequence[str], batch: int, k: int) -> float:
         """ms of a round in which every sequence has K drafts, of the last method of the chain."""
-        return self.costs.step(batch, batch, batch * k) + sum(self.costs.proposal(method, batch, k) for method in chain)
+        return self.costs.step(batch, batch, batch * k) + sum(
+            self.costs.proposal(method, batch, k) for method in chain
+        )
 
 
 def fits(rounds: Sequence[Timed], seed: int = 0) -> list[Fit]:
@@ -191,7 +214,8 @@ class Speed:
     plain_ms: float
     verify_ms: float
     draft_ms: float
-    read_ms: float  # the drafters' reading of prompts and of tokens that others drafted, spread over all rounds
+    # the drafters' reading of prompts and of tokens that others drafted, spread over all rounds
+    read_ms: float
 
     @property
     def round_ms(self) -> float:
@@ -202,8 +226,12 @@ def speed(done: Walk, way: Way, k: int, batch: int, fit: Fit) -> Speed:
     """E * plain_ms / (verify_ms + draft_ms + read_ms) of the walked rounds, in batches of this size."""
     e, rounds = done.tokens_per_call, done.rounds
     plain_ms, verify_ms = fit.costs.step(batch), fit.step_ms(batch, done)
-    draft_ms = sum(fit.proposal_ms(method, n / rounds, batch, k) for method, n in zip(way.chain, done.asked, strict=True))
-    read_ms = sum(fit.read_ms(method, n / rounds, batch) for method, n in zip(way.chain, done.unread, strict=True))
+    draft_ms = sum(
+        fit.proposal_ms(method, n / rounds, batch, k) for method, n in zip(way.chain, done.asked, strict=True)
+    )
+    read_ms = sum(
+        fit.read_ms(method, n / rounds, batch) for method, n in zip(way.chain, done.unread, strict=True)
+    )
     return Speed(e * plain_ms / (verify_ms + draft_ms + read_ms), e, plain_ms, verify_ms, draft_ms, read_ms)
 
 
@@ -230,9 +258,17 @@ class Estimate:
 
 
 def estimate(
-    texts: Sequence[Text], ways: Sequence[Way], ks: Iterable[int], batches: Sequence[int], worlds: Sequence[Fit], seed: int = 0
+    texts: Sequence[Text],
+    ways: Sequence[Way],
+    ks: Iterable[int],
+    batches: Sequence[int],
+    worlds: Sequence[Fit],
+    seed: int = 0,
 ) -> list[Estimate]:
-    """Every way at every K and batch size, by the first of the fits. The interval draws texts, the same ones for all settings."""
+    """Every way at every K and batch size, by the first of the fits.
+
+    The interval draws texts, the same ones for all settings.
+    """
     rng, found = Random(seed), list[Estimate]()
     drawn = [rng.choices(range(len(texts)), k=len(texts)) for _ in range(DRAWS)]
     for way, k in [(way, k) for way in ways for k in ks]:
@@ -240,9 +276,14 @@ def estimate(
         walks = [walk(text, way.chain, k, acceptance) for text in texts]
         whole, wholes = total(walks), [total(walks[i] for i in chosen) for chosen in drawn]
         for batch in batches:
-            ratios = sorted(speed(one, way, k, batch, worlds[1 + i % (len(worlds) - 1)]).ratio for i, one in enumerate(wholes))
+            ratios = sorted(
+                speed(one, way, k, batch, worlds[1 + i % (len(worlds) - 1)]).ratio
+                for i, one in enumerate(wholes)
+            )
             low, high = (at_share(ratios, share) for share in INTERVAL)
-            found.append(Estimate(way, k, batch, speed(whole, way, k, batch, worlds[0]), low, high, acceptance))
+            found.append(
+                Estimate(way, k, batch, speed(whole, way, k, batch, worlds[0]), low, high, acceptance)
+            )
     return found
 
 
@@ -255,7 +296,8 @@ def best(estimates: Iterable[Estimate]) -> Estimate:
 
 
 def break_even(round_costs: Sequence[float]) -> tuple[float, int] | None:
-    """The lowest acceptance rate from which on some K pays, and that K; None when none would even if every draft were accepted.
+    """The lowest acceptance rate from which on some K pays, and that K; None when none would even if every
+    draft were accepted.
 
     `round_costs[K - 1]` is (draft_ms(K) + verify_ms(K + 1)) / plain_ms. It is the a of
     sum_{i=0..K} a^i = round_costs[K - 1], at the K where it is lowest.
@@ -265,9 +307,13 @@ def break_even(round_costs: Sequence[float]) -> tuple[float, int] | None:
 
 
 def dearest_draft(estimates: Iterable[Estimate]) -> float:
-    """The most that a draft may cost, as a share of a plain step, for some K to pay at the acceptance found; below 0: none may.
+    """The most that a draft may cost, as a share of a plain step, for some K to pay at the acceptance found;
+    below 0: none may.
 
     E * plain_ms = r * K * plain_ms + verify_ms + read_ms, solved for r, at the K where it is largest.
     """
     speeds = [(one.k, one.speed) for one in estimates]
-    return max((now.tokens_per_call * now.plain_ms - now.verify_ms - now.read_ms) / (k * now.plain_ms) for k, now in speeds)
+    return max(
+        (now.tokens_per_call * now.plain_ms - now.verify_ms - now.read_ms) / (k * now.plain_ms)
+        for k, now in speeds
+    )

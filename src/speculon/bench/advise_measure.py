@@ -1,4 +1,6 @@
-"""What an advice is made of: drafts at every position of plainly generated texts, and the times of steps and proposals."""
+"""What an advice is made of: drafts at every position of plainly generated texts, and the times of steps and
+proposals.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Shadow(Policy):
 
     def __init__(self, methods: Sequence[str], k: int):
         self.methods, self.k, self.costs = tuple(methods), k, Costs()
-        self.drafts: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}  # sequence id -> tokens generated -> by method
+        # sequence id -> tokens generated -> by method
+        self.drafts: dict[int, dict[int, dict[str, tuple[int, ...]]]] = {}
 
     def decide(self, seqs: list[Request], load: Load) -> list[Decision]:
         for seq in seqs:
@@ -67,10 +70,13 @@ class Shadow(Policy):
 def ask(seq: Request, methods: tuple[str, ...], k: int) -> Decision:
     """Every one of `methods` for K drafts, as far as the sequence has room."""
     if seq.plain:  # it was not when it began
-        raise BenchError(f"one of {', '.join(methods)} failed, so nothing can be said of it; the log says which")
+        raise BenchError(
+            f"one of {', '.join(methods)} failed, so nothing can be said of it; the log says which"
+        )
     if seq.room <= 1 or not k or not methods:
         return Decision(None, 0, Reason.MAX_TOKENS)
-    seq.methods = tuple(dict.fromkeys([*seq.methods, *methods]))  # so that each is told what became of the round
+    # so that each is told what became of the round
+    seq.methods = tuple(dict.fromkeys([*seq.methods, *methods]))
     return Decision.of(Ask(method, min(k, seq.room - 1)) for method in methods)
 
 
@@ -84,7 +90,9 @@ class Written:
     loops: bool  # ends repeating itself, and is not the one right answer: easy to draft
 
 
-def shadow(llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, batch: int, advance: Advance) -> list[Written]:
+def shadow(
+    llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, batch: int, advance: Advance
+) -> list[Written]:
     """Generates each case plainly, `batch` at once: a text depends as little on others as on drafts."""
     found: list[Written] = []
     for first in range(0, len(cases), batch):
@@ -110,14 +118,18 @@ def asking(method: str, k: int, policy: str = FIXED) -> dict[str, Any]:
 
 def agreeing(draft: Sequence[int], text: Sequence[int]) -> int:
     """How many of the first tokens are the same."""
-    return next((i for i, (d, t) in enumerate(zip(draft, text, strict=False)) if d != t), min(len(draft), len(text)))
+    return next(
+        (i for i, (d, t) in enumerate(zip(draft, text, strict=False)) if d != t), min(len(draft), len(text))
+    )
 
 
 # times
 
 
 class Turn(NamedTuple):
-    """What one round times: proposals of `methods` for K drafts, then a step with K drafts of every `stride`-th sequence."""
+    """What one round times: proposals of `methods` for K drafts, then a step with K drafts of every
+    `stride`-th sequence.
+    """
 
     methods: tuple[str, ...]
     k: int
@@ -148,7 +160,10 @@ class Sweep(Policy):
             return
         drafts = [len(span.draft.tokens) for span in spans]
         keeping = {method for span in spans for method in span.seq.drafted}
-        calls = {name: call if name in keeping else call._replace(unread=0) for name, call in timing.proposals.items()}
+        calls = {
+            name: call if name in keeping else call._replace(unread=0)
+            for name, call in timing.proposals.items()
+        }
         self.timed.append(Timed(len(spans), sum(map(bool, drafts)), sum(drafts), timing.target_ms, calls))
 
     def forget(self, seq: Request) -> None:
@@ -156,7 +171,8 @@ class Sweep(Policy):
 
 
 class Planted:
-    """In the place of an engine's proposers: they draft, and are timed; drafts of no meaning are verified instead.
+    """In the place of an engine's proposers: they draft, and are timed; drafts of no meaning are verified
+    instead.
 
     So every sequence has exactly K drafts and goes on by one token: a row costs the same whatever it holds.
     """
@@ -171,7 +187,9 @@ class Planted:
         self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Any, confirm: Any
     ) -> tuple[list[Draft], list[Decision]]:
         self._inner.propose(spans, decisions, lease, trim, confirm)
-        return [self._draft(span, decision.k) for span, decision in zip(spans, decisions, strict=True)], decisions
+        return [
+            self._draft(span, decision.k) for span, decision in zip(spans, decisions, strict=True)
+        ], decisions
 
     def _draft(self, span: Span, k: int) -> Draft:
         last = span.seq.tokens[-1]
@@ -179,16 +197,26 @@ class Planted:
 
 
 def time_rounds(
-    llm: LLM, cases: Sequence[Case], methods: Sequence[str], ks: Sequence[int], batches: Sequence[int], advance: Advance
+    llm: LLM,
+    cases: Sequence[Case],
+    methods: Sequence[str],
+    ks: Sequence[int],
+    batches: Sequence[int],
+    advance: Advance,
 ) -> list[Timed]:
-    """Steps by drafts, and proposals by method and K, for each batch size; all alternated, so that no drift favours any."""
+    """Steps by drafts, and proposals by method and K, for each batch size; all alternated, so that no drift
+    favours any.
+    """
     timed, rng = list[Timed](), Random(0)
     for batch in batches:
         for run in (-1, *range(RUNS)):  # the first is for warming up
             turns = [Turn((method,), ks[0]) for method in methods]  # their first proposals, each by itself
             turns += [turn for _ in range(CYCLES) for turn in cycle_of(methods, ks, batch, rng)]
             most = len(turns) + max(ks) + 2
-            some = [endless(cases[(max(run, 0) * batch + i) % len(cases)], most, llm.engine.max_context) for i in range(batch)]
+            some = [
+                endless(cases[(max(run, 0) * batch + i) % len(cases)], most, llm.engine.max_context)
+                for i in range(batch)
+            ]
             check_room(llm, some)
             timed += time_once(llm, some, turns, asking(methods[0], max(ks)))[: len(turns) * (run >= 0)]
             advance(1)
@@ -207,17 +235,34 @@ def time_once(llm: LLM, cases: list[Case], turns: list[Turn], speculation: dict[
     """Each turn with its step and what its proposals took. Raises where one never ran."""
     policy, planted = Sweep(turns, len(cases)), Planted(llm.engine.proposers, llm.engine.target.vocab_size)
     with in_place(llm.engine, policy=policy, proposers=planted):
-        llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation={**speculation, "pool": ""})
+        llm.generate(
+            [case.prompt for case in cases],
+            [case.params for case in cases],
+            speculation={**speculation, "pool": ""},
+        )
     if policy.turns:
-        raise BenchError(f"{len(policy.turns)} of {len(turns)} rounds never ran with {len(cases)} sequences at once")
+        raise BenchError(
+            f"{len(policy.turns)} of {len(turns)} rounds never ran with {len(cases)} sequences at once"
+        )
     return policy.timed
 
 
 def endless(case: Case, tokens: int, context: int) -> Case:
-    """The same sampling for a text of exactly so many tokens, after the end of the same prompt that leaves room for them."""
+    """The same sampling for a text of exactly so many tokens, after the end of the same prompt that leaves
+    room for them.
+    """
     if tokens >= context:
-        raise TooLong(f"to time drafts of all lengths a text of {tokens} tokens is written, the context is {context}: lower K")
-    free = {"max_tokens": tokens, "min_tokens": 0, "ignore_eos": True, "stop": (), "stop_token_ids": (), "structured": None}
+        raise TooLong(
+            f"to time drafts of all lengths a text of {tokens} tokens is written, the context is {context}: lower K"
+        )
+    free = {
+        "max_tokens": tokens,
+        "min_tokens": 0,
+        "ignore_eos": True,
+        "stop": (),
+        "stop_token_ids": (),
+        "structured": None,
+    }
     return Case(case.name, case.prompt[tokens - context :], case.params.model_copy(update=free))
 
 
@@ -226,4 +271,6 @@ def check_room(llm: LLM, cases: list[Case]) -> None:
     pool = llm.engine.pool
     pages = sum(ceil_div(len(case.prompt) + (case.params.max_tokens or 0), pool.block_size) for case in cases)
     if pages > pool.num_blocks:
-        raise NeverFits(f"{len(cases)} sequences at once need {pages} KV pages, the pool has {pool.num_blocks}")
+        raise NeverFits(
+            f"{len(cases)} sequences at once need {pages} KV pages, the pool has {pool.num_blocks}"
+        )

@@ -26,8 +26,14 @@ class Sample:
 
 
 def read_lines(name: str, text: str) -> list[Sample]:
-    """A file with one JSON value a line: a string, {"prompt": ...}, {"messages": [...]}, or a list of messages."""
-    return [Sample(name, read_line(f"{name}:{number}", line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    """A file with one JSON value a line: a string, {"prompt": ...}, {"messages": [...]}, or a list of
+    messages.
+    """
+    return [
+        Sample(name, read_line(f"{name}:{number}", line))
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
 
 
 def read_line(place: str, line: str) -> str | list[dict[str, Any]]:
@@ -43,28 +49,41 @@ def read_line(place: str, line: str) -> str | list[dict[str, Any]]:
         except InvalidRequest as error:
             raise InvalidParameter("prompt-file", place, str(error)) from None
     elif not isinstance(value, str) or not value:
-        raise InvalidParameter("prompt-file", place, 'a line is "text", {"prompt": "text"}, {"messages": [...]}, or messages')
+        raise InvalidParameter(
+            "prompt-file", place, 'a line is "text", {"prompt": "text"}, {"messages": [...]}, or messages'
+        )
     return value
 
 
 def as_cases(
     samples: Sequence[Sample], tokenizer: Tokenizer, params: SamplingParams, chat: bool = False
 ) -> dict[str, list[Case]]:
-    """Cases by group. A sampled one gets a seed of its own, so that every measurement writes the same text."""
+    """Cases by group.
+
+    A sampled one gets a seed of its own, so that every measurement writes the same text.
+    """
     found: dict[str, list[Case]] = {}
     for number, sample in enumerate(samples):
-        content = [{"role": "user", "content": sample.content}] if chat and isinstance(sample.content, str) else sample.content
+        content = (
+            [{"role": "user", "content": sample.content}]
+            if chat and isinstance(sample.content, str)
+            else sample.content
+        )
         prompt = tokenizer.encode(content) if isinstance(content, str) else tokenizer.apply_chat(content)
         case = Case(f"{sample.group} {number + 1}", prompt, params)
         found.setdefault(sample.group, []).append(workloads.at(params.temperature, case, number))
     return found
 
 
-def own_cases(names: Sequence[str], tokenizer: Tokenizer, max_tokens: int, prompts: int, context: int) -> dict[str, list[Case]]:
+def own_cases(
+    names: Sequence[str], tokenizer: Tokenizer, max_tokens: int, prompts: int, context: int
+) -> dict[str, list[Case]]:
     """The benchmark's cases of some workloads, each repeatable."""
     size = Size(prompts, max_tokens, context)
     built = {name: workloads.build(name, tokenizer, size) for name in names}
-    return {name: [replace(case, name=f"{name}: {case.name}") for case in some] for name, some in built.items()}
+    return {
+        name: [replace(case, name=f"{name}: {case.name}") for case in some] for name, some in built.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,17 +54,32 @@ def to_dict(advice: Advice, argv: Sequence[str], llm: LLM, path: Path | None = N
         "concurrency": wish.at_once,
         "up_to": advice.up_to if advice.helps else None,
         "chosen": {"method": chosen.way.name, "policy": chosen.policy, "k": chosen.k},
-        "outcomes": {batch: found and found._asdict() for batch in wish.batches for found in [advice.outcome(chosen, batch)]},
+        "outcomes": {
+            batch: found and found._asdict()
+            for batch in wish.batches
+            for found in [advice.outcome(chosen, batch)]
+        },
         "checks": [of_check(check) for check in advice.checks],
         "estimates": [of_estimate(one) for one in advice.estimates],
         "break_even": {
-            w.name: [break_even(advice.round_costs(w, b)) for b in wish.batches] for w in advice.ways if not w.chain[1:]
+            w.name: [break_even(advice.round_costs(w, b)) for b in wish.batches]
+            for w in advice.ways
+            if not w.chain[1:]
         },
         "groups": {name: of_estimate(one) for name, one in advice.groups.items()},
-        "looping": {"texts": len(looping), "estimate": (found := advice.among(looping)) and of_estimate(found)},
-        "texts": [{"name": one.case.name, "tokens": one.tokens, "loops": one.loops} for one in advice.written],
+        "looping": {
+            "texts": len(looping),
+            "estimate": (found := advice.among(looping)) and of_estimate(found),
+        },
+        "texts": [
+            {"name": one.case.name, "tokens": one.tokens, "loops": one.loops} for one in advice.written
+        ],
         "lacking": advice.lacking,
-        "costs": {"state": fit.costs.state(), "misfit": fit.misfit(advice.timed), "rounds": len(advice.timed)},
+        "costs": {
+            "state": fit.costs.state(),
+            "misfit": fit.misfit(advice.timed),
+            "rounds": len(advice.timed),
+        },
         "measured": MEASURED,
         "wish": asdict(wish),
         "model": report.model_facts(llm),
@@ -111,7 +126,11 @@ def write(advice: Advice, said: dict[str, Any], folder: Path) -> list[Path]:
     """`advise.json`, `advise.md`, `speculon.toml` and, where matplotlib is installed, `advise.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     points = "\n".join(f"- {line}" for line in said["answer"])
-    parts = [f"`{said['command']}`, {said['date'][:10]}: {title(said)}", points, f"```toml\n{said['toml']}```"]
+    parts = [
+        f"`{said['command']}`, {said['date'][:10]}: {title(said)}",
+        points,
+        f"```toml\n{said['toml']}```",
+    ]
     tables = [markdown(advice), f"{LEGEND}.", acceptance_markdown(advice), f"{ACCEPTANCE_LEGEND}."]
     tables += [costs_markdown(advice), f"{COSTS_LEGEND}."]
     texts = {

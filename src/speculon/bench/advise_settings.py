@@ -18,21 +18,36 @@ from speculon.errors import ConfigError, InvalidParameter
 TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
-OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}  # no part of what was measured
+# no part of what was measured
+OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}
 
 
-def settings(base: SpeculationConfig, method: str, policy: str, k: int | None, chain: tuple[str, ...]) -> dict[str, Any]:
-    """What is to be set for a method: policy and K, and all else that is not default. A draft that nobody asks for is not."""
-    kept = base.model_dump(exclude_defaults=True, exclude={"method", "policy", "num_speculative_tokens", "draft"})
+def settings(
+    base: SpeculationConfig, method: str, policy: str, k: int | None, chain: tuple[str, ...]
+) -> dict[str, Any]:
+    """What is to be set for a method: policy and K, and all else that is not default.
+
+    A draft that nobody asks for is not.
+    """
+    kept = base.model_dump(
+        exclude_defaults=True, exclude={"method", "policy", "num_speculative_tokens", "draft"}
+    )
     drafts = {name: draft for name, draft in base.drafts.items() if name in chain}
-    found: dict[str, Any] = {"method": method, "policy": policy, **({"num_speculative_tokens": k} if k else {}), **kept}
+    found: dict[str, Any] = {
+        "method": method,
+        "policy": policy,
+        **({"num_speculative_tokens": k} if k else {}),
+        **kept,
+    }
     if drafts:
         found["draft"] = base.draft if isinstance(base.draft, str) else drafts
     return found
 
 
 def whole(config: EngineConfig, speculation: Mapping[str, Any]) -> dict[str, Any]:
-    """A file that needs no arguments beside it: the model, the engine's settings that are not default, and `[speculation]`."""
+    """A file that needs no arguments beside it: the model, the engine's settings that are not default, and
+    `[speculation]`.
+    """
     engine = config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
     return {"model": config.model, **engine, TABLE: dict(speculation)}
 
@@ -58,7 +73,8 @@ def toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{json.dumps(str(k))} = {toml_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # else strings, numbers, truth values are alike
+    # else strings, numbers, truth values are alike
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def as_flags(values: Mapping[str, Any]) -> str:
@@ -73,7 +89,9 @@ def as_flags(values: Mapping[str, Any]) -> str:
 
 
 def next_command(path: Path | None, values: Mapping[str, Any]) -> str:
-    """What serves with these settings: by the file, which is read by itself only from the folder it is in; else by flags."""
+    """What serves with these settings: by the file, which is read by itself only from the folder it is in;
+    else by flags.
+    """
     if path is None:
         return f"speculon serve {as_flags(values)}"
     here = path.resolve() == Path(EngineConfig.file).resolve() and "SPECULON_CONFIG" not in os.environ
@@ -88,7 +106,9 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Replaces these settings in the file and leaves all else as it is; the file is replaced whole or not at all."""
+    """Replaces these settings in the file and leaves all else as it is; the file is replaced whole or not at
+    all.
+    """
     text = merged(path, values)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -103,23 +123,33 @@ def write(path: Path, values: Mapping[str, Any]) -> None:
 
 def merged(path: Path, values: Mapping[str, Any]) -> str:
     if path.is_dir() or not path.parent.is_dir():
-        raise InvalidParameter("write", str(path), "is no file" if path.is_dir() else "there is no such folder")
+        raise InvalidParameter(
+            "write", str(path), "is no file" if path.is_dir() else "there is no such folder"
+        )
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     top, tables = kept_lines(old, values)
     own, _, table = as_toml(values).partition(f"[{TABLE}]\n")
-    parts = [top.rstrip("\n") + "\n" * bool(top.strip()) + own.rstrip("\n"), tables.strip("\n"), f"[{TABLE}]\n{table}"]
+    parts = [
+        top.rstrip("\n") + "\n" * bool(top.strip()) + own.rstrip("\n"),
+        tables.strip("\n"),
+        f"[{TABLE}]\n{table}",
+    ]
     text = "\n\n".join(part for part in parts if part.strip())
     try:
         before, after = tomllib.loads(old), tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     if {**before, **values} != after:
-        raise ConfigError(f"{path}: its settings are spread in a way that cannot be replaced; write another file")
+        raise ConfigError(
+            f"{path}: its settings are spread in a way that cannot be replaced; write another file"
+        )
     return text
 
 
 def kept_lines(text: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """The lines of a TOML file that stay: those before the first table without these values, and the other tables."""
+    """The lines of a TOML file that stay: those before the first table without these values, and the other
+    tables.
+    """
     top, tables, table = list[str](), list[str](), None
     for line in text.splitlines(keepends=True):
         if header := HEADER.match(line):

@@ -20,13 +20,22 @@ LEGEND = (
     "tok/call: tokens per target call; accepted: of judged drafts; needed: acceptance rate from which on some K pays, by the "
     "cost model; cost: of a draft, as a share of a plain step; max: the cost that would still pay at that acceptance rate"
 )
-ACCEPTANCE_LEGEND = "acceptance rate at each position of a draft, when those before it were accepted, at the largest K"
-COSTS_LEGEND = "ms by the fitted cost model: of a step of the target with K drafts of each sequence, and of a proposal"
+ACCEPTANCE_LEGEND = (
+    "acceptance rate at each position of a draft, when those before it were accepted, at the largest K"
+)
+COSTS_LEGEND = (
+    "ms by the fitted cost model: of a step of the target with K drafts of each sequence, and of a proposal"
+)
 
 
 def answer(advice: Advice) -> list[str]:
     """The whole answer, a sentence or two a line, the most important first."""
-    lines = [headline(advice), *(checked(advice, check) for check in advice.checks), *other_concurrency(advice), why(advice)]
+    lines = [
+        headline(advice),
+        *(checked(advice, check) for check in advice.checks),
+        *other_concurrency(advice),
+        why(advice),
+    ]
     return [*lines, *thresholds(advice), *where(advice), *doubts(advice)]
 
 
@@ -35,10 +44,16 @@ def headline(advice: Advice) -> str:
     found, estimate = advice.outcome(one, batch), advice.predicted(one, batch)
     assert found is not None, "what is chosen was measured, or predicted"
     predicted = f"predicted {times(estimate)}" if estimate else "not predicted, since its policy sets K"
-    over = f"over plain decoding at concurrency {batch}; {predicted if found.measured else 'not measured live'}."
+    over = (
+        f"over plain decoding at concurrency {batch}; {predicted if found.measured else 'not measured live'}."
+    )
     if advice.helps:
         return f"Yes: use {one.label}. {speed(found).capitalize()} {over}"
-    some = f"the fastest of {len(advice.checks[0].results)} settings measured" if found.measured else "the best prediction"
+    some = (
+        f"the fastest of {len(advice.checks[0].results)} settings measured"
+        if found.measured
+        else "the best prediction"
+    )
     noise = " The interval includes 1: more prompts may settle it." if found.ratio > 1 else ""
     return f"No: leave speculation off. {one.label} is {some}: {speed(found)} {over}{noise}"
 
@@ -52,12 +67,17 @@ def checked(advice: Advice, check: Check) -> str:
     ranked = sorted(check.results, key=lambda result: -result.ratio)
     estimates = [advice.predicted(result.candidate, check.concurrency) for result in ranked]
     told = [
-        f"{one.candidate.label}: {times(one)}{beside(one, estimate)}" for one, estimate in zip(ranked, estimates, strict=True)
+        f"{one.candidate.label}: {times(one)}{beside(one, estimate)}"
+        for one, estimate in zip(ranked, estimates, strict=True)
     ]
     kind = "held-out prompts" if check.held_out else "prompts, the same as for the prediction"
     said = f"Measured at concurrency {check.concurrency} on {check.texts} {kind}: {'; '.join(told)}; "
     said += f"plain decoding against itself {check.again:.2f}x."
-    wrong = [one.candidate.label for one, estimate in zip(ranked, estimates, strict=True) if not agrees(one, estimate)]
+    wrong = [
+        one.candidate.label
+        for one, estimate in zip(ranked, estimates, strict=True)
+        if not agrees(one, estimate)
+    ]
     if wrong:
         said += f" PREDICTION AND MEASUREMENT DISAGREE for {listed(wrong)}: the measurement counts."
     if abs(check.again - 1) > NOISY:
@@ -66,11 +86,17 @@ def checked(advice: Advice, check: Check) -> str:
 
 
 def beside(result: Result, estimate: Estimate | None) -> str:
-    """The prediction, and what it would have been at the tokens per call of these prompts: the rest is the costs' error."""
+    """The prediction, and what it would have been at the tokens per call of these prompts: the rest is the
+    costs' error.
+    """
     if estimate is None:
         return ""
     share = result.tokens_per_call / estimate.speed.tokens_per_call
-    more = f" ({estimate.ratio * share:.2f}x at the tokens per call of these prompts)" if abs(share - 1) > NOISY else ""
+    more = (
+        f" ({estimate.ratio * share:.2f}x at the tokens per call of these prompts)"
+        if abs(share - 1) > NOISY
+        else ""
+    )
     return f", predicted {estimate.ratio:.2f}x{more}"
 
 
@@ -83,7 +109,9 @@ def agrees(result: Result, estimate: Estimate | None) -> bool:
 
 def why(advice: Advice) -> str:
     one, now = advice.forecast, advice.forecast.speed
-    edge = f" K = {one.k} is the largest that was looked at: try --num-speculative-tokens {2 * one.k}." * (one.k == advice.wish.k)
+    edge = f" K = {one.k} is the largest that was looked at: try --num-speculative-tokens {2 * one.k}." * (
+        one.k == advice.wish.k
+    )
     return (
         f"By the cost model, a target call with {setting(one)} yields {now.tokens_per_call:.2f} tokens and takes "
         f"{now.round_ms / now.plain_ms:.2f} plain steps: {now.verify_ms:.1f} ms to verify, {now.draft_ms + now.read_ms:.1f} ms "
@@ -97,18 +125,30 @@ def other_concurrency(advice: Advice) -> list[str]:
     if not parts:
         return []
     paying = [batch for batch in advice.wish.batches if advice.wish.at_once <= batch <= (advice.up_to or 0)]
-    some = "" if all(map(advice.check_at, paying)) else ", in part by prediction" if advice.checks else ", by prediction"
+    some = (
+        ""
+        if all(map(advice.check_at, paying))
+        else ", in part by prediction"
+        if advice.checks
+        else ", by prediction"
+    )
     upto = f" It pays up to concurrency {advice.up_to}{some}." if advice.helps else ""
     return [f"{advice.chosen.label} at other concurrency: {'; '.join(parts)}.{upto}"]
 
 
 def at_concurrency(advice: Advice, batch: int) -> str:
     found, live = advice.outcome(advice.chosen, batch), advice.check_at(batch)
-    verdict = "pays" if found and found.pays else "does not pay" if found and found.high < 1 else "may not pay"
+    verdict = (
+        "pays" if found and found.pays else "does not pay" if found and found.high < 1 else "may not pay"
+    )
     said = f"{batch}: {f'{speed(found)}, {verdict}' if found else 'neither measured nor predicted'}"
     if live:
         fastest = live.fastest
-        return said if fastest.candidate == advice.chosen else f"{said} ({fastest.candidate.label}: measured {times(fastest)})"
+        return (
+            said
+            if fastest.candidate == advice.chosen
+            else f"{said} ({fastest.candidate.label}: measured {times(fastest)})"
+        )
     other = best(advice.at(batch))
     better = other.low > 1 and (found is None or other.ratio > found.ratio)
     return f"{said} ({setting(other)}: predicted {times(other)})" if better else said
@@ -131,13 +171,17 @@ def threshold(advice: Advice, way: Way) -> str:
             f"By the cost model `{way.name}` could not pay even if every draft were accepted ({found}): a draft costs "
             f"{one.draft_cost:.2f} of a plain step, and verification has its cost, too. A much smaller drafter is needed."
         )
-    rate_needed = f"from an acceptance rate of {needed[0]:.0%} on" if needed[0] >= 0.005 else "at any acceptance rate"
+    rate_needed = (
+        f"from an acceptance rate of {needed[0]:.0%} on" if needed[0] >= 0.005 else "at any acceptance rate"
+    )
     begins = f"By the cost model `{way.name}` pays {rate_needed} (K = {needed[1]}); {found}"
     if way.name in LOOKED_UP:
         return f"{begins}."
     if most <= 0:
         return f"{begins}. At that rate not even a free draft pays: verification costs more than these drafts gain."
-    return f"{begins}. At that rate a draft may cost {most:.2f} of a plain step; it costs {one.draft_cost:.2f}."
+    return (
+        f"{begins}. At that rate a draft may cost {most:.2f} of a plain step; it costs {one.draft_cost:.2f}."
+    )
 
 
 def where(advice: Advice) -> list[str]:
@@ -157,9 +201,13 @@ def doubts(advice: Advice) -> list[str]:
     if alone := advice.among(loops):
         left_out = f"; they are left out. Over them alone {times(alone)} is predicted."
         more = ", and too few do not: these figures are too high." if advice.rests_on_loops else left_out
-        said.append(f"{len(loops)} of {len(advice.written)} texts end repeating themselves, which is easily drafted{more}")
+        said.append(
+            f"{len(loops)} of {len(advice.written)} texts end repeating themselves, which is easily drafted{more}"
+        )
     if len(advice.written) < 4:
-        said.append(f"{len(advice.written)} text{'s' * (len(advice.written) > 1)} measured: the interval knows little of others.")
+        said.append(
+            f"{len(advice.written)} text{'s' * (len(advice.written) > 1)} measured: the interval knows little of others."
+        )
     if (misfit := advice.worlds[0].misfit(advice.timed)) > MISFIT:
         said.append(f"The cost model is off by {misfit:.0%} for half of the steps: predictions are rough.")
     said += [f"`{method}` was not looked at: {reason}." for method, reason in advice.lacking.items()]
@@ -183,13 +231,17 @@ def listed(parts: Iterable[str]) -> str:
 
 
 def rows(advice: Advice, batch: int) -> list[tuple[str, ...]]:
-    """In the order of `COLUMNS`: each way at the K that was measured fastest, else at its best K by prediction."""
+    """In the order of `COLUMNS`: each way at the K that was measured fastest, else at its best K by
+    prediction.
+    """
     found = [row(advice, shown(advice, way, batch)) for way in advice.ways]
     live, one = advice.check_at(batch), advice.by_policy
     result = live.of(one) if live else None
     if result:
         blank = ("-",) * (len(COLUMNS) - 6)
-        found.append((*label_of(one), f"{result.ratio:.2f}x", "-", "-", f"{result.tokens_per_call:.2f}", *blank))
+        found.append(
+            (*label_of(one), f"{result.ratio:.2f}x", "-", "-", f"{result.tokens_per_call:.2f}", *blank)
+        )
     return found
 
 
@@ -201,7 +253,11 @@ def label_of(one: Candidate) -> tuple[str, str]:
 def shown(advice: Advice, way: Way, batch: int) -> Estimate:
     """The estimate for the K that was measured fastest, else the best one."""
     live = advice.check_at(batch)
-    measured = [result for result in live.results if result.candidate.way == way and result.candidate.k] if live else []
+    measured = (
+        [result for result in live.results if result.candidate.way == way and result.candidate.k]
+        if live
+        else []
+    )
     k = max(measured, key=lambda result: result.ratio).candidate.k if measured else None
     return best(advice.at(batch, way.name, k))
 
@@ -234,7 +290,10 @@ def acceptance_markdown(advice: Advice) -> str:
     """Position by position."""
     ways = [way for way in advice.ways if len(way.chain) == 1]
     deepest = advice.wish.k
-    found = [(way.name, by_position(advice.at(advice.wish.at_once, way.name, deepest)[0].acceptance)) for way in ways]
+    found = [
+        (way.name, by_position(advice.at(advice.wish.at_once, way.name, deepest)[0].acceptance))
+        for way in ways
+    ]
     most = max((len(rates) for _, rates in found), default=0)
     body = [(name, *(f"{rate:.0%}" for rate in rates), *["-"] * (most - len(rates))) for name, rates in found]
     return grid(("position", *(str(i + 1) for i in range(most))), body)
@@ -244,6 +303,13 @@ def costs_markdown(advice: Advice) -> str:
     """A row for the target and for each method at each concurrency."""
     costs, batches, ks = advice.worlds[0].costs, advice.wish.batches, measured_ks(advice.wish.k)
     methods = dict.fromkeys(method for way in advice.ways for method in way.chain)
-    body = [("target", str(b), f"{costs.step(b):.2f}", *(f"{costs.step(b, b, b * k):.2f}" for k in ks)) for b in batches]
-    body += [(name, str(b), "-", *(f"{costs.proposal(name, b, k):.2f}" for k in ks)) for name in methods for b in batches]
+    body = [
+        ("target", str(b), f"{costs.step(b):.2f}", *(f"{costs.step(b, b, b * k):.2f}" for k in ks))
+        for b in batches
+    ]
+    body += [
+        (name, str(b), "-", *(f"{costs.proposal(name, b, k):.2f}" for k in ks))
+        for name in methods
+        for b in batches
+    ]
     return grid(("ms", "concurrency", *(f"K = {k}" for k in (0, *ks))), body)

@@ -20,7 +20,9 @@ Logs = dict[int, float]  # group of prompts -> log of a ratio of speeds, mean ov
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A geometric mean of ratios, and the 90 % interval of the bootstrap; none where a cell has a single group."""
+    """A geometric mean of ratios, and the 90 % interval of the bootstrap; none where a cell has a single
+    group.
+    """
 
     ratio: float
     low: float | None = None
@@ -35,7 +37,9 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """One mode whose policy is not fixed, in one cell or in all; ratios of speeds, paired by group of prompts and repeat."""
+    """One mode whose policy is not fixed, in one cell or in all; ratios of speeds, paired by group of prompts
+    and repeat.
+    """
 
     workload: str
     concurrency: int | None  # None: all cells
@@ -47,7 +51,10 @@ class Against:
 
 
 def against_best_fixed(cells: list[Cell]) -> list[Against]:
-    """A row for each cell of two groups or more, then one over all cells for each mode. `off` is a fixed mode, too."""
+    """A row for each cell of two groups or more, then one over all cells for each mode.
+
+    `off` is a fixed mode, too.
+    """
     found: list[Against] = []
     samples: dict[str, list[tuple[Logs, Logs, Logs]]] = {}
     for (workload, concurrency), group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency)):
@@ -68,15 +75,21 @@ def against_best_fixed(cells: list[Cell]) -> list[Against]:
             if not all(three):  # nothing was written, for once
                 continue
             names = tuple(picked[other_half(half)].mode for half in (0, 1))
-            found.append(Against(workload, concurrency, cell.mode, names, *(estimate([logs]) for logs in three)))
+            found.append(
+                Against(workload, concurrency, cell.mode, names, *(estimate([logs]) for logs in three))
+            )
             samples.setdefault(cell.mode, []).append(three)
     for mode, each in samples.items():
-        found.append(Against("all", None, mode, (), *(estimate(list(logs)) for logs in zip(*each, strict=True))))
+        found.append(
+            Against("all", None, mode, (), *(estimate(list(logs)) for logs in zip(*each, strict=True)))
+        )
     return found
 
 
 def half_of(group: int, groups: int) -> int:
-    """The first half or the second: users come one after the other, so that no user is in both where there are enough."""
+    """The first half or the second: users come one after the other, so that no user is in both where there
+    are enough.
+    """
     return int(2 * group >= groups)
 
 
@@ -88,7 +101,9 @@ def best(fixed: list[Cell], plain: Cell, half: int) -> Cell:
     """The fastest mode on one half of the groups."""
 
     def score(cell: Cell) -> float:
-        ratios = [value for i, value in logs_of(cell, plain).items() if half_of(i, len(plain.speeds[0])) == half]
+        ratios = [
+            value for i, value in logs_of(cell, plain).items() if half_of(i, len(plain.speeds[0])) == half
+        ]
         return fmean(ratios) if ratios else float("-inf")
 
     return max(fixed, key=score)
@@ -97,14 +112,17 @@ def best(fixed: list[Cell], plain: Cell, half: int) -> Cell:
 def logs_of(cell: Cell, base: Cell) -> Logs:
     """Of the groups in which both wrote something in every repeat."""
     found = {}
-    for i, (mine, other) in enumerate(zip(zip(*cell.speeds, strict=True), zip(*base.speeds, strict=True), strict=True)):
+    for i, (mine, other) in enumerate(
+        zip(zip(*cell.speeds, strict=True), zip(*base.speeds, strict=True), strict=True)
+    ):
         if all((*mine, *other)):
             found[i] = fmean(log(a / b) for a, b in zip(mine, other, strict=True))
     return found
 
 
 def estimate(cells: list[Logs]) -> Estimate:
-    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same seed always.
+    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same
+    seed always.
 
     One less is drawn than there are: else the intervals of few groups would be too narrow (Rao and Wu 1988).
     """
@@ -113,6 +131,8 @@ def estimate(cells: list[Logs]) -> Estimate:
     if min(map(len, samples)) < 2:
         return Estimate(ratio)
     rng = random.Random("speculon bench")
-    drawn = sorted(fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS))
+    drawn = sorted(
+        fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS)
+    )
     low, high = (exp(at_share(drawn, share)) for share in BOUNDS)
     return Estimate(ratio, low, high)

@@ -39,13 +39,15 @@ class Cell:
     ratio: float  # to `off`, median over the pairs of (group, repeat)
     ratio_quartiles: tuple[float, float]
     decode_ratio: float | None
-    ratio_without_loops: float | None  # the same over the texts that do not loop; None with several texts at once
+    # the same over the texts that do not loop; None with several texts at once
+    ratio_without_loops: float | None
     texts_without_loops: int  # how many those are
     tokens_per_target_call: float | None
     acceptance_rate: float | None
     per_position: list[float]
     sources: dict[str, float]  # who drafted -> share of the accepted tokens
-    rejection: bool  # sampled drafts may be accepted by rejection: then texts differ, their distribution does not
+    # sampled drafts may be accepted by rejection: then texts differ, their distribution does not
+    rejection: bool
     rounds: Rounds | None  # the split of a call that verified drafts
     reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
     needed: list[Need]  # at concurrency 1
@@ -55,7 +57,8 @@ class Cell:
     looping: float  # share of texts whose end repeats itself and is not the right answer
     exact: float | None  # share of texts equal to the reference
     different: int  # texts of all repeats that are not those of `off`
-    tie_nats: list[float]  # how close the two candidates were where a greedy text parted, in the target's own words
+    # how close the two candidates were where a greedy text parted, in the target's own words
+    tie_nats: list[float]
     reasons: dict[str, int]
     diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be drafted
     per_repeat: list[float]  # tokens per second
@@ -80,15 +83,23 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     ratios = ratios_of(repeats, plain)
     if not ratios:
         raise BenchError(f"{mode.label} or {OFF} wrote no token in {workload} at concurrency {concurrency}")
-    decode = paired([(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)])
+    decode = paired(
+        [(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)]
+    )
     texts = [tokens for one in repeats[0] for tokens in one.token_ids]
-    asked = [(one.texts[i], case.reference) for (one, i), case in zip(slots(repeats[0]), cases, strict=True) if case.reference]
+    asked = [
+        (one.texts[i], case.reference)
+        for (one, i), case in zip(slots(repeats[0]), cases, strict=True)
+        if case.reference
+    ]
     looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
     free = without_loops(repeats, plain, cases)
     split, plain_ms = rounds_of(everything), mean_step_ms([one for groups in plain for one in groups])
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
     call, plain_call = per_text(everything), per_text([one for groups in plain for one in groups])
-    apart = [where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)]
+    apart = [
+        where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)
+    ]
     speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
     return Cell(
         workload=workload,
@@ -107,11 +118,15 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         tokens_per_target_call=stats.emitted / stats.target_calls if stats.target_calls else None,
         acceptance_rate=done.acceptance_rate if done else None,
         per_position=done.per_position if done else [],
-        sources={who: n["accepted"] / max(1, done.accepted) for who, n in done.by_source.items()} if done else {},
+        sources={who: n["accepted"] / max(1, done.accepted) for who, n in done.by_source.items()}
+        if done
+        else {},
         rejection=mode.speculates and rule == "rejection" and not all(case.params.greedy for case in cases),
         rounds=split,
         reached=reached(done) if done else None,
-        needed=needs(split, plain_ms, len(done.per_position)) if done and split and plain_ms and concurrency == 1 else [],
+        needed=needs(split, plain_ms, len(done.per_position))
+        if done and split and plain_ms and concurrency == 1
+        else [],
         ms_by_rows=ms_by_rows(everything),
         profile=profile(everything),
         overhead=overhead(everything),
@@ -120,7 +135,9 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         different=len(apart),
         tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
         reasons=dict(stats.reasons),
-        diagnosis=diagnose(stats, call, plain_call, median(ratios), noise_of(runs)) if mode.speculates else None,
+        diagnosis=diagnose(stats, call, plain_call, median(ratios), noise_of(runs))
+        if mode.speculates
+        else None,
         per_repeat=speeds,
         speeds=[[one.tokens_per_second for one in groups] for groups in repeats],
     )
@@ -136,7 +153,9 @@ def noise_of(runs: Runs) -> tuple[float, float]:
     return min(1.0, low), max(1.0, high)
 
 
-def pairs(repeats: list[list[Measurement]], plain: list[list[Measurement]]) -> Iterator[tuple[Measurement, Measurement]]:
+def pairs(
+    repeats: list[list[Measurement]], plain: list[list[Measurement]]
+) -> Iterator[tuple[Measurement, Measurement]]:
     for groups, others in zip(repeats, plain, strict=True):
         yield from zip(groups, others, strict=True)
 
@@ -155,8 +174,12 @@ def stuck(one: Measurement, i: int, case: Case) -> bool:
     return loops(one.token_ids[i]) and one.texts[i].strip() != case.reference
 
 
-def without_loops(repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]) -> dict[int, list[float]]:
-    """Ratios by case, of measurements of one text where neither side loops: most drafts of a loop are accepted."""
+def without_loops(
+    repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]
+) -> dict[int, list[float]]:
+    """Ratios by case, of measurements of one text where neither side loops: most drafts of a loop are
+    accepted.
+    """
     found: dict[int, list[float]] = defaultdict(list)
     for groups, others in zip(repeats, plain, strict=True):
         for i, sides in enumerate(zip(groups, others, strict=True)):
@@ -165,7 +188,9 @@ def without_loops(repeats: list[list[Measurement]], plain: list[list[Measurement
     return found
 
 
-def differences(groups: list[Measurement], plain: list[Measurement]) -> list[tuple[int, list[int], list[int]]]:
+def differences(
+    groups: list[Measurement], plain: list[Measurement]
+) -> list[tuple[int, list[int], list[int]]]:
     """(case, its tokens, plain's tokens) of the texts that differ."""
     mine = [tokens for one in groups for tokens in one.token_ids]
     base = [tokens for one in plain for tokens in one.token_ids]
@@ -173,7 +198,9 @@ def differences(groups: list[Measurement], plain: list[Measurement]) -> list[tup
 
 
 def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | None:
-    """Nats between the two candidates where a greedy text parts; None when sampled, or where one of the texts ended."""
+    """Nats between the two candidates where a greedy text parts; None when sampled, or where one of the texts
+    ended.
+    """
     at = next((i for i, (m, b) in enumerate(zip(mine, base, strict=False)) if m != b), None)
     if at is None or not case.params.greedy:
         return None

@@ -12,7 +12,18 @@ from speculon.bench.cell import Cell
 from speculon.bench.plan import AGAIN
 from speculon.proposers.registry import OFF
 
-COLOURS = ("#2f6f9f", "#e08a2e", "#4c9a5f", "#b5495b", "#7a68a6", "#8c6d46", "#5fb0b7", "#d58fb5", "#9aa33b", "#6b6b6b")
+COLOURS = (
+    "#2f6f9f",
+    "#e08a2e",
+    "#4c9a5f",
+    "#b5495b",
+    "#7a68a6",
+    "#8c6d46",
+    "#5fb0b7",
+    "#d58fb5",
+    "#9aa33b",
+    "#6b6b6b",
+)
 HIGH, LINE = 4.9, 0.17  # inches: of a chart, and of each line of its title
 PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
 BESIDE = 30  # inches: beyond, panels stand one above the other
@@ -26,9 +37,13 @@ def draw(cells: list[Cell], title: str, path: Path) -> Path:
 
 
 def lay_out(cells: list[Cell], title: str) -> Figure:
-    """One panel per concurrency, one group of bars per workload, one bar per mode; wide panels one above the other."""
+    """One panel per concurrency, one group of bars per workload, one bar per mode; wide panels one above the
+    other.
+    """
     counts = sorted({cell.concurrency for cell in cells})
-    bars = max(len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts)
+    bars = max(
+        len({(cell.workload, cell.mode) for cell in cells if cell.concurrency == count}) for count in counts
+    )
     beside = len(counts) if max(PANEL, BAR * bars) * len(counts) <= BESIDE else 1
     wide = 1.6 + max(PANEL, BAR * bars) * beside
     heading = textwrap.wrap(title, int(wide / TITLE_CHAR))
@@ -37,9 +52,13 @@ def lay_out(cells: list[Cell], title: str) -> Figure:
     for panel, count in zip(panels, counts, strict=True):
         draw_panel(panel, count, [cell for cell in cells if cell.concurrency == count])
     panels[0].set_ylabel("speed relative to plain decoding (median, quartiles)")
-    handles, labels = max((panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1]))
+    handles, labels = max(
+        (panel.get_legend_handles_labels() for panel in panels), key=lambda found: len(found[1])
+    )
     columns = int(wide / (HANDLE + LEGEND_CHAR * max(map(len, labels))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), columns)), frameon=False
+    )
     figure.suptitle("\n".join(heading), fontsize=10)
     return figure
 
@@ -63,13 +82,24 @@ def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
             label=mode,
         )
         over = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-        panel.bar_label(bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=7, bbox=over, zorder=4)
+        panel.bar_label(
+            bars, [f"{cell.ratio:.2f}x" for cell in shown], padding=2, fontsize=7, bbox=over, zorder=4
+        )
     for cell in cells:
         if cell.mode == AGAIN:
             x = workloads.index(cell.workload)
             low, high = min(1.0, cell.ratio_quartiles[0]), max(1.0, cell.ratio_quartiles[1])
             band = "plain decoding measured twice" if x == 0 else None
-            panel.fill_between([x - 0.48, x + 0.48], low, high, color="#999999", alpha=0.35, linewidth=0, label=band, zorder=3)
+            panel.fill_between(
+                [x - 0.48, x + 0.48],
+                low,
+                high,
+                color="#999999",
+                alpha=0.35,
+                linewidth=0,
+                label=band,
+                zorder=3,
+            )
     panel.set_xticks(range(len(workloads)), workloads)
     panel.set_title(f"{count} at once" if count > 1 else "one at a time", fontsize=10)
     panel.set_xlim(-0.6, len(workloads) - 0.4)

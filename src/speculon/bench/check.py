@@ -1,4 +1,6 @@
-"""The losslessness gate: greedy and seeded texts token for token, sampled ones by distribution, and controls for each."""
+"""The losslessness gate: greedy and seeded texts token for token, sampled ones by distribution, and controls
+for each.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ Outcome = Literal["passed", "failed", "not enough"]
 
 @dataclass(slots=True)
 class Findings:
-    """All that a check has seen. `problems` say that texts are not the target's; `doubts`, that it could not have told."""
+    """All that a check has seen.
+
+    `problems` say that texts are not the target's; `doubts`, that it could not have told.
+    """
 
     margin: Margin
     same: list[Sameness]
@@ -35,7 +40,10 @@ class Findings:
 
 
 def check(llm: LLM, plan: CheckPlan, advance: Advance = lambda n: None) -> Findings:
-    """Plain decoding against speculation as `llm` is set to. Raises `InvalidParameter` where nothing would draft."""
+    """Plain decoding against speculation as `llm` is set to.
+
+    Raises `InvalidParameter` where nothing would draft.
+    """
     check_drafter(llm)
     prompts = [llm.tokenizer.encode(text) for text in plan.prompts]
     check_room(llm, plan, prompts)
@@ -64,20 +72,26 @@ def check_room(llm: LLM, plan: CheckPlan, prompts: list[list[int]]) -> None:
     for prompt in prompts:
         for name, tokens in (("max_tokens", plan.max_tokens), ("positions", plan.positions)):
             if len(prompt) + tokens + 1 > llm.engine.max_context:
-                raise TooLong(f"prompt {len(prompt)} + {name} {tokens} + 1 > context {llm.engine.max_context} tokens")
+                raise TooLong(
+                    f"prompt {len(prompt)} + {name} {tokens} + 1 > context {llm.engine.max_context} tokens"
+                )
 
 
 def doubts_of_margin(margin: Margin) -> list[str]:
     if margin.limit <= WIDEST:
         return []
-    return [f"plain decoding departs from itself by up to {margin.limit:.2g} nat: no difference could be told from that"]
+    return [
+        f"plain decoding departs from itself by up to {margin.limit:.2g} nat: no difference could be told from that"
+    ]
 
 
 def problems_of(one: Sameness) -> list[str]:
     if one.kind == "control" or not one.failures:
         return []
     first = said(one.failures[0], one)
-    return [f"{one.label}: {len(one.failures)} of {one.texts} texts differ by more than a tie, the first: {first}"]
+    return [
+        f"{one.label}: {len(one.failures)} of {one.texts} texts differ by more than a tie, the first: {first}"
+    ]
 
 
 def said(parting: Parting, one: Sameness) -> str:
@@ -114,7 +128,11 @@ def doubts_of(one: Sameness | Comparison) -> list[str]:
     seen = one.failures if isinstance(one, Sameness) else one.found
     if not one.work.planted:
         return [f"{one.label}: every draft was right, so that no error could be planted"]
-    return [] if seen else [f"{one.label}: {one.work.planted} planted errors were not found; ask for more runs or prompts"]
+    return (
+        []
+        if seen
+        else [f"{one.label}: {one.work.planted} planted errors were not found; ask for more runs or prompts"]
+    )
 
 
 def nothing(work: Work) -> str:

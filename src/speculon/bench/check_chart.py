@@ -1,4 +1,6 @@
-"""The picture of a check: p-values of its arms beside those of chance, and regrets beside what plain decoding does."""
+"""The picture of a check: p-values of its arms beside those of chance, and regrets beside what plain decoding
+does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def lay_out(findings: Findings, title: str) -> Figure:
     draw_regrets(right, findings)
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("\n".join(textwrap.wrap(f"{findings.outcome}: {title}", int(WIDE / TITLE_CHAR))), fontsize=9)
+    figure.suptitle(
+        "\n".join(textwrap.wrap(f"{findings.outcome}: {title}", int(WIDE / TITLE_CHAR))), fontsize=9
+    )
     return figure
 
 
@@ -51,7 +55,9 @@ def draw_regrets(panel: Any, findings: Findings) -> None:
     moved = sorted(max(nats, FLOOR) for nats in margin.moved)
     share = [1 - i / len(moved) for i in range(len(moved))]
     panel.plot(moved, share, color=COLOURS["plain"][0], label="plain, other batch shapes")
-    panel.axvline(margin.limit, color="black", linewidth=0.8, linestyle="--", label=f"limit {margin.limit:.1e} nat")
+    panel.axvline(
+        margin.limit, color="black", linewidth=0.8, linestyle="--", label=f"limit {margin.limit:.1e} nat"
+    )
     for height, kind in ((0.35, "speculation"), (0.65, "control")):
         partings = [parting for one in findings.same if one.kind == kind for parting in one.partings]
         regrets = [max(parting.regret, FLOOR) for parting in partings if parting.regret is not None]

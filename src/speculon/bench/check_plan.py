@@ -14,7 +14,8 @@ Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
 FEWEST_RUNS = 16
 
-# Each begins something twice, so that look-ups have an earlier place to draft from, and goes on in more than one way.
+# Each begins something twice, so that look-ups have an earlier place to draft from, and goes on in more than
+# one way.
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",
     "The colours are red, green, blue, red, green, blue, red,",
@@ -52,20 +53,40 @@ class CheckPlan:
     positions: int = 12  # tokens of a sampled text
     cases: int = 4  # the first prompts are sampled from
     seeds: int = 4  # seeded texts per prompt and sampler
-    control: float = 0.5  # share of the wrong drafts that the planted errors keep; found with every method (docs/check.md)
+    # share of the wrong drafts that the planted errors keep; found with every method (docs/check.md)
+    control: float = 0.5
     seed: int = 0  # of everything random here; no two arms share one
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
             raise InvalidParameter("prompt", "", "has no text")
         if len(set(self.prompts)) < len(self.prompts):
-            raise InvalidParameter("prompt", next(p for p in self.prompts if self.prompts.count(p) > 1), "is given twice")
+            raise InvalidParameter(
+                "prompt", next(p for p in self.prompts if self.prompts.count(p) > 1), "is given twice"
+            )
         if not self.samplers or any(sampler.greedy for sampler in self.samplers):
-            raise InvalidParameter("sampler", "temperature 0", "greedy texts are checked apart; give a temperature above 0")
-        for name in ("n", "seed", "max_tokens", "stop", "structured", "logprobs", "prompt_logprobs", "min_tokens"):
+            raise InvalidParameter(
+                "sampler", "temperature 0", "greedy texts are checked apart; give a temperature above 0"
+            )
+        for name in (
+            "n",
+            "seed",
+            "max_tokens",
+            "stop",
+            "structured",
+            "logprobs",
+            "prompt_logprobs",
+            "min_tokens",
+        ):
             if any(name in sampler.model_fields_set for sampler in self.samplers):
                 raise InvalidParameter("sampler", name, "is the check's own to choose")
-        for name, least in (("max_tokens", 2), ("runs", FEWEST_RUNS), ("positions", 2), ("cases", 1), ("seeds", 1)):
+        for name, least in (
+            ("max_tokens", 2),
+            ("runs", FEWEST_RUNS),
+            ("positions", 2),
+            ("cases", 1),
+            ("seeds", 1),
+        ):
             if getattr(self, name) < least:
                 raise InvalidParameter(name, getattr(self, name), f"must be at least {least}")
         if self.seeds > MAX_SAMPLES:

@@ -24,12 +24,31 @@ from speculon.bench.tables import grid
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-SAME = ("token for token", "texts", "tokens", "rounds", "accepted", "same", "near-ties", "failed", "worst regret")
+SAME = (
+    "token for token",
+    "texts",
+    "tokens",
+    "rounds",
+    "accepted",
+    "same",
+    "near-ties",
+    "failed",
+    "worst regret",
+)
 SAME_LEGEND = (
     "against plain decoding; where a text first differs, a fresh forward over what the two share is the judge; "
     "regret: log p of the best token less that of the one taken, in nat (of the same seed: with its noise)"
 )
-SAMPLED = ("sampled, in distribution", "rounds", "accepted", "by q", "cells", "rejected", "least p", "p of all")
+SAMPLED = (
+    "sampled, in distribution",
+    "rounds",
+    "accepted",
+    "by q",
+    "cells",
+    "rejected",
+    "least p",
+    "p of all",
+)
 SAMPLED_LEGEND = (
     "against plain decoding, each arm with seeds of its own; by q: rounds judged by rejection, with the drafter's q; cells: "
     f"prompt x sampler x position, rejected by Benjamini and Hochberg at q = {Q:g}; p of all: every cell together, rejected at "
@@ -66,12 +85,21 @@ class CheckReport:
         found = self.findings
         plan = asdict(self.plan)
         plan["samplers"] = [sampler.model_dump(exclude_unset=True) for sampler in self.plan.samplers]
-        facts = {name: getattr(self, name) for name in ("command", "model", "date", "commit", "versions", "machine")}
+        facts = {
+            name: getattr(self, name)
+            for name in ("command", "model", "date", "commit", "versions", "machine")
+        }
         said = {"outcome": found.outcome, "problems": found.problems, "doubts": found.doubts}
-        same = [{**asdict(one), "identical": one.identical, "failures": len(one.failures)} for one in found.same]
+        same = [
+            {**asdict(one), "identical": one.identical, "failures": len(one.failures)} for one in found.same
+        ]
         return {
             **said,
-            "margin": {"measured": found.margin.largest, "limit": found.margin.limit, "moved": found.margin.moved},
+            "margin": {
+                "measured": found.margin.largest,
+                "limit": found.margin.limit,
+                "moved": found.margin.moved,
+            },
             "same": same,
             "sampled": [asdict(one) for one in found.sampled],
             "plan": plan,

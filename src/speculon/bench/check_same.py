@@ -1,8 +1,9 @@
 """Texts that should be the plain ones token for token: greedy ones, and sampled ones of the same seed.
 
-Batches of other shapes add up floats in another order, so a text may part where two tokens stand close. Whether they did is
-judged by one fresh forward over what the two texts share, as a prompt: regret = log p(best) - log p(token). A fault of the
-speculation has no reason to look for close tokens. Only the first difference of a text is judged.
+Batches of other shapes add up floats in another order, so a text may part where two tokens stand close.
+Whether they did is judged by one fresh forward over what the two texts share, as a prompt: regret = log
+p(best) - log p(token). A fault of the speculation has no reason to look for close tokens. Only the first
+difference of a text is judged.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Sameness:
 class Margin:
     """How far plain decoding departs from itself when the batch has another shape, nat."""
 
-    moved: list[float] = field(repr=False)  # of the gap between the two best tokens, decoded and in one forward
+    # of the gap between the two best tokens, decoded and in one forward
+    moved: list[float] = field(repr=False)
     half: bool  # a dtype of less than 32 bits
 
     @property
@@ -86,7 +88,9 @@ class Margin:
         return max(self.largest, TIE_NATS) if self.half else TIE_NATS
 
 
-def greedy(llm: LLM, plan: CheckPlan, prompts: list[list[int]], advance: Advance) -> tuple[Margin, list[Sameness]]:
+def greedy(
+    llm: LLM, plan: CheckPlan, prompts: list[list[int]], advance: Advance
+) -> tuple[Margin, list[Sameness]]:
     """Plain alone against: plain in a crowd, speculation alone and in a crowd, and the control."""
     top = min(TOP, MAX_LOGPROBS, llm.engine.target.vocab_size)
     params = [SamplingParams(temperature=0, max_tokens=plan.max_tokens)] * len(prompts)
@@ -106,11 +110,15 @@ def greedy(llm: LLM, plan: CheckPlan, prompts: list[list[int]], advance: Advance
     found = []
     for (label, kind), texts in arms.items():
         partings = list(judge(llm, prompts, plain.tokens, texts.tokens))
-        found.append(Sameness(label, kind, len(texts.tokens), total(texts), texts.work, margin.limit, partings))
+        found.append(
+            Sameness(label, kind, len(texts.tokens), total(texts), texts.work, margin.limit, partings)
+        )
     return margin, found
 
 
-def seeded(llm: LLM, plan: CheckPlan, prompts: list[list[int]], margin: Margin, advance: Advance) -> list[Sameness]:
+def seeded(
+    llm: LLM, plan: CheckPlan, prompts: list[list[int]], margin: Margin, advance: Advance
+) -> list[Sameness]:
     """Sampled texts of the same seeds, with speculation and with planted errors, against the plain ones."""
     blocks = [(i, sampler) for i, j in plan.sampled if judged(sampler := plan.samplers[j]) or not margin.half]
     if not blocks:
@@ -118,7 +126,9 @@ def seeded(llm: LLM, plan: CheckPlan, prompts: list[list[int]], margin: Margin, 
     many = [prompts[i] for i, _ in blocks]
     update = {"max_tokens": plan.max_tokens, "n": plan.seeds}
     seeds = [plan.chance("seeded", block).getrandbits(63) for block in range(len(blocks))]
-    params = [s.model_copy(update={**update, "seed": seed}) for (_, s), seed in zip(blocks, seeds, strict=True)]
+    params = [
+        s.model_copy(update={**update, "seed": seed}) for (_, s), seed in zip(blocks, seeds, strict=True)
+    ]
     plain = write(llm, many, params, PLAIN, advance=advance)
     arms = {
         ("same seed", "speculation"): write(llm, many, params, MATCHING, advance=advance),
@@ -129,8 +139,18 @@ def seeded(llm: LLM, plan: CheckPlan, prompts: list[list[int]], margin: Margin, 
     found = []
     for (label, kind), texts in arms.items():
         each = [(prompt, p, n) for prompt, p in zip(many, params, strict=True) for n in range(plan.seeds)]
-        partings = list(judge(llm, [prompt for prompt, _, _ in each], plain.tokens, texts.tokens, [(p, n) for _, p, n in each]))
-        found.append(Sameness(label, kind, len(texts.tokens), total(texts), texts.work, margin.limit, partings))
+        partings = list(
+            judge(
+                llm,
+                [prompt for prompt, _, _ in each],
+                plain.tokens,
+                texts.tokens,
+                [(p, n) for _, p, n in each],
+            )
+        )
+        found.append(
+            Sameness(label, kind, len(texts.tokens), total(texts), texts.work, margin.limit, partings)
+        )
     return found
 
 
@@ -139,7 +159,9 @@ def total(texts: Texts) -> int:
 
 
 def judged(sampler: SamplingParams) -> bool:
-    """Whether how close two tokens came can be told from p and the noise: what is filtered or penalised hangs on more."""
+    """Whether how close two tokens came can be told from p and the noise: what is filtered or penalised hangs
+    on more.
+    """
     return sampler.model_fields_set <= {"temperature", "seed", "n", "max_tokens"}
 
 
@@ -155,7 +177,10 @@ def judge(
     texts: list[list[int]],
     drawn: list[tuple[SamplingParams, int]] | None = None,
 ) -> Iterator[Parting]:
-    """Every text that differs. `drawn` are the parameters and the number of each sampled text; greedy ones have none."""
+    """Every text that differs.
+
+    `drawn` are the parameters and the number of each sampled text; greedy ones have none.
+    """
     for i, (mine, base) in enumerate(zip(texts, plain, strict=True)):
         at = first_difference(mine, base)
         if at is None:
@@ -171,7 +196,10 @@ def judge(
         elif judged(drawn[i][0]):
             params, sample = drawn[i]
             chances = noise(params.seed or 0, sample, at, base[at], mine[at])
-            races = [lp.logprob - params.temperature * log(e) for lp, e in zip((theirs, ours), chances, strict=True)]
+            races = [
+                lp.logprob - params.temperature * log(e)
+                for lp, e in zip((theirs, ours), chances, strict=True)
+            ]
             regret, other = max(races) - races[1], max(races) - races[0]
         else:
             yield Parting(i, at, base[at], mine[at], None, None)
@@ -185,7 +213,9 @@ def at_or_none(tokens: list[int], at: int) -> int | None:
 
 
 def score(llm: LLM, context: list[int], token: int) -> TokenLogprobs:
-    """log p of a token after a context, and of the best one, from a forward over all of it: nothing of it is cached."""
+    """log p of a token after a context, and of the best one, from a forward over all of it: nothing of it is
+    cached.
+    """
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     scored = llm.generate([[*context, token]], ask, speculation=PLAIN)[0].prompt_logprobs
     assert scored is not None and scored[-1] is not None
@@ -193,13 +223,17 @@ def score(llm: LLM, context: list[int], token: int) -> TokenLogprobs:
 
 
 def noise(seed: int, sample: int, position: int, *tokens: int) -> list[float]:
-    """The exponential noise E that a seed has for these tokens; the one with the largest p^(1/T) / E is drawn."""
+    """The exponential noise E that a seed has for these tokens; the one with the largest p^(1/T) / E is
+    drawn.
+    """
     low, high = torch.tensor([row_key(seed, sample, position)], dtype=torch.int32).chunk(2, 1)
     return exponential(uniform(low, high, torch.tensor(tokens, dtype=torch.int32)))[0].tolist()
 
 
 def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Iterator[float]:
-    """By how much the gap between the two best tokens differs in one forward over each whole text, position by position."""
+    """By how much the gap between the two best tokens differs in one forward over each whole text, position
+    by position.
+    """
     ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top)
     for prompt, text, logprobs in zip(prompts, texts.tokens, texts.logprobs, strict=True):
         if not logprobs:

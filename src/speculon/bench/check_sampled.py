@@ -1,7 +1,9 @@
-"""Texts whose distribution should be the plain one: two arms with seeds of their own, compared by a permutation test.
+"""Texts whose distribution should be the plain one: two arms with seeds of their own, compared by a
+permutation test.
 
-plain against plain must not be rejected, or the test means nothing; planted errors must be, or it sees nothing. A rejection is
-repeated with fresh seeds on both sides, and counts only when it comes again: at q = 0.05 one in twenty comes by chance.
+plain against plain must not be rejected, or the test means nothing; planted errors must be, or it sees
+nothing. A rejection is repeated with fresh seeds on both sides, and counts only when it comes again: at q =
+0.05 one in twenty comes by chance.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class Sampled:
             if first.found:
                 fresh = [self.write(f"plain {i} for {rule}", PLAIN) for i in (1, 2)]
                 repeated = self.write(f"{rule} again", asked)
-                first.again = self.compare(f"{first.label}, again", "speculation", fresh[0] + fresh[1], repeated, among=first)
+                first.again = self.compare(
+                    f"{first.label}, again", "speculation", fresh[0] + fresh[1], repeated, among=first
+                )
             planted = self.write(f"{rule} planted", asked, share=self.plan.control)
             found += [first, self.compare(f"{first.label}, planted errors", "control", both, planted)]
         return found
@@ -113,12 +117,20 @@ class Sampled:
                 prompts.append(self.prompts[prompt])
                 params.append(plan.samplers[sampler].model_copy(update=size))
         chance = plan.chance("plants", arm)
-        texts = write(self.llm, prompts, params, speculation, share=share, chance=chance, advance=self.advance)
-        same = [[*tokens, *[ENDED] * (plan.positions - len(tokens))][: plan.positions] for tokens in texts.tokens]
+        texts = write(
+            self.llm, prompts, params, speculation, share=share, chance=chance, advance=self.advance
+        )
+        same = [
+            [*tokens, *[ENDED] * (plan.positions - len(tokens))][: plan.positions] for tokens in texts.tokens
+        ]
         return Arm(list(torch.tensor(same).split(plan.runs)), texts.work)
 
-    def compare(self, label: str, kind: str, one: Arm, other: Arm, among: Comparison | None = None) -> Comparison:
-        """A permutation test of every cell and of all; `among` another's rejected cells alone where it has any."""
+    def compare(
+        self, label: str, kind: str, one: Arm, other: Arm, among: Comparison | None = None
+    ) -> Comparison:
+        """A permutation test of every cell and of all; `among` another's rejected cells alone where it has
+        any.
+        """
         runs = len(one.blocks[0]), len(other.blocks[0])
         seed = self.plan.chance("permutations", label).getrandbits(63)
         arms = deal(*runs, self.plan.permutations, seed)

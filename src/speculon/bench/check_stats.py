@@ -1,7 +1,9 @@
-"""Whether two sets of texts come from one distribution: a permutation test of each cell, and one of all cells together.
+"""Whether two sets of texts come from one distribution: a permutation test of each cell, and one of all cells
+together.
 
-Under the null hypothesis it does not matter which arm a run belongs to, so the statistic is compared with what it is when the
-runs are dealt out anew (Fisher 1935). That is exact for any number of runs and any vocabulary, and asks for no formula.
+Under the null hypothesis it does not matter which arm a run belongs to, so the statistic is compared with
+what it is when the runs are dealt out anew (Fisher 1935). That is exact for any number of runs and any
+vocabulary, and asks for no formula.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ RARE = 5  # tokens seen less often, both arms together, are counted as one
 
 
 def deal(first: int, second: int, permutations: int, seed: int) -> Tensor:
-    """Who belongs to the first arm, [1 + permutations, first + second] of 0 and 1: as it was, then dealt out anew."""
+    """Who belongs to the first arm, [1 + permutations, first + second] of 0 and 1: as it was, then dealt out
+    anew.
+    """
     runs = first + second
     as_it_was = torch.arange(runs)[None] < first
     order = torch.rand(permutations, runs, generator=torch.Generator().manual_seed(seed)).argsort(-1)
@@ -33,7 +37,9 @@ def cells_of(texts: Tensor) -> Iterator[Tensor]:
 
 
 def counts_of(texts: Tensor) -> Tensor:
-    """How often each run has each token, [runs, C] from [runs, T]; the rare tokens stand in one column together."""
+    """How often each run has each token, [runs, C] from [runs, T]; the rare tokens stand in one column
+    together.
+    """
     _, index, seen = texts.unique(return_inverse=True, return_counts=True)
     common = seen >= RARE
     column = torch.where(common, common.cumsum(0) - 1, common.sum())
@@ -42,13 +48,15 @@ def counts_of(texts: Tensor) -> Tensor:
 
 
 def max_z(counts: Tensor, arms: Tensor) -> Tensor:
-    """The largest standardised difference of any token's count, [1 + permutations]; 0 where every run says the same.
+    """The largest standardised difference of any token's count, [1 + permutations]; 0 where every run says
+    the same.
 
     counts: [runs, C] of one cell; arms: [1 + permutations, runs] from `deal`.
     """
     runs, first = counts.shape[0], float(arms[0].sum())
     centred = counts - counts.mean(0)
-    variance = first * (runs - first) / (runs * (runs - 1)) * centred.square().sum(0)  # of a sum drawn without replacement
+    # of a sum drawn without replacement
+    variance = first * (runs - first) / (runs * (runs - 1)) * centred.square().sum(0)
     alive = variance > 1e-9 * runs
     if not alive.any():
         return torch.zeros(len(arms))
@@ -56,8 +64,11 @@ def max_z(counts: Tensor, arms: Tensor) -> Tensor:
 
 
 def p_value(statistic: Tensor) -> float:
-    """How often chance gives as large a value as the first one, itself counted: at least 1 / [1 + permutations]."""
-    return float((statistic >= statistic[0] * (1 - 1e-5)).double().mean())  # equal counts may differ by a rounding
+    """How often chance gives as large a value as the first one, itself counted: at least 1 / [1 +
+    permutations].
+    """
+    # equal counts may differ by a rounding
+    return float((statistic >= statistic[0] * (1 - 1e-5)).double().mean())
 
 
 def rejected(p: list[float], q: float) -> list[int]:

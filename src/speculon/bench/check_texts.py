@@ -1,6 +1,7 @@
 """Texts of one arm of a check, what speculation did for them, and the planted errors of a control.
 
-An error is planted from outside, over the verdicts of one engine and for the time of one arm; the engine knows nothing of it.
+An error is planted from outside, over the verdicts of one engine and for the time of one arm; the engine
+knows nothing of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Work:
 
 @dataclass(slots=True)
 class Texts:
-    """Token ids of each text, with the stop token that ended it, in the order asked for; the n texts of a prompt together."""
+    """Token ids of each text, with the stop token that ended it, in the order asked for; the n texts of a
+    prompt together.
+    """
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
@@ -62,7 +65,9 @@ def write(
     completions: list[Completion] = []
     with watched(llm.engine, share, chance or random.Random(0)) as work:
         for group in groups:
-            outputs = llm.generate(prompts[group], list(params[group]), speculation=speculation, on_token=lambda _, n: advance(n))
+            outputs = llm.generate(
+                prompts[group], list(params[group]), speculation=speculation, on_token=lambda _, n: advance(n)
+            )
             completions += [one for output in outputs for one in output.outputs]
     stats = RequestStats()
     for one in completions:
@@ -79,7 +84,9 @@ def whole(one: Completion) -> list[int]:
 
 @contextmanager
 def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Work]:
-    """Counts what is judged by which rule and, where `share` is above 0, keeps that share of the wrong drafts."""
+    """Counts what is judged by which rule and, where `share` is above 0, keeps that share of the wrong
+    drafts.
+    """
     work, ask_target = Work(), engine.ask_target
 
     def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
@@ -103,7 +110,9 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Wor
 
 
 def wrong_draft(span: Span, verdict: Verdict) -> int | None:
-    """The draft that the round's last token stands in place of; None where there is none, or where the text ends."""
+    """The draft that the round's last token stands in place of; None where there is none, or where the text
+    ends.
+    """
     draft, at = span.draft.tokens, verdict.accepted
     if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
         return None

@@ -15,7 +15,10 @@ NO_PROPOSALS, LOW_ACCEPTANCE, DRAFT_COST, VERIFY_COST, GATED = (
     "verify cost",
     "gated",
 )
-GATES = frozenset({Reason.COLD, Reason.COOLDOWN, Reason.LOW_ACCEPTANCE, Reason.COST, Reason.LOAD, Reason.SOLO})  # by a policy
+# by a policy
+GATES = frozenset(
+    {Reason.COLD, Reason.COOLDOWN, Reason.LOW_ACCEPTANCE, Reason.COST, Reason.LOAD, Reason.SOLO}
+)
 
 Profile = Mapping[str, float]  # part of a decoding call -> its mean ms for each text
 
@@ -25,12 +28,15 @@ def gated(stats: RequestStats) -> bool:
     return any(stats.reasons[gate] for gate in GATES)
 
 
-def diagnose(stats: RequestStats, call: Profile, plain: Profile, ratio: float, noise: tuple[float, float]) -> str:
-    """Of a mode whose mean decoding call took `call` for each text, beside plain decoding's; `noise` is what plain decoding
-    measured twice differs by.
+def diagnose(
+    stats: RequestStats, call: Profile, plain: Profile, ratio: float, noise: tuple[float, float]
+) -> str:
+    """Of a mode whose mean decoding call took `call` for each text, beside plain decoding's; `noise` is what
+    plain decoding measured twice differs by.
 
-    Where most calls carried no draft, and little was lost, nobody drafted, and the reason is named. Otherwise the largest of
-    three losses is, in ms per call: rejected drafts (each would have saved a plain call), drafting, verifying.
+    Where most calls carried no draft, and little was lost, nobody drafted, and the reason is named. Otherwise
+    the largest of three losses is, in ms per call: rejected drafts (each would have saved a plain call),
+    drafting, verifying.
     """
     low, high = noise
     if ratio > high:

@@ -73,17 +73,22 @@ class Measurement:
 
 
 def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: str = "") -> Measurement:
-    """Writes all cases at once in one mode. What a user was answered is remembered under the name of this `time` alone:
-    each case is written many times, and no mode may find what it, or another one, wrote before."""
+    """Writes all cases at once in one mode. What a user was answered is remembered under the name of this
+    `time` alone: each case is written many times, and no mode may find what it, or another one, wrote
+    before."""
     each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
     with recording(llm.engine) as steps:
         began = perf_counter()
-        outputs = llm.generate([case.prompt for case in cases], [case.params for case in cases], speculation=each)
+        outputs = llm.generate(
+            [case.prompt for case in cases], [case.params for case in cases], speculation=each
+        )
         seconds = perf_counter() - began
     stats = RequestStats()
     for output in outputs:
         stats.add(output.outputs[0].stats)
-    return Measurement(seconds, [output.token_ids for output in outputs], [output.text for output in outputs], stats, steps)
+    return Measurement(
+        seconds, [output.token_ids for output in outputs], [output.text for output in outputs], stats, steps
+    )
 
 
 @contextmanager

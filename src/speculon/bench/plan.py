@@ -16,7 +16,16 @@ from speculon.proposers.registry import OFF, check_method
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 STOCK = "transformers"
 FIXED = "fixed"  # the policy that others are compared with
-FIXED_MODES = (OFF, "ngram:8", "suffix:8", "suffix:16", "draft_model:2", "draft_model:4", "eagle3:3", "auto:8")
+FIXED_MODES = (
+    OFF,
+    "ngram:8",
+    "suffix:8",
+    "suffix:16",
+    "draft_model:2",
+    "draft_model:4",
+    "eagle3:3",
+    "auto:8",
+)
 MODES = (*FIXED_MODES, "auto/adaptive", "auto:8/solo", "auto")
 RULES = ("matching", "rejection")
 FORM = re.compile(r"(?P<method>[^:/+]+)(:(?P<k>[0-9]{1,4}))?(?P<names>(/[^/]+)*)")
@@ -63,17 +72,23 @@ class Plan:
             raise InvalidParameter("widen", self.widen, "must be at least 1 (million parameters)")
         for count in self.concurrency:
             if not 1 <= count <= self.prompts:
-                raise InvalidParameter("concurrency", count, f"goes from 1 to the number of prompts, {self.prompts}")
+                raise InvalidParameter(
+                    "concurrency", count, f"goes from 1 to the number of prompts, {self.prompts}"
+                )
         for name in self.workloads:
             workloads.parse(name)
             if workloads.in_loops(name) and self.prompts < 2 * max(self.concurrency):
                 most = max(self.concurrency)
-                raise InvalidParameter("prompts", self.prompts, f"{name} takes {2 * most}: two edits for each of {most} users")
+                raise InvalidParameter(
+                    "prompts", self.prompts, f"{name} takes {2 * most}: two edits for each of {most} users"
+                )
         for mode in self.modes:
             parse_mode(mode)
 
     def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
-        """Plain decoding twice, the modes asked for, and transformers where it does the same: greedy, one at a time."""
+        """Plain decoding twice, the modes asked for, and transformers where it does the same: greedy, one at
+        a time.
+        """
         asked = [parse_mode(mode) for mode in self.modes if mode != OFF]
         _, temperature = workloads.parse(workload)
         stock = [Mode(STOCK)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
@@ -103,14 +118,17 @@ class Plan:
 
     def at_hand(self, lacking: Callable[[str], object]) -> Plan:
         """Without the modes that nothing drafts for; `lacking` says of a method why nothing does."""
-        return replace(self, modes=tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"])))
+        return replace(
+            self,
+            modes=tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"])),
+        )
 
 
 def parse_mode(text: str) -> Mode:
     """`off`, `auto`, `ngram:8`, `auto:8/solo`, `draft_model:4/rejection`: METHOD[:K][/POLICY][/RULE].
 
-    A mode that names K and no policy is `fixed`; one that names neither runs under the policy that the engine is set to.
-    Raises `UnknownMethod` or `InvalidParameter`.
+    A mode that names K and no policy is `fixed`; one that names neither runs under the policy that the engine
+    is set to. Raises `UnknownMethod` or `InvalidParameter`.
     """
     found = FORM.fullmatch(text)
     if found is None:
@@ -126,7 +144,9 @@ def parse_mode(text: str) -> Mode:
     if names or (k and not 1 <= int(k) <= MAX_DRAFTS):
         raise wrong(text)
     asked = {"num_speculative_tokens": k and int(k), "policy": policy, "acceptance": rule}
-    return Mode(text, {"method": method, **{name: value for name, value in asked.items() if value is not None}})
+    return Mode(
+        text, {"method": method, **{name: value for name, value in asked.items() if value is not None}}
+    )
 
 
 def wrong(text: str) -> InvalidParameter:

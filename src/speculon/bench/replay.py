@@ -1,7 +1,9 @@
-"""A world made of a record: other policies play the same texts, in the same crowd, at the costs and with the luck recorded.
+"""A world made of a record: other policies play the same texts, in the same crowd, at the costs and with the
+luck recorded.
 
-The clock is the work done, not the rounds: a text begins when as many tokens have been written as when it began in the
-record, and ends after as many of its own. So every policy does the same work; what differs is how long it takes.
+The clock is the work done, not the rounds: a text begins when as many tokens have been written as when it
+began in the record, and ends after as many of its own. So every policy does the same work; what differs is
+how long it takes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ NEAR = 4  # guess: recorded proposals around a place, any of which may be what i
 FAILED = (Reason.ERROR, Reason.CONTEXT_LIMIT, Reason.NO_PAGES)  # of what was asked then nothing is known
 MISFIT = 0.2  # guess: median error of a step's time from which on a note says so
 SIGMA = 1.48  # standard deviation of normal errors / their median
-OWN, OTHERS, BEYOND = "own", "others'", "beyond"  # a text's own proposals, other texts', or longer than what was judged
+# a text's own proposals, other texts', or longer than what was judged
+OWN, OTHERS, BEYOND = "own", "others'", "beyond"
 
 LOOKUP_SHARE = 0.05  # of a plain step: a method whose proposal costs less is one without weights
 PASSES = 8  # over the record: the cost model forgets, and begins at nothing
@@ -68,7 +71,8 @@ class Reached:
 
 
 class Replay:
-    """The scene of one record, in which texts have at most `k` drafts per round; None: as many as the record allows.
+    """The scene of one record, in which texts have at most `k` drafts per round; None: as many as the record
+    allows.
 
     Raises `RecordError` where the record says too little.
     """
@@ -84,7 +88,9 @@ class Replay:
         self._acceptance = {method: acceptance_of(seen) for method, seen in self.asked.items()}
         steps = [(*batch_of(r), r.target_ms) for r in rounds if decoding(r)]
         if not steps:
-            raise RecordError("the record has no round of decoding alone: nothing is known of what a step costs")
+            raise RecordError(
+                "the record has no round of decoding alone: nothing is known of what a step costs"
+            )
         self.costs, self.ks = Costs(), dict[str, set[int]]()
         for _ in range(PASSES):
             for sequences, drafting, drafts, ms in steps:
@@ -95,7 +101,9 @@ class Replay:
         self.misfit = median(abs(self.costs.step(*size) / max(ms, 1e-6) - 1) for *size, ms in steps)
         self.noise = min(SIGMA * self.misfit, MISFIT)
         cheap = LOOKUP_SHARE * self.costs.step(1)
-        self._lookups = frozenset(method for method in self.asked if self.costs.proposal(method, 1, 1) < cheap)
+        self._lookups = frozenset(
+            method for method in self.asked if self.costs.proposal(method, 1, 1) < cheap
+        )
         self.notes = list(notes(self, recording, steps))
         self.reached = self._reach(rounds)
         self.sources: Counter[str] = Counter()  # of the proposals that were replayed: what they were made of
@@ -121,20 +129,27 @@ class Replay:
         return self.costs.proposal(method, texts, k, unread)
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        """One of the proposals recorded near this place of the text; where it was never asked, of any text at that time."""
+        """One of the proposals recorded near this place of the text; where it was never asked, of any text at
+        that time.
+        """
         past = self.past[text.id]
         own = past.seen.get(method)
         if own:
             seen = random.choice(around(own, bisect_left(own, text.written, key=lambda seen: seen.at)))
         else:
             everybody = self.asked[method]
-            seen = random.choice(around(everybody, bisect_left(everybody, past.begins + text.written, key=lambda s: s.work)))
-        length = k if seen.found >= seen.k else min(k, seen.found)  # what stopped at what was asked for might have gone on
+            seen = random.choice(
+                around(everybody, bisect_left(everybody, past.begins + text.written, key=lambda s: s.work))
+            )
+        # what stopped at what was asked for might have gone on
+        length = k if seen.found >= seen.k else min(k, seen.found)
         beyond = length > seen.judged == seen.accepted
         self.sources[BEYOND if beyond else OWN if own else OTHERS] += 1
         if not length:
             return NO_DRAFT
-        fate = (ACCEPTED if i < seen.accepted else REJECTED if i < seen.judged else UNKNOWN for i in range(length))
+        fate = (
+            ACCEPTED if i < seen.accepted else REJECTED if i < seen.judged else UNKNOWN for i in range(length)
+        )
         return Draft(tuple(fate), (method,) * length, confidence=stretched(seen.confidence, length))
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
@@ -156,7 +171,9 @@ class Replay:
             done.accepted += sum(told.accepted for told in round_.texts)
             done.ms += round_.target_ms + round_.ms.get("propose", 0.0)
             done.fitted_ms += self.step_ms(*batch_of(round_))
-            done.fitted_ms += sum(self.proposal_ms(m, call.texts, call.k, call.unread) for m, call in round_.proposals.items())
+            done.fitted_ms += sum(
+                self.proposal_ms(m, call.texts, call.k, call.unread) for m, call in round_.proposals.items()
+            )
         return done
 
     def text(self, number: int) -> Text:
@@ -186,7 +203,9 @@ def batch_of(round_: Round) -> tuple[int, int, int]:
 
 
 def texts_of(rounds: list[Round]) -> list[Past]:
-    """The texts that decode, in the order in which they begin; the token that a prompt gives is no round's work."""
+    """The texts that decode, in the order in which they begin; the token that a prompt gives is no round's
+    work.
+    """
     found: list[Past] = []
     open_: dict[tuple[str, int], Past] = {}
     limits: dict[tuple[str, int], Mapping[str, int]] = {}
@@ -225,7 +244,9 @@ def note(past: Past, told: TextRound, work: int) -> None:
         past.seen[asked.method].append(seen)
 
 
-def notes(replay: Replay, recording: Recording, steps: Sequence[tuple[int, int, int, float]]) -> Iterator[str]:
+def notes(
+    replay: Replay, recording: Recording, steps: Sequence[tuple[int, int, int, float]]
+) -> Iterator[str]:
     """What a replay of this record cannot know."""
     if not replay.asked:
         yield "nothing drafted in the record: no replay can tell what drafts would have brought"

@@ -69,9 +69,18 @@ class Report:
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
     @classmethod
-    def of(cls, argv: list[str], plan: Plan, llm: LLM, cells: list[Cell], cases: dict[str, list[Case]]) -> Report:
+    def of(
+        cls, argv: list[str], plan: Plan, llm: LLM, cells: list[Cell], cases: dict[str, list[Case]]
+    ) -> Report:
         model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
-        return cls(shlex.join(["speculon", *argv]), asdict(plan), model, workload_facts(cases), cells, against_best_fixed(cells))
+        return cls(
+            shlex.join(["speculon", *argv]),
+            asdict(plan),
+            model,
+            workload_facts(cases),
+            cells,
+            against_best_fixed(cells),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -101,7 +110,11 @@ def model_facts(llm: LLM) -> dict[str, Any]:
 
 def workload_facts(cases: dict[str, list[Case]]) -> dict[str, dict[str, Any]]:
     return {
-        name: {"cases": len(some), "prompt_tokens": [len(case.prompt) for case in some], "fingerprint": fingerprint(some)}
+        name: {
+            "cases": len(some),
+            "prompt_tokens": [len(case.prompt) for case in some],
+            "fingerprint": fingerprint(some),
+        }
         for name, some in cases.items()
     }
 
@@ -111,8 +124,13 @@ def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         head, changes = (
-            subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for arguments in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no", ".."))
+            subprocess.run(
+                [*git, *arguments], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for arguments in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no", ".."),
+            )
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -158,9 +176,17 @@ def write(report: Report, folder: Path) -> list[Path]:
     files = [folder / "bench.json", folder / "bench.md"]
     files[0].write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     made = ((markdown, LEGEND), (rounds_markdown, ROUNDS_LEGEND), (profile_markdown, PROFILE_LEGEND))
-    parts = [heading(report), *(part for table, legend in made for part in (table(report.cells), f"{legend}."))]
+    parts = [
+        heading(report),
+        *(part for table, legend in made for part in (table(report.cells), f"{legend}.")),
+    ]
     if report.against_best_fixed:
-        parts[1:1] = [f"## {AGAINST}", against_markdown(report.against_best_fixed), f"{AGAINST_LEGEND}.", "## All modes"]
+        parts[1:1] = [
+            f"## {AGAINST}",
+            against_markdown(report.against_best_fixed),
+            f"{AGAINST_LEGEND}.",
+            "## All modes",
+        ]
     files[1].write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     if find_spec("matplotlib"):
         from speculon.bench.chart import draw
@@ -180,7 +206,9 @@ def heading(report: Report) -> str:
 
 def model_line(report: Report) -> str:
     model, machine = report.model, report.machine
-    wide = f" widened to {model['widened_to'] // 10**6} M parameters: {WIDENED}" if model["widened_to"] else ""
+    wide = (
+        f" widened to {model['widened_to'] // 10**6} M parameters: {WIDENED}" if model["widened_to"] else ""
+    )
     drafts = "".join(f", {method} {name}" for method, name in model["drafts"].items())
     return (
         f"{model['name']}{wide}, {model['parameters'] / 1e6:.1f} M parameters, {model['layers']} layers, {model['dtype']}{drafts}"

@@ -15,7 +15,9 @@ CORRECTED = (SpanKind.TAIL, SpanKind.EARLY, SpanKind.EARLY_STOP)
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The decoding calls that verified drafts, all repeats together; a draft model reads the prompt in a text's first."""
+    """The decoding calls that verified drafts, all repeats together; a draft model reads the prompt in a
+    text's first.
+    """
 
     calls: int
     step_ms: float  # mean
@@ -41,7 +43,8 @@ def rounds_of(measurements: list[Measurement]) -> Rounds | None:
     if not steps:
         return None
     whole, draft, target = (
-        sum(ms) for ms in zip(*((step.step_ms, step.draft_ms, step.forward_ms) for step in steps), strict=True)
+        sum(ms)
+        for ms in zip(*((step.step_ms, step.draft_ms, step.forward_ms) for step in steps), strict=True)
     )
     return Rounds(
         calls=len(steps),
@@ -55,29 +58,37 @@ def rounds_of(measurements: list[Measurement]) -> Rounds | None:
 
 
 def needs(rounds: Rounds, plain_ms: float, k: int) -> list[Need]:
-    """Tokens per target call, and acceptance, for each of `SPEEDS`, from measured costs of one text at a time.
+    """Tokens per target call, and acceptance, for each of `SPEEDS`, from measured costs of one text at a
+    time.
 
-    A plain step costs c_1 = `plain_ms` and brings one token; a round that drafts costs c_K = `rounds.step_ms` and brings tau.
-    Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1. When each of K drafts is accepted with
-    probability a, given that those before it are, tau = sum_{i=0..K} a^i (Leviathan 2023, eq. 1), which is solved for a.
+    A plain step costs c_1 = `plain_ms` and brings one token; a round that drafts costs c_K = `rounds.step_ms`
+    and brings tau. Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1.
+    When each of K drafts is accepted with probability a, given that those before it are, tau = sum_{i=0..K}
+    a^i (Leviathan 2023, eq. 1), which is solved for a.
     """
     needed = [(speed, speed * rounds.step_ms / plain_ms) for speed in SPEEDS]
     return [Need(speed, tokens, equal_acceptance(tokens, k)) for speed, tokens in needed]
 
 
 def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
-    """The a of sum_{i=0..K} a^i = tokens per call, by bisection; None beyond K + 1, and 0 where one token is enough."""
+    """The a of sum_{i=0..K} a^i = tokens per call, by bisection; None beyond K + 1, and 0 where one token is
+    enough.
+    """
     if tokens_per_call > k + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(k + 1)) < tokens_per_call else (low, middle)
+        low, high = (
+            (middle, high) if sum(middle**i for i in range(k + 1)) < tokens_per_call else (low, middle)
+        )
     return high
 
 
 def reached(done: SpeculationStats) -> float:
-    """Accepted drafts among those whose predecessors were all accepted: in a round with a correction that is one more."""
+    """Accepted drafts among those whose predecessors were all accepted: in a round with a correction that is
+    one more.
+    """
     missed = sum(done.span_kinds.get(kind, 0) for kind in CORRECTED)
     return done.accepted / max(1, done.accepted + missed)
 

@@ -1,4 +1,6 @@
-"""Modes against each other: alternated within one run, each group of cases paired with its own plain decoding."""
+"""Modes against each other: alternated within one run, each group of cases paired with its own plain
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ if TYPE_CHECKING:
     from speculon.llm import LLM
 
 
-def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -> tuple[list[Cell], dict[str, list[Case]]]:
-    """All cells, and the cases of each workload. A mode that ran no speculative round in a cell raises `BenchError`.
+def run(
+    llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None
+) -> tuple[list[Cell], dict[str, list[Case]]]:
+    """All cells, and the cases of each workload. A mode that ran no speculative round in a cell raises
+    `BenchError`.
 
     With `plan.widen` the target of `llm` is another one from here on, with the same function.
     """
     if max(plan.concurrency) > llm.config.max_num_seqs:
-        raise InvalidParameter("concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}")
+        raise InvalidParameter(
+            "concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}"
+        )
     check_drafters(llm, plan)
     size = plan.size(llm.engine.max_context)
     cases = {name: workloads.build(name, llm.tokenizer, size) for name in plan.workloads}
@@ -42,7 +49,9 @@ def run(llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None) -
                 advance(1)
             runs: Runs = {mode.label: [[] for _ in range(plan.repeats)] for mode in modes}
             for repeat, group, mode in alternate(plan.repeats, len(groups), modes):
-                runs[mode.label][repeat].append(write(groups[group], mode, f"repeat {repeat} of {name}, {count}"))
+                runs[mode.label][repeat].append(
+                    write(groups[group], mode, f"repeat {repeat} of {name}, {count}")
+                )
                 advance(1)
             written = [case for group in groups for case in group]
             cells.extend(summarise(name, count, mode, runs, written, llm) for mode in modes)
@@ -54,7 +63,9 @@ def check_drafters(llm: LLM, plan: Plan) -> None:
     for mode in map(parse_mode, plan.modes):
         method = mode.speculation["method"]
         if reason := llm.engine.proposers.lacking(method):
-            raise InvalidParameter("modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft")
+            raise InvalidParameter(
+                "modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft"
+            )
 
 
 def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
@@ -62,7 +73,9 @@ def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
     looping = any(case.user for some in cases.values() for case in some)
     pools, wanted = llm.config.speculation.suffix_pools, plan.users
     if looping and 0 < pools < wanted:
-        raise InvalidParameter("suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}")
+        raise InvalidParameter(
+            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}"
+        )
 
 
 def widen(llm: LLM, millions: int, fused: bool) -> None:
@@ -80,12 +93,16 @@ def widen(llm: LLM, millions: int, fused: bool) -> None:
 
 
 def policies_of(llm: LLM, plan: Plan) -> dict[str, Policies]:
-    """Each mode's own policies: they know the costs that the engine has measured, and learn from rounds of this mode alone."""
+    """Each mode's own policies: they know the costs that the engine has measured, and learn from rounds of
+    this mode alone.
+    """
     return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
 
 
 def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measurement]:
-    """Writes cases in a mode; a user's answers are remembered within one mode and one time, which the last argument names."""
+    """Writes cases in a mode; a user's answers are remembered within one mode and one time, which the last
+    argument names.
+    """
     policies = policies_of(llm, plan)
 
     def ours(cases: list[Case], mode: Mode, time: str) -> Measurement:
@@ -101,13 +118,15 @@ def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measuremen
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
-    """All modes in turn, so that a drift of the machine affects them alike; no mode always follows the same one.
+    """All modes in turn, so that a drift of the machine affects them alike; no mode always follows the same
+    one.
 
-    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); one of an odd number
-    of modes needs its mirror image, too.
+    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); one of an
+    odd number of modes needs its mirror image, too.
     """
     n = len(modes)
-    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]  # 0, n-1, 1, n-2, ...: each step of another width
+    # 0, n-1, 1, n-2, ...: each step of another width
+    zigzag = [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(n)]
     for repeat in range(repeats):
         for group in range(groups):
             row = repeat * groups + group

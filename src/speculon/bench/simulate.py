@@ -1,7 +1,8 @@
-"""A world without a model: how often each method's drafts stand and what everything costs is given, a policy plays in it.
+"""A world without a model: how often each method's drafts stand and what everything costs is given, a policy
+plays in it.
 
-So policies are compared in seconds, on costs that were measured, at any load, with drafters that change in the middle.
-`World` is made of formulas; `bench.replay` makes one of a record.
+So policies are compared in seconds, on costs that were measured, at any load, with drafters that change in
+the middle. `World` is made of formulas; `bench.replay` makes one of a record.
 """
 
 from __future__ import annotations
@@ -16,10 +17,23 @@ from typing import Any, Protocol, cast
 from speculon.cascade import ask_in_turn
 from speculon.control.cost import Costs
 from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Decision, Draft, Load, PromptShape, Proposal, Reason, Span, SpanKind, Timing, Verdict
+from speculon.core import (
+    NO_DRAFT,
+    Decision,
+    Draft,
+    Load,
+    PromptShape,
+    Proposal,
+    Reason,
+    Span,
+    SpanKind,
+    Timing,
+    Verdict,
+)
 
 ENDLESS = 1 << 30
-REJECTED, ACCEPTED, UNKNOWN = range(3)  # tokens of drafts; what is generated is ACCEPTED, so that all can be judged
+# tokens of drafts; what is generated is ACCEPTED, so that all can be judged
+REJECTED, ACCEPTED, UNKNOWN = range(3)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +50,8 @@ class Text:
     cold_matches: int = 0
     given: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
-    limits: Mapping[str, int] = field(default_factory=dict)  # the most drafts of some methods, where they differ
+    # the most drafts of some methods, where they differ
+    limits: Mapping[str, int] = field(default_factory=dict)
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # those of its prompt among them
@@ -67,7 +82,9 @@ class Scene(Protocol):
         ...
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
-        """Of one proposal, with at most `k` drafts for each text, and so many tokens of them that it reads first."""
+        """Of one proposal, with at most `k` drafts for each text, and so many tokens of them that it reads
+        first.
+        """
         ...
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
@@ -120,14 +137,18 @@ class World:
     def _text(self, number: int) -> Text:
         room = self.length or ENDLESS
         lookups = frozenset(name for name, way in self.ways.items() if way.lookup)
-        return Text(number, tuple(self.ways), self.most, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups)
+        return Text(
+            number, tuple(self.ways), self.most, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups
+        )
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
         return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
 
     def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
         chance = self.ways[method].accept(number, text.id)
-        return Draft(tuple(ACCEPTED if random.random() < chance else REJECTED for _ in range(k)), (method,) * k)
+        return Draft(
+            tuple(ACCEPTED if random.random() < chance else REJECTED for _ in range(k)), (method,) * k
+        )
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
         return draft
@@ -142,7 +163,8 @@ class Played:
 
     tokens: int = 0
     ms: float = 0.0
-    drafted: list[Counter[str]] = field(default_factory=list)  # per round: method -> drafts that were verified
+    # per round: method -> drafts that were verified
+    drafted: list[Counter[str]] = field(default_factory=list)
     accepted: int = 0
     rates: list[tuple[int, float, float]] = field(default_factory=list)  # per round: texts, tokens, ms
 
@@ -152,7 +174,9 @@ class Played:
         return sum(tokens for _, tokens, _ in rounds) / sum(ms for _, _, ms in rounds)
 
 
-def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0, costs: Costs | None = None) -> Played:
+def play(
+    policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0, costs: Costs | None = None
+) -> Played:
     """Lets the policy decide for `rounds` rounds, or until all texts have ended; equal seeds draw alike.
 
     `costs` is the policy's cost model, where it has one: it is told what each round took.
@@ -165,8 +189,12 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0,
         decisions = policy.decide(cast(Any, running), Load(len(running), 0, 1 << 20))
         drafts, proposals = propose(policy, scene, number, running, decisions, random)
         lengths = [len(draft.tokens) for draft in drafts]
-        target_ms = scene.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(0.5, random.gauss(1, scene.noise))
-        verdicts = [judge(draft, text, number, scene, random) for draft, text in zip(drafts, running, strict=True)]
+        target_ms = scene.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
+            0.5, random.gauss(1, scene.noise)
+        )
+        verdicts = [
+            judge(draft, text, number, scene, random) for draft, text in zip(drafts, running, strict=True)
+        ]
         for text, verdict in zip(running, verdicts, strict=True):
             text.written += len(verdict.tokens)
             text.tokens += verdict.tokens
@@ -177,7 +205,10 @@ def play(policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0,
         if costs is not None:
             costs.observe(spans, timing)
         policy.observe(spans, verdicts, timing)
-        tokens, ms = sum(len(verdict.tokens) for verdict in verdicts), target_ms + sum(call.ms for call in proposals.values())
+        tokens, ms = (
+            sum(len(verdict.tokens) for verdict in verdicts),
+            target_ms + sum(call.ms for call in proposals.values()),
+        )
         played.tokens, played.ms = played.tokens + tokens, played.ms + ms
         played.accepted += sum(verdict.accepted for verdict in verdicts)
         played.rates.append((len(running), tokens, ms))

@@ -24,7 +24,9 @@ class Stock:
         self.eos_ids = sorted(target.eos_ids)
         with quiet():
             folder = locate(llm.config.model)
-            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, local_files_only=True)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=target.dtype, local_files_only=True
+            )
         self.model.eval().to(target.device)
         if widened_to:
             widen(self.model, widened_to, target.name)  # with the same random columns
@@ -38,7 +40,10 @@ class Stock:
         with quiet():
             wholes = [self._write(row, case) for row, case in zip(ids, cases, strict=True)]
         seconds = perf_counter() - began
-        outputs = [self._without_stop(whole[0, len(case.prompt) :].tolist()) for whole, case in zip(wholes, cases, strict=True)]
+        outputs = [
+            self._without_stop(whole[0, len(case.prompt) :].tolist())
+            for whole, case in zip(wholes, cases, strict=True)
+        ]
         return Measurement(seconds, outputs, [self.tokenizer.decode(output) for output in outputs])
 
     def _write(self, row: torch.Tensor, case: Case) -> torch.Tensor:

@@ -13,8 +13,20 @@ from speculon.bench.rounds import SPEEDS, Need, Rounds
 from speculon.proposers.registry import OFF
 from speculon.telemetry import PARTS
 
-SPEED = ("tok/s", "x off", "x off, no loops (n)", "tok/call", "ms (rows)", "engine", "same", "exact", "loops", "diagnosis")
-TERMINAL = tuple(name for name in SPEED if name not in ("ms (rows)", "engine"))  # which stand below, too, in other words
+SPEED = (
+    "tok/s",
+    "x off",
+    "x off, no loops (n)",
+    "tok/call",
+    "ms (rows)",
+    "engine",
+    "same",
+    "exact",
+    "loops",
+    "diagnosis",
+)
+# which stand below, too, in other words
+TERMINAL = tuple(name for name in SPEED if name not in ("ms (rows)", "engine"))
 LEGEND = (
     "tok/s: prompts included; x off: median of pairs; no loops: over the n texts that do not end repeating themselves; "
     "ms (rows): a decoding call of the target, its two usual sizes; engine: share of a step neither in the target nor on drafts; "
@@ -22,7 +34,16 @@ LEGEND = (
     "diagnosis: why the mode did not help, docs/bench.md says how it is found"
 )
 AGAINST = "policies against the best fixed mode"
-AGAINST_HEAD = ("workload", "at once", "mode", "best fixed", "x best fixed (90 %)", "", "x off (90 %)", "off again")
+AGAINST_HEAD = (
+    "workload",
+    "at once",
+    "mode",
+    "best fixed",
+    "x best fixed (90 %)",
+    "",
+    "x off (90 %)",
+    "off again",
+)
 LONG_WORD = 13  # characters: longer ones may be broken in the terminal
 AGAINST_LEGEND = (
     "best fixed: the fastest mode of a fixed policy, `off` among them, picked on one half of the prompts and compared on "
@@ -49,7 +70,9 @@ def figures(cell: Cell) -> tuple[str, ...]:
     return (
         f"{cell.tokens_per_second:.0f}",
         "1" if cell.mode == OFF else f"{cell.ratio:.2f}",
-        f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})" if cell.texts_without_loops else "-",
+        f"{number(cell.ratio_without_loops, '.2f')} ({cell.texts_without_loops})"
+        if cell.texts_without_loops
+        else "-",
         number(cell.tokens_per_target_call, ".2f"),
         " ".join(f"{ms:.1f} ({rows})" for rows, ms in usual_calls(cell)) or "-",
         number(cell.overhead, ".1%"),
@@ -100,14 +123,24 @@ def notes(cell: Cell) -> list[str]:
             needed = ", ".join(f"{wanted(need)} for {need.speed:g}x" for need in cell.needed)
             found.append(f"needed tok/call (acceptance): {needed}; found {round_figures(cell, split)[-1]}")
     if cell.different:
-        gaps = f"; where greedy ones part, the candidates are at most {max(cell.tie_nats):.0e} nat apart" if cell.tie_nats else ""
+        gaps = (
+            f"; where greedy ones part, the candidates are at most {max(cell.tie_nats):.0e} nat apart"
+            if cell.tie_nats
+            else ""
+        )
         may = ", as rejection may: the distribution is the same" if cell.rejection else ""
-        found.append(f"{cell.different} of {cell.texts * len(cell.per_repeat)} texts differ from those of {OFF}{may}{gaps}")
+        found.append(
+            f"{cell.different} of {cell.texts * len(cell.per_repeat)} texts differ from those of {OFF}{may}{gaps}"
+        )
     return [f"{cell.mode}: {note}" for note in found]
 
 
 def accepted(cell: Cell) -> str:
-    return " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %" if cell.per_position else "-"
+    return (
+        " ".join(f"{share:.0%}".rstrip("%") for share in cell.per_position) + " %"
+        if cell.per_position
+        else "-"
+    )
 
 
 def from_whom(cell: Cell) -> str:
@@ -126,15 +159,25 @@ def by_cell(cells: list[Cell]) -> list[list[Cell]]:
 def table(cells: list[Cell]) -> Table:
     """For the terminal: the modes of one workload at one concurrency."""
     first = cells[0]
-    title = f"{first.workload}, {'one at a time' if first.concurrency == 1 else f'{first.concurrency} at once'}"
+    title = (
+        f"{first.workload}, {'one at a time' if first.concurrency == 1 else f'{first.concurrency} at once'}"
+    )
     made = Table(
-        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False, collapse_padding=True
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
     )
     made.add_column("mode", overflow="fold", min_width=len(AGAIN))
     for name in TERMINAL:
         words = name == SPEED[-1]
         made.add_column(
-            name.replace(", ", ",\n").replace(" (n)", "\n(n)"), justify="left" if words else "right", no_wrap=not words
+            name.replace(", ", ",\n").replace(" (n)", "\n(n)"),
+            justify="left" if words else "right",
+            no_wrap=not words,
         )
     for cell in cells:
         shown = dict(zip(SPEED, figures(cell), strict=True))
@@ -209,7 +252,13 @@ def with_bounds(found: Estimate) -> str:
 
 def profile_table(cells: list[Cell]) -> Table:
     """For the terminal: where a step's time goes, all workloads together."""
-    made = Table(title="where a step's time goes", title_justify="left", title_style="bold", header_style="dim", box=None)
+    made = Table(
+        title="where a step's time goes",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+    )
     for name in ("", "at once", "mode", *PROFILE):
         made.add_column(name, justify="right" if name in PROFILE else "left", no_wrap=name in PROFILE)
     for row in profile_rows(cells):
@@ -224,7 +273,10 @@ def profile_markdown(cells: list[Cell]) -> str:
 def profile_rows(cells: list[Cell]) -> list[tuple[str, ...]]:
     """A row for each cell that decoded with this engine."""
     whole = [(cell, sum(cell.profile.values())) for cell in cells if cell.profile]
-    return [(*place(cell), f"{ms:.2f}", *(f"{cell.profile[part] / ms:.1%}" for part in PARTS)) for cell, ms in whole]
+    return [
+        (*place(cell), f"{ms:.2f}", *(f"{cell.profile[part] / ms:.1%}" for part in PARTS))
+        for cell, ms in whole
+    ]
 
 
 def place(cell: Cell) -> tuple[str, str, str]:

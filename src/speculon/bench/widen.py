@@ -1,7 +1,8 @@
-"""A small model at the cost of a larger one: its MLPs get columns that do their work and add nothing to the output.
+"""A small model at the cost of a larger one: its MLPs get columns that do their work and add nothing to the
+output.
 
-It tells what speculation would bring if calls of the target cost more, with acceptance as it is; it says nothing about a larger
-model's text.
+It tells what speculation would bring if calls of the target cost more, with acceptance as it is; it says
+nothing about a larger model's text.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ MILLION = 1_000_000
 
 
 def widen_target(target: Target, millions: int) -> None:
-    """Widens the model in place; one whose logits change by it is refused (an MLP that ranks its own columns, for one)."""
+    """Widens the model in place; one whose logits change by it is refused (an MLP that ranks its own columns,
+    for one).
+    """
     if target.fusion is not None:
-        raise ConfigError(f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then")
+        raise ConfigError(
+            f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then"
+        )
     before = paged_logits(target)
     widen(target.model, millions, target.name)
     error = float((paged_logits(target) - before).abs().max() / before.abs().max())
@@ -39,15 +44,21 @@ def widen_target(target: Target, millions: int) -> None:
 
 
 def widen(model: nn.Module, millions: int, name: str) -> None:
-    """Adds the same number of columns to every gated MLP, in place, until the model has about that many parameters."""
+    """Adds the same number of columns to every gated MLP, in place, until the model has about that many
+    parameters.
+    """
     mlps = list(gated_mlps(model))
     if not mlps:
-        raise UnsupportedModel(f"{name} ({type(model).__name__}) has no MLP of linear {', '.join(PARTS)} to be widened")
+        raise UnsupportedModel(
+            f"{name} ({type(model).__name__}) has no MLP of linear {', '.join(PARTS)} to be widened"
+        )
     size = sum(p.numel() for p in {p.data_ptr(): p for p in model.parameters()}.values())
     per_column = sum(part.weight.numel() // width_of(mlp) for mlp in mlps for part in parts(mlp))
     columns = (millions * MILLION - size) // per_column // STEP * STEP
     if columns < STEP:
-        raise InvalidParameter("widen", millions, f"{name} has {size / MILLION:.1f} million parameters already")
+        raise InvalidParameter(
+            "widen", millions, f"{name} has {size / MILLION:.1f} million parameters already"
+        )
     weight = parts(mlps[0])[0].weight
     wanted, free = columns * per_column * weight.itemsize, free_memory(weight.device)
     if wanted > free:

@@ -4,7 +4,8 @@ code: a held-out file of the standard library is continued, greedily.
 edit: a held-out function is to be repeated with one name changed, through the chat template, greedily.
 prose: a held-out docstring is continued at temperature 1, each case with a seed of its own.
 mixed: the first cases of these three, in turn.
-warm: users have a held-out function edited again and again, each right answer is the next prompt's source, and what a user was
+warm: users have a held-out function edited again and again, each right answer is the next prompt's source,
+and what a user was
     answered before may be drafted from.
 NAME@T: the same cases at another temperature.
 """
@@ -78,7 +79,10 @@ def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
 
 
 def side_by_side(cases: list[Case], crowd: int) -> list[list[Case]]:
-    """Groups of `crowd` cases to be written at once; full ones only. The cases of one user stay in order, one at a time."""
+    """Groups of `crowd` cases to be written at once; full ones only.
+
+    The cases of one user stay in order, one at a time.
+    """
     by_user: dict[str, list[Case]] = defaultdict(list)
     for i, case in enumerate(cases):
         by_user[case.user or f"{i}"].append(case)
@@ -89,7 +93,9 @@ def side_by_side(cases: list[Case], crowd: int) -> list[list[Case]]:
 
 
 def parse(text: str) -> tuple[Builder, float | None]:
-    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written; None: each at its own."""
+    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written; None: each at its
+    own.
+    """
     name, at_sign, number = text.partition("@")
     if name not in WORKLOADS:
         raise InvalidParameter("workloads", text, f"known are {', '.join(WORKLOADS)}")
@@ -98,11 +104,15 @@ def parse(text: str) -> tuple[Builder, float | None]:
         temperature = float(number) if at_sign else usual
     except ValueError:
         raise InvalidParameter("workloads", text, "is NAME or NAME@TEMPERATURE") from None
-    return find, None if temperature is None else SamplingParams(temperature=temperature).temperature  # it names its limits
+    # it names its limits
+    return find, None if temperature is None else SamplingParams(temperature=temperature).temperature
 
 
 def at(temperature: float | None, case: Case, number: int) -> Case:
-    """The case at a temperature. Without a seed of its own it gets one, so that every mode samples the same text."""
+    """The case at a temperature.
+
+    Without a seed of its own it gets one, so that every mode samples the same text.
+    """
     if temperature is None:
         return case
     seed = number if temperature and case.params.seed is None else case.params.seed
@@ -114,7 +124,8 @@ def code(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
     for path, source in shuffled("code", held_out_sources()):
         lines = source.splitlines(keepends=True)
         start = random.Random(f"code {path}").randrange(max(1, len(lines) - 60))
-        # a character is at most a few bytes, and a token at least one: enough text for the prompt, not the whole file
+        # a character is at most a few bytes, and a token at least one: enough text for the prompt, not the
+        # whole file
         tokens = tokenizer.encode("".join(lines[start:])[: size.prompt_tokens * 12])
         if len(tokens) >= size.prompt_tokens:
             yield Case(f"{path}:{start + 1}", tokens[: size.prompt_tokens], params)
@@ -148,15 +159,25 @@ def warm(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
             yield from (replace(case, user=user) for case in loop)
 
 
-def edit_of(tokenizer: Tokenizer, size: Size, function: corpus.Function, source: str, old: str, new: str) -> Case | None:
+def edit_of(
+    tokenizer: Tokenizer, size: Size, function: corpus.Function, source: str, old: str, new: str
+) -> Case | None:
     """None where the answer is too short, or does not fit."""
     answer = corpus.edit_answer(source, old, new)
-    if len(answer) > 16 * size.max_tokens or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens:
+    if (
+        len(answer) > 16 * size.max_tokens
+        or not FEWEST_TOKENS <= len(tokenizer.encode(answer)) < size.max_tokens
+    ):
         return None
     prompt = ask(tokenizer, corpus.edit_prompt(source, old, new))
     if len(prompt) + size.max_tokens > size.context:
         return None
-    return Case(f"{function.path}: {function.name}, {old} -> {new}", prompt, SamplingParams(max_tokens=size.max_tokens), answer)
+    return Case(
+        f"{function.path}: {function.name}, {old} -> {new}",
+        prompt,
+        SamplingParams(max_tokens=size.max_tokens),
+        answer,
+    )
 
 
 def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
@@ -169,7 +190,8 @@ def prose(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
 
 def mixed(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
     parts = [
-        (find(tokenizer, size), temperature) for find, temperature in (WORKLOADS[name] for name in ("code", "edit", "prose"))
+        (find(tokenizer, size), temperature)
+        for find, temperature in (WORKLOADS[name] for name in ("code", "edit", "prose"))
     ]
     for i in count():
         for find, temperature in parts:

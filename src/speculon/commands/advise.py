@@ -48,19 +48,27 @@ class Task:
         """The built-in workloads to take where no prompt is given; none where some are."""
         if samples:
             if self.workloads:
-                raise InvalidParameter("workloads", ",".join(self.workloads), "either these or prompts of your own")
+                raise InvalidParameter(
+                    "workloads", ",".join(self.workloads), "either these or prompts of your own"
+                )
             return ()
         if not self.workloads and model != "demo":
-            raise InvalidParameter("prompt", None, "give some by --prompt or --prompt-file, as they will be used; or --workloads")
+            raise InvalidParameter(
+                "prompt", None, "give some by --prompt or --prompt-file, as they will be used; or --workloads"
+            )
         wrong = next((name for name in params if name != "max_tokens"), None)
         if wrong:
-            raise InvalidParameter(wrong, params[wrong], "built-in workloads bring their own; NAME@T is one at temperature T")
+            raise InvalidParameter(
+                wrong, params[wrong], "built-in workloads bring their own; NAME@T is one at temperature T"
+            )
         for name in self.workloads or ():
             workloads.parse(name)
         return self.workloads or tuple(workloads.WORKLOADS)
 
 
-def run(task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, given: Given, as_json: bool) -> None:
+def run(
+    task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, given: Given, as_json: bool
+) -> None:
     settings = {**engine_settings(given), "prefix_cache": False, "state": None}
     settings["speculation"] = {"num_speculative_tokens": DEEPEST, **settings.get("speculation", {})}
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
@@ -77,7 +85,9 @@ def run(task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, 
 
         llm = LLM(progress=tell, **settings)
     if own:
-        cases = own_cases(own, llm.tokenizer, params.max_tokens or MAX_TOKENS, PROMPTS, llm.engine.max_context)
+        cases = own_cases(
+            own, llm.tokenizer, params.max_tokens or MAX_TOKENS, PROMPTS, llm.engine.max_context
+        )
     else:
         cases = as_cases(samples, llm.tokenizer, params, task.chat)
     split = Split.of(cases)
@@ -92,7 +102,9 @@ def run(task: Task, asked: dict[str, Any], path: Path | None, out: Path | None, 
         return print_json(said)
     show(advice, said, [*files, *([path] if path else [])])
     if out and len(files) < 4:
-        errors().print("no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False)
+        errors().print(
+            "no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False
+        )
 
 
 def show(advice: Advice, said: dict[str, Any], files: list[Path]) -> None:
@@ -112,7 +124,12 @@ def show(advice: Advice, said: dict[str, Any], files: list[Path]) -> None:
 
 
 def as_table(advice: Advice, batch: int) -> Table:
-    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": None}
+    style: dict[str, Any] = {
+        "title_justify": "left",
+        "title_style": "bold",
+        "header_style": "dim",
+        "box": None,
+    }
     table = Table(title=f"concurrency {batch}", **style, pad_edge=False, collapse_padding=True)
     for name in advise_words.COLUMNS:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

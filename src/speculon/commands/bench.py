@@ -21,16 +21,25 @@ QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurre
 
 
 def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
-    settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a later mode would find the prompt's pages
+    # else a later mode would find the prompt's pages
+    settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
-    plan = Plan(**{**(QUICK if quick else {}), **{k: v for k, v in asked.items() if v is not None}, "fuse": config.fuse})
+    plan = Plan(
+        **{
+            **(QUICK if quick else {}),
+            **{k: v for k, v in asked.items() if v is not None},
+            "fuse": config.fuse,
+        }
+    )
     if "suffix_pools" not in config.speculation.model_fields_set:
         pools = max(config.speculation.suffix_pools, plan.users)
         settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
     if plan.widen:
         settings["fuse"] = False  # until it is wide
     if config.rehearse is None:  # whatever the engine is set to: a mode may name another policy
-        settings["rehearse"] = any(parse_mode(mode).policy(config.speculation.policy) != FIXED for mode in plan.modes)
+        settings["rehearse"] = any(
+            parse_mode(mode).policy(config.speculation.policy) != FIXED for mode in plan.modes
+        )
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM
@@ -61,7 +70,9 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)
     if files and len(files) < 3:
-        errors().print("no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False)
+        errors().print(
+            "no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False
+        )
 
 
 def words(name: str, text: str | None) -> tuple[str, ...] | None:

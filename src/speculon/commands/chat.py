@@ -37,9 +37,7 @@ HELP: Mapping[str, str] = {
     "/quit": "leave; so does Ctrl-D",
 }
 KEYS = f"Ctrl-C ends an answer and keeps what was written. {QUOTES} begins and ends a text of several lines."
-FIRST_TRY = (
-    "The demo model is no assistant: it writes Python, best with --temperature 0. Try: Write a Python function named `__repr__`."
-)
+FIRST_TRY = "The demo model is no assistant: it writes Python, best with --temperature 0. Try: Write a Python function named `__repr__`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,9 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
 
         llm = LLM(progress=tell, **settings)
     if not task.raw and not llm.tokenizer.has_chat_template:
-        raise InvalidRequest(f"{llm.config.model} has no chat template: --raw continues what you type as plain text")
+        raise InvalidRequest(
+            f"{llm.config.model} has no chat template: --raw continues what you type as plain text"
+        )
     chat = Chat(llm, params, task, interactive=sys.stdin.isatty())
     chat.session.prompt("hello")  # a template that refuses the system message does so now
     chat.hold()
@@ -86,7 +86,10 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
 
 
 class Chat:
-    """A conversation with a person, or with the other end of a pipe. The answers go to stdout, all else to stderr."""
+    """A conversation with a person, or with the other end of a pipe.
+
+    The answers go to stdout, all else to stderr.
+    """
 
     def __init__(self, llm: LLM, params: SamplingParams, task: Task, interactive: bool):
         self.llm, self.params, self.interactive = llm, params, interactive
@@ -97,7 +100,10 @@ class Chat:
         self._read = terminal_reader(quiet=task.as_json) if interactive else pipe_reader
 
     def hold(self) -> None:
-        """Turn by turn until the end of the input. A refused turn changes nothing, and the next one may come."""
+        """Turn by turn until the end of the input.
+
+        A refused turn changes nothing, and the next one may come.
+        """
         if self.interactive and not self.as_json:
             self.greet()
         while True:
@@ -130,10 +136,17 @@ class Chat:
             self.explain_colours()
 
     def answer(self, content: str) -> None:
-        """One turn: the answer as it is written, then what it took. Ctrl-C ends it; the pages are free at once."""
+        """One turn: the answer as it is written, then what it took.
+
+        Ctrl-C ends it; the pages are free at once.
+        """
         from speculon.llm import uninterrupted
 
-        text, began, turns = DraftStream(self.llm.tokenizer, self.params), perf_counter(), len(self.session.turns)
+        text, began, turns = (
+            DraftStream(self.llm.tokenizer, self.params),
+            perf_counter(),
+            len(self.session.turns),
+        )
         try:
             with closing(self.session.stream(content, self.with_room(content))) as events:
                 for event in events:
@@ -162,20 +175,26 @@ class Chat:
         for source, group in groupby(runs, key=lambda run: run[1]):
             text = "".join(part for part, _ in group)
             text = drawn(text) if self.out.is_terminal else text
-            sys.stdout.write(painted(text, source) if source and self.show_drafts and self.shows_colour else text)
+            sys.stdout.write(
+                painted(text, source) if source and self.show_drafts and self.shows_colour else text
+            )
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
         one = output.outputs[0]
         if self.as_json:
             sources = {"sources": one.sources} if self.show_drafts else {}
-            return print_json({"content": content, **output.to_dict(), **sources, "seconds": round(seconds, 3)})
+            return print_json(
+                {"content": content, **output.to_dict(), **sources, "seconds": round(seconds, 3)}
+            )
         if self.show_drafts:
             errors().print(legend(text.counts))
         half = "half of the context left is written, --max-tokens allows more; "
         limit = half if self.params.max_tokens is None else "ended by --max-tokens; "
         cause = {"abort": "interrupted; ", "length": limit}
-        self.tell(f"{cause.get(one.finish_reason or '', '')}{account(one.speculation, one.reasons)}; {seconds:.2f} s")
+        self.tell(
+            f"{cause.get(one.finish_reason or '', '')}{account(one.speculation, one.reasons)}; {seconds:.2f} s"
+        )
 
     def obey(self, line: str) -> None:
         name, _, argument = line.partition(" ")
@@ -188,7 +207,9 @@ class Chat:
             "/show-drafts": lambda _: self.toggle_drafts(),
         }
         if name not in commands:
-            raise InvalidParameter("command", name, f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /")
+            raise InvalidParameter(
+                "command", name, f"known are {', '.join(HELP)}; {QUOTES} before a text that begins with /"
+            )
         commands[name](argument.strip())
 
     def help(self) -> None:
@@ -223,8 +244,14 @@ class Chat:
     def explain_colours(self) -> None:
         if not self.shows_colour:
             return self.tell("this output shows no colours; guesses are counted after each answer")
-        names = [Text(name, style=colour_of(name)) for name in known_methods() if name not in ("off", "auto", "synthetic")]
-        errors().print(Text.assemble("Guessed and confirmed: ", Text(", ").join(names), "; plain is the model's own."))
+        names = [
+            Text(name, style=colour_of(name))
+            for name in known_methods()
+            if name not in ("off", "auto", "synthetic")
+        ]
+        errors().print(
+            Text.assemble("Guessed and confirmed: ", Text(", ").join(names), "; plain is the model's own.")
+        )
 
     def stats(self) -> None:
         total = RequestStats()
@@ -234,9 +261,15 @@ class Chat:
         length = len(self.session.turns[-1].tokens) if self.session.turns else 0
         done, context = total.speculation(), self.llm.engine.max_context
         if self.as_json:
-            facts: dict[str, Any] = {"turns": len(self.session.turns), "emitted": total.emitted, "length": length}
+            facts: dict[str, Any] = {
+                "turns": len(self.session.turns),
+                "emitted": total.emitted,
+                "length": length,
+            }
             facts |= {"max_context": context, "prompt_tokens": sent, "cached_tokens": total.cached_tokens}
-            return print_json({**facts, "reasons": dict(total.reasons), "speculation": done and done.to_dict()})
+            return print_json(
+                {**facts, "reasons": dict(total.reasons), "speculation": done and done.to_dict()}
+            )
         self.tell(
             f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
             f"{total.cached_tokens} of {sent} prompt tokens were in pages already\n{account(done, total.reasons)}"
@@ -253,7 +286,9 @@ class Chat:
 
     def tell(self, text: str) -> None:
         """To the person; to a program as an object."""
-        print_json({"said": text}) if self.as_json else errors().print(text.strip(), style="dim", markup=False)
+        print_json({"said": text}) if self.as_json else errors().print(
+            text.strip(), style="dim", markup=False
+        )
 
     def end_line(self) -> None:
         if self.interactive and not self.as_json:
@@ -283,7 +318,10 @@ def listen(read: Callable[[str], str]) -> Said:
 
 
 def closed(text: str) -> bool:
-    """Quotes on a line of their own end at the next such line: what is between may be Python. Others end where a line does."""
+    """Quotes on a line of their own end at the next such line: what is between may be Python.
+
+    Others end where a line does.
+    """
     first, *others = text.split("\n")
     if first.rstrip() == QUOTES:
         return bool(others) and others[-1].rstrip() == QUOTES

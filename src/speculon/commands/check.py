@@ -37,7 +37,9 @@ class Task:
         if prompts := (*self.prompts, *map(read_text, self.files)):
             asked["prompts"] = prompts
         if self.samplers:
-            asked["samplers"] = tuple(SamplingParams(**read_object("sampler", text)) for text in self.samplers)
+            asked["samplers"] = tuple(
+                SamplingParams(**read_object("sampler", text)) for text in self.samplers
+            )
         return CheckPlan(**{**(QUICK if self.quick else {}), **asked})
 
 
@@ -87,8 +89,12 @@ def show(made: Any, files: list[Path]) -> None:
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
     for line in (*found.problems, *found.doubts):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(report.VERDICTS[found.outcome], style=f"bold {COLOURS[found.outcome]}", markup=False, soft_wrap=True)
+    console.print(
+        report.VERDICTS[found.outcome], style=f"bold {COLOURS[found.outcome]}", markup=False, soft_wrap=True
+    )
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)
     if files and len(files) < 3:
-        errors().print("no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False)
+        errors().print(
+            "no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False
+        )

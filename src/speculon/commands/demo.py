@@ -1,4 +1,6 @@
-"""`speculon demo`: the shipped model edits and continues code it has never seen, with and without speculation."""
+"""`speculon demo`: the shipped model edits and continues code it has never seen, with and without
+speculation.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ class Outcome:
 
 
 def run(k: int | None, rounds: int, number: int, given: Given, as_json: bool) -> None:
-    settings = {"prefix_cache": False, **engine_settings(given), "state": None}  # else a run would find what another left
+    # else a run would find what another left
+    settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     EngineConfig(**settings)
     with loading(as_json) as tell:
         tell("importing torch")
@@ -110,7 +113,8 @@ def choose(llm: LLM, number: int) -> list[Task]:
         edit, code = (build(name, llm.tokenizer, size)[number - 1] for name in ("edit", "code"))
     except BenchError:
         edit, code = written_here(llm, size.max_tokens)
-    sampled = code.params.model_copy(update={"temperature": TEMPERATURE, "seed": number})  # greedily, small models go in circles
+    # greedily, small models go in circles
+    sampled = code.params.model_copy(update={"temperature": TEMPERATURE, "seed": number})
     return [
         Task(f"An edit: {edit.name}", edit, True),
         Task(f"A continuation: {code.name}, temperature {TEMPERATURE}", replace(code, params=sampled), False),
@@ -129,13 +133,16 @@ def written_here(llm: LLM, max_tokens: int) -> tuple[Case, Case]:
 
 
 def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> Outcome:
-    """`label` is a mode as the benchmark names it: without K it runs under the policy that the engine is set to."""
+    """`label` is a mode as the benchmark names it: without K it runs under the policy that the engine is set
+    to.
+    """
     from speculon.bench.measure import measure
     from speculon.bench.plan import parse_mode
 
     modes: dict[str, dict[str, Any]] = {
         "plain": {**parse_mode(OFF).speculation},
-        "fast": {**parse_mode(label).speculation, "pool": ""},  # else the last round's text would be drafted from
+        # else the last round's text would be drafted from
+        "fast": {**parse_mode(label).speculation, "pool": ""},
     }
     console.print("", Text(task.title, style="bold underline"), sep="\n")
     write_live(llm, task, modes["fast"], console)
@@ -156,7 +163,9 @@ def write_live(llm: LLM, task: Task, speculation: dict[str, Any], console: Conso
     from speculon.text import Stream
 
     prompt = llm.tokenizer.decode(task.case.prompt)
-    console.print(Text(prompt if task.asks else "\n".join(prompt.split("\n")[-SHOWN_LINES:]), style="dim"), end="")
+    console.print(
+        Text(prompt if task.asks else "\n".join(prompt.split("\n")[-SHOWN_LINES:]), style="dim"), end=""
+    )
     text = Stream(llm.tokenizer)
     for event in llm.events(task.case.prompt, task.case.params, speculation=speculation):
         confirmed = accepted_drafts(event)
@@ -167,7 +176,9 @@ def write_live(llm: LLM, task: Task, speculation: dict[str, Any], console: Conso
 
 
 def accepted_drafts(event: Event) -> int:
-    """A round brings accepted drafts and one token of the model's own, which is not in the text when it ends the text."""
+    """A round brings accepted drafts and one token of the model's own, which is not in the text when it ends
+    the text.
+    """
     ended = event.finish is not None and event.finish.reason == "stop"
     return len(event.tokens) if ended else max(0, len(event.tokens) - 1)
 
@@ -175,7 +186,9 @@ def accepted_drafts(event: Event) -> int:
 def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
     from speculon.bench.measure import loops
 
-    ratio = median(quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True))
+    ratio = median(
+        quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True)
+    )
     same = all(one.token_ids == plain[0].token_ids for one in (*plain, *fast))
     text, right = fast[0].texts[0], task.case.reference
     sides = side(plain), side(fast)
@@ -184,7 +197,9 @@ def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: li
     if exact:
         why += "\nThe edit is right, to the letter."
     elif loops(plain[0].token_ids[0]):
-        why += "\nThis text repeats itself, as small models do, and drafts of a repetition are mostly accepted."
+        why += (
+            "\nThis text repeats itself, as small models do, and drafts of a repetition are mostly accepted."
+        )
     return Outcome(task.title, text, sides[0], label, sides[1], ratio, same, why, exact)
 
 
@@ -246,6 +261,12 @@ def as_table(outcome: Outcome) -> Table:
         table.add_column(name, justify="right")
     for name, one in (("plain", outcome.plain), (outcome.mode, outcome.speculative)):
         share = "-" if one.acceptance is None else f"{one.acceptance:.0%}"
-        figures = (f"{one.tokens_per_second:.0f}", f"{one.ms:.0f}", str(one.target_calls), f"{one.tokens_per_call:.2f}", share)
+        figures = (
+            f"{one.tokens_per_second:.0f}",
+            f"{one.ms:.0f}",
+            str(one.target_calls),
+            f"{one.tokens_per_call:.2f}",
+            share,
+        )
         table.add_row(name, *figures, style="" if name == "plain" else "bold")
     return table

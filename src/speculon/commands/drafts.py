@@ -46,13 +46,14 @@ def colour_of(source: str | None) -> str:
 class DraftStream:
     """One text in runs of the same source. Joined, they are the whole text: pushes first, then `finish`.
 
-    A character belongs to the token that completed it; one that is held back, as a stop string's possible beginning,
-    keeps its source.
+    A character belongs to the token that completed it; one that is held back, as a stop string's possible
+    beginning, keeps its source.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
         self._certain = Stream(tokenizer, params.stop, params.skip_special_tokens)
-        self._whole = Stream(tokenizer, (), params.skip_special_tokens)  # the same characters, none held back for a stop
+        # the same characters, none held back for a stop
+        self._whole = Stream(tokenizer, (), params.skip_special_tokens)
         self._sources: deque[str | None] = deque()  # of the characters that are not shown yet
         self._shown, self._tokens = 0, 0
         self.counts: Counter[str] = Counter()  # source -> tokens
@@ -78,7 +79,10 @@ class DraftStream:
 
 
 def painted(text: str, source: str | None) -> str:
-    """For a terminal that shows colours. No library's line breaking comes between: the text stays as it is."""
+    """For a terminal that shows colours.
+
+    No library's line breaking comes between: the text stays as it is.
+    """
     return Style.parse(colour_of(source)).render(text, color_system=ColorSystem.STANDARD)
 
 

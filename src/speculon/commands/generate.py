@@ -28,12 +28,16 @@ class Task:
     prediction: Path | None = None
 
     def texts(self) -> list[str]:
-        """All prompts, as they are: prompts first, then files; stdin when there are none and it is no terminal."""
+        """All prompts, as they are: prompts first, then files; stdin when there are none and it is no
+        terminal.
+        """
         found = [*self.prompts, *(read_text(path) for path in self.files)]
         if not found and not sys.stdin.isatty():
             found = [read_text(Path("-"))]
         if not found or "" in found:  # told before a model is loaded
-            raise InvalidParameter("prompt", "" if found else None, "give a text by --prompt, --prompt-file or on stdin")
+            raise InvalidParameter(
+                "prompt", "" if found else None, "give a text by --prompt, --prompt-file or on stdin"
+            )
         return found
 
 
@@ -41,7 +45,9 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     params = SamplingParams(**pick(SamplingParams, given))
     settings = engine_settings(given, speculative_config)
     texts = task.texts()
-    speculation = RequestSpeculation(prediction=read_text(task.prediction, "prediction-file") if task.prediction else None)
+    speculation = RequestSpeculation(
+        prediction=read_text(task.prediction, "prediction-file") if task.prediction else None
+    )
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
     check_method(config.speculation.method)
     if config.rehearse is None:  # one user waits for the first token: costs are measured on the way

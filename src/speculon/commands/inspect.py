@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # the parts of a promise, whose module needs torch
+# the parts of a promise, whose module needs torch
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")
 
 WORDS = {
     "path": "folder",
@@ -48,7 +49,9 @@ WORDS = {
 }
 
 
-def run(model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool, target: str | None = None) -> None:
+def run(
+    model: str, load: bool, speculation: Facts, fuse: bool, as_json: bool, target: str | None = None
+) -> None:
     family = family_of(folder_of(model))
     if family.checkpoint is None or target is not None:
         inspect_drafter.show(family, target and recognise(folder_of(target)) or None, as_json)
@@ -88,7 +91,12 @@ def folder_of(model: str) -> Path:
 def headers(checkpoint: Checkpoint) -> Facts:
     names = [name for name in WORDS if name in Checkpoint.__slots__]
     facts = {name: getattr(checkpoint, name) for name in names}
-    return {**facts, "path": str(checkpoint.path), "pickled": checkpoint.pickled, "remote_code": checkpoint.remote_code}
+    return {
+        **facts,
+        "path": str(checkpoint.path),
+        "pickled": checkpoint.pickled,
+        "remote_code": checkpoint.remote_code,
+    }
 
 
 def loaded(target: Target) -> Facts:
@@ -113,7 +121,13 @@ def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str
 
 def layer_facts(layer: LayerSpec) -> Facts:
     dtype = str(layer.dtype).removeprefix("torch.")
-    return {"heads": layer.heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim, "window": layer.window, "dtype": dtype}
+    return {
+        "heads": layer.heads,
+        "k_dim": layer.k_dim,
+        "v_dim": layer.v_dim,
+        "window": layer.window,
+        "dtype": dtype,
+    }
 
 
 def as_table(facts: Facts) -> Table:
@@ -144,7 +158,13 @@ def plain_words(name: str, facts: Facts) -> str:
         return size(value) + (" of pickles" if facts["pickled"] else "")
     if name == "kv_bytes_per_token":
         return f"{size(value)}, {size(value * facts['max_context'])} for a full context"
-    return "\n".join(value) if isinstance(value, list) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        "\n".join(value)
+        if isinstance(value, list)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def memory_words(promise: Facts) -> str:
@@ -155,7 +175,9 @@ def memory_words(promise: Facts) -> str:
 
 def describe_layers(count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str) -> str:
     width = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
-    return f"{count} layers, {heads} KV heads x {width} in {dtype}, {f'window {window}' if window else 'full'}"
+    return (
+        f"{count} layers, {heads} KV heads x {width} in {dtype}, {f'window {window}' if window else 'full'}"
+    )
 
 
 def size(number: float) -> str:

@@ -68,7 +68,11 @@ def head_facts(sheet: Eagle3) -> Facts:
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
         "taps": sheet.tap_words(),
-        "norms": [name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(sheet, name)],
+        "norms": [
+            name
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+            if getattr(sheet, name)
+        ],
         "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in sheet.names],
         "speculative_tokens": sheet.speculative_tokens,
         "verifier": list(sheet.verifier),
@@ -80,7 +84,10 @@ def fit_of(family: Family, target: Checkpoint) -> Facts:
     odd = check_fit(family, target)
     facts: Facts = {"fits": True, "target": str(target.path), "odd": list(odd)}
     if family.sheet:
-        facts |= {"found": family.beside(target.num_layers).line, "taps": family.sheet.tap_words(target.num_layers)}
+        facts |= {
+            "found": family.beside(target.num_layers).line,
+            "taps": family.sheet.tap_words(target.num_layers),
+        }
     return facts
 
 

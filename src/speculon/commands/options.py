@@ -1,4 +1,6 @@
-"""Command-line options made from the settings' own fields: an option is described once, and unset means unset."""
+"""Command-line options made from the settings' own fields: an option is described once, and unset means
+unset.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def settings_from(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
         hidden = NO_FLAG.union(without)
-        fields = {name: (model, field) for model in models for name, field in model.model_fields.items() if name not in hidden}
+        fields = {
+            name: (model, field)
+            for model in models
+            for name, field in model.model_fields.items()
+            if name not in hidden
+        }
 
         @wraps(command)
         def with_given(**values: Any) -> None:
@@ -68,11 +75,16 @@ def settings_from(
 
 def as_parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     kind, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    kept: Any = list[str] if get_origin(kind) is tuple else bool if kind is bool else str  # the field itself checks the value
+    # the field itself checks the value
+    kept: Any = list[str] if get_origin(kind) is tuple else bool if kind is bool else str
     spelling = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     metavar = None if kind is bool else metavar_of(kind)
-    option = typer.Option(spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kept | None, option])
+    option = typer.Option(
+        spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kept | None, option]
+    )
 
 
 def without_none(annotation: Any) -> Any:
@@ -93,19 +105,29 @@ def metavar_of(kind: Any) -> str:
 def help_of(field: FieldInfo) -> str:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     shown = (
-        f"(default: {default})" if default is not None and default != () and default != {} else "(required)" * field.is_required()
+        f"(default: {default})"
+        if default is not None and default != () and default != {}
+        else "(required)" * field.is_required()
     )
     many = "may be repeated" if get_origin(without_none(field.annotation)) is tuple else ""
-    return " ".join(part for part in (field.description and field.description + ";" * bool(many), many, shown) if part)
+    return " ".join(
+        part for part in (field.description and field.description + ";" * bool(many), many, shown) if part
+    )
 
 
 def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
     """The fields of one model, with JSON values read."""
-    return {name: read(name, value, model.model_fields[name]) for name, value in given.items() if name in model.model_fields}
+    return {
+        name: read(name, value, model.model_fields[name])
+        for name, value in given.items()
+        if name in model.model_fields
+    }
 
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
-    """A number where the text is one, an object where the field is a table; anything else is the field's to judge."""
+    """A number where the text is one, an object where the field is a table; anything else is the field's to
+    judge.
+    """
     kind = without_none(field.annotation)
     if kind in (int, float):
         try:
@@ -141,7 +163,9 @@ def vllm_alias(text: str | None) -> dict[str, Any]:
     """vLLM's `--speculative-config`: its `model` is our `draft`; `[ngram]` as a model is our method."""
     if text is None:
         return {}
-    asked = {VLLM_NAMES.get(name, name): value for name, value in read_object("speculative-config", text).items()}
+    asked = {
+        VLLM_NAMES.get(name, name): value for name, value in read_object("speculative-config", text).items()
+    }
     if asked.get("draft") in ("[ngram]", "ngram"):
         asked = {"method": "ngram", **{name: value for name, value in asked.items() if name != "draft"}}
     return asked

@@ -53,7 +53,10 @@ def run(file: Path, policies: str, seed: int, as_json: bool) -> None:
     scene = Replay(recording)
     done = scene.reached
     counts = (done.tokens, done.rounds, done.drafted, done.accepted)
-    lines = [Line(name, 1e3 * done.tokens / ms, *counts) for name, ms in (("as recorded", done.ms), (FITTED, done.fitted_ms))]
+    lines = [
+        Line(name, 1e3 * done.tokens / ms, *counts)
+        for name, ms in (("as recorded", done.ms), (FITTED, done.fitted_ms))
+    ]
     for name, k in asked:
         began, scene = perf_counter(), Replay(recording, k)
         own = Policies(SpeculationConfig())
@@ -63,10 +66,25 @@ def run(file: Path, policies: str, seed: int, as_json: bool) -> None:
         drafted = sum(drafted.total() for drafted in played.drafted)
         label = name if k in (0, None) else f"{name}:{k}"
         rate, rounds = 1e3 * played.tokens / played.ms, len(played.rates)
-        lines.append(Line(label, rate, played.tokens, rounds, drafted, played.accepted, **shares, seconds=perf_counter() - began))
+        lines.append(
+            Line(
+                label,
+                rate,
+                played.tokens,
+                rounds,
+                drafted,
+                played.accepted,
+                **shares,
+                seconds=perf_counter() - began,
+            )
+        )
     if as_json:
         return print_json(
-            {"record": recording.header.model_dump(), "policies": [asdict(one) for one in lines], "notes": scene.notes}
+            {
+                "record": recording.header.model_dump(),
+                "policies": [asdict(one) for one in lines],
+                "notes": scene.notes,
+            }
         )
     show(lines, [*scene.notes, ALWAYS])
 
@@ -80,7 +98,9 @@ def read_policies(text: str) -> Iterator[tuple[str, int | None]]:
         if colon and not (k.isdecimal() and 0 < int(k) <= MAX_DRAFTS):
             raise InvalidParameter("policy", f"{name}:{k}", f"K is a number from 1 to {MAX_DRAFTS}")
         yield from (
-            ((name, several) for several in SEVERAL) if name == FIXED and not colon else [(name, int(k) if colon else None)]
+            ((name, several) for several in SEVERAL)
+            if name == FIXED and not colon
+            else [(name, int(k) if colon else None)]
         )
 
 
@@ -89,8 +109,16 @@ def show(lines: list[Line], notes: list[str]) -> None:
     for column in ("tok/s", "tokens", "rounds", "drafts", "accepted", "others'", "beyond"):
         table.add_column(column, justify="right")
     for one in lines:
-        shares = (f"{one.others:.0%}", f"{one.beyond:.0%}") if one.drafted and one not in lines[:2] else ("-", "-")
-        cells = (f"{one.tokens_per_second:.1f}", str(one.tokens), str(one.rounds), str(one.drafted), one.acceptance)
+        shares = (
+            (f"{one.others:.0%}", f"{one.beyond:.0%}") if one.drafted and one not in lines[:2] else ("-", "-")
+        )
+        cells = (
+            f"{one.tokens_per_second:.1f}",
+            str(one.tokens),
+            str(one.rounds),
+            str(one.drafted),
+            one.acceptance,
+        )
         table.add_row(one.policy, *cells, *shares)
     console = Console(highlight=False)
     console.print(table)

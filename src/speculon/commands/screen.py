@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from speculon.commands.options import as_json_error
 from speculon.errors import SpeculonError
@@ -77,7 +85,10 @@ def show_log() -> None:
 @contextmanager
 def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
     """A spinner with the stage's name; yields the function to tell the stage to."""
-    with bar(as_json, "starting", SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (progress, task):
+    with bar(as_json, "starting", SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (
+        progress,
+        task,
+    ):
         yield lambda stage: progress.update(task, description=stage)
 
 
@@ -85,7 +96,10 @@ def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
 def counting(
     as_json: bool, what: str, total: int | None, unit: str = "", *, still: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left; yields the function to advance it by. A `still` one is drawn only when it advances."""
+    """A bar with the time left; yields the function to advance it by.
+
+    A `still` one is drawn only when it advances.
+    """
     done = TextColumn(f"{{task.completed:.0f}}{'' if total is None else f'/{total}'} {unit}")
     left = (TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), *left)
@@ -100,16 +114,23 @@ def bar(
     console = errors()
     hidden = as_json or not console.is_terminal
     # while something is measured no thread may draw: it would compete for the interpreter
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=not still) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=hidden, auto_refresh=not still
+    ) as progress:
         yield progress, progress.add_task(what, total=total)
 
 
 def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
     """What speculation did, and why not, in one line for a person."""
-    why = "; ".join(f"{MEANING.get(reason, reason)} ({n}x)" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
+    why = "; ".join(
+        f"{MEANING.get(reason, reason)} ({n}x)"
+        for reason, n in sorted(reasons.items(), key=lambda item: -item[1])
+    )
     if done is None or not done.rounds:
         none = f"no speculation: {why or 'the text ended before a round could run'}"
-        return "; ".join([none, *(in_shadow(method, seen) for method, seen in (done.shadow.items() if done else ()))])
+        return "; ".join(
+            [none, *(in_shadow(method, seen) for method, seen in (done.shadow.items() if done else ()))]
+        )
     line = (
         f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
         f"{done.tokens_per_target_call:.2f} per call; {done.acceptance_rate:.0%} of {done.drafted} drafts accepted"

@@ -51,7 +51,9 @@ def run(given: Given, speculative_config: str | None) -> None:
     if config.serve.capture is not None:
         whose = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
         folder = config.serve.capture.absolute()
-        say(f"captures what clients of {whose} ask and get in {folder}, {config.serve.capture_gb:g} GB at most")
+        say(
+            f"captures what clients of {whose} ask and get in {folder}, {config.serve.capture_gb:g} GB at most"
+        )
 
     async def attend() -> SpeculonError | None:
         """Serves to the end; the engine's fault where that was the end."""
@@ -70,11 +72,14 @@ def run(given: Given, speculative_config: str | None) -> None:
         await server.loaded.wait()
         facts, ms = server.facts, (perf_counter() - began) * 1e3
         pool = f"{facts.pages} pages of {facts.page_tokens} tokens"
-        say(f"serving {server.name}: context {facts.max_context}, {pool}, drafts by {facts.method}; ready in {ms / 1e3:.1f} s")
+        say(
+            f"serving {server.name}: context {facts.max_context}, {pool}, drafts by {facts.method}; ready in {ms / 1e3:.1f} s"
+        )
 
     host, port = listener.getsockname()[:2]
     say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn takes them over, ends in order, and raises them once more
+    # uvicorn takes them over, ends in order, and raises them once more
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:  # uvloop where there is one
         if fault := runner.run(attend()):

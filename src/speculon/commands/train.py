@@ -46,7 +46,11 @@ class Screen:
         with bar(self.as_json, "", *columns, total=WHOLE) as (progress, task):
 
             def advance(share: float, entry: Mapping[str, Any]) -> None:
-                progress.update(task, completed=share * WHOLE, description=f"step {entry['step']}, loss {entry['loss']:.3f}")
+                progress.update(
+                    task,
+                    completed=share * WHOLE,
+                    description=f"step {entry['step']}, loss {entry['loss']:.3f}",
+                )
                 if "expected_accepted" in entry and not self.as_json:
                     progress.console.print(measured(entry), style="dim", markup=False)
 
@@ -69,10 +73,15 @@ def run(method: str, given: Given, as_json: bool) -> None:
     try:
         done = train(kinds.KINDS[method](form), settings, screen)
     except KeyboardInterrupt:  # not while it trains: there it is waited for
-        errors().print(f"stopped; the same command goes on with what is there ({settings.folder})", markup=False)
+        errors().print(
+            f"stopped; the same command goes on with what is there ({settings.folder})", markup=False
+        )
         raise typer.Exit(EXIT_STOPPED) from None
     if done.record is None:
-        errors().print(f"stopped at step {done.step}; the same command goes on from there ({settings.folder})", markup=False)
+        errors().print(
+            f"stopped at step {done.step}; the same command goes on from there ({settings.folder})",
+            markup=False,
+        )
         raise typer.Exit(EXIT_STOPPED)
     if as_json:
         return print_json(asdict(done)["record"])

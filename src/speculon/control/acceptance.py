@@ -15,13 +15,16 @@ from pydantic import Field, TypeAdapter
 POSITIONS = 16  # deeper ones count as the last: the most drafts of a round under policy goodput
 PRIOR = 0.6  # acceptance before anything is known: a guess between prose and edits (docs/benchmarks/2-cores)
 PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
-FADE = 0.99  # weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98 (virtual_time)
+# weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98
+# (virtual_time)
+FADE = 0.99
 OWN_FADE = 0.95  # the same of one sequence's drafts, a memory of 20
 
 ANY = POSITIONS  # the place that all positions share
 Weight = Annotated[float, Field(ge=0, le=1e9)]
 Place = tuple[Annotated[int, Field(ge=0, le=ANY)], Weight, Weight]
-STATE: TypeAdapter[dict[str, dict[str, list[Place]]]] = TypeAdapter(dict[str, dict[str, list[Place]]])  # by class and method
+# by class and method
+STATE: TypeAdapter[dict[str, dict[str, list[Place]]]] = TypeAdapter(dict[str, dict[str, list[Place]]])
 
 
 @dataclass(slots=True)
@@ -40,8 +43,9 @@ class Beta:
 class Acceptance:
     """P(d_j accepted | d_1..d_j-1 accepted) of one method, by position j.
 
-    What follows the first rejected draft, or the end of a sequence, was never judged and counts for nothing. The prior of a
-    position is the mean over positions; the prior of that is `wider`, what is known of the same method elsewhere.
+    What follows the first rejected draft, or the end of a sequence, was never judged and counts for nothing.
+    The prior of a position is the mean over positions; the prior of that is `wider`, what is known of the
+    same method elsewhere.
     """
 
     def __init__(self, wider: Acceptance | None = None, fade: float = FADE) -> None:
@@ -89,7 +93,8 @@ class Acceptance:
                 self._at[place].observe(float(i < accepted), 1.0, self._prior(place), self._fade)
 
     def state(self) -> list[Place]:
-        return sorted(((place, beta.hits, beta.tries) for place, beta in self._at.items()), reverse=True)  # ANY first
+        # ANY first
+        return sorted(((place, beta.hits, beta.tries) for place, beta in self._at.items()), reverse=True)
 
     def restore(self, state: list[Place]) -> None:
         for place, hits, tries in state:
@@ -99,7 +104,9 @@ class Acceptance:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """How one sequence departs from its class: accepted against expected drafts, as a factor 2^(shift / 2) of the odds."""
+    """How one sequence departs from its class: accepted against expected drafts, as a factor 2^(shift / 2) of
+    the odds.
+    """
 
     accepted: float = 0.0
     expected: float = 0.0

@@ -1,4 +1,7 @@
-"""The number of drafts follows how many were accepted of late: one more than their mean. It weighs no cost."""
+"""The number of drafts follows how many were accepted of late: one more than their mean.
+
+It weighs no cost.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class AdaptiveLookahead:
     >>> lookahead = AdaptiveLookahead(AdaptiveConfig(initial=4, min=2, max=10, alpha=0.3, cooldown_steps=2))
     >>> lookahead.observe(proposed=4, accepted=4)
 
-    After `a` accepted tokens s <- alpha a + (1 - alpha) s, and s = a at first. Every `cooldown_steps` + 1 observations
-    the lookahead becomes s + 1, rounded to the nearest (a half goes up), within min and max.
+    After `a` accepted tokens s <- alpha a + (1 - alpha) s, and s = a at first. Every `cooldown_steps` + 1
+    observations the lookahead becomes s + 1, rounded to the nearest (a half goes up), within min and max.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None):
@@ -31,12 +34,16 @@ class AdaptiveLookahead:
         self.reset()
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """A round that verified `proposed` drafts, `accepted` of which stood; more than proposed count as all."""
+        """A round that verified `proposed` drafts, `accepted` of which stood; more than proposed count as
+        all.
+        """
         if proposed < 0 or accepted < 0:
             raise ValueError(f"proposed = {proposed}, accepted = {accepted}: neither can be negative")
         reached = float(min(accepted, proposed))
         alpha = self.config.alpha
-        self.mean_accepted = alpha * reached + (1 - alpha) * self.mean_accepted if self.observations else reached
+        self.mean_accepted = (
+            alpha * reached + (1 - alpha) * self.mean_accepted if self.observations else reached
+        )
         self.observations += 1
         if self._cooldown:
             self._cooldown -= 1
@@ -53,10 +60,12 @@ class AdaptiveLookahead:
 
 
 class Adaptive(Policy):
-    """The policy `adaptive`: a lookahead for each sequence, for all of its methods; its K is a limit beside it.
+    """The policy `adaptive`: a lookahead for each sequence, for all of its methods; its K is a limit beside
+    it.
 
-    A round without a draft is no evidence. A draft that was accepted whole is observed as it is, so the next one is longer;
-    one that is shorter than the lookahead only where it does not pull the mean down. With `shared` all have this controller.
+    A round without a draft is no evidence. A draft that was accepted whole is observed as it is, so the next
+    one is longer; one that is shorter than the lookahead only where it does not pull the mean down. With
+    `shared` all have this controller.
     """
 
     def __init__(self, config: AdaptiveConfig | None = None, shared: AdaptiveLookahead | None = None):
@@ -72,7 +81,8 @@ class Adaptive(Policy):
             for span, verdict in zip(spans, verdicts, strict=True)
             if span.seq.id in self.texts
         ]
-        for lookahead, drafted, accepted in [one for one in known if counts(*one)]:  # all judged before any is observed
+        # all judged before any is observed
+        for lookahead, drafted, accepted in [one for one in known if counts(*one)]:
             lookahead.observe(drafted, accepted)
 
     def forget(self, seq: Sequence) -> None:

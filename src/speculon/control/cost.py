@@ -1,4 +1,6 @@
-"""What a step of the target and a proposal cost, in ms: the one cost model of engine, policy, replay and advise."""
+"""What a step of the target and a proposal cost, in ms: the one cost model of engine, policy, replay and
+advise.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,25 @@ from speculon.core import Proposal, Span, Timing
 
 NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; a guess
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
-OUTLIER = 2.0  # times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
+# times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
+OUTLIER = 2.0
 OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
-UNITS = (1.0, 0.3, 0.1, 0.03)  # what one of each feature costs beside the others, before any was measured: a guess
+# what one of each feature costs beside the others, before any was measured: a guess
+UNITS = (1.0, 0.3, 0.1, 0.03)
 
 Four = tuple[float, float, float, float]
 Part = Annotated[float, Field(ge=-1e9, le=1e9)]
-STATE: TypeAdapter[dict[str, tuple[Part, Part, Part, Part]]] = TypeAdapter(dict[str, tuple[Part, Part, Part, Part]])
+STATE: TypeAdapter[dict[str, tuple[Part, Part, Part, Part]]] = TypeAdapter(
+    dict[str, tuple[Part, Part, Part, Part]]
+)
 PLAIN, SOME, ALL = range(3)  # how many of a batch draft
 
 
 class LinearCost:
     """ms = sum of parts >= 0 times features x, times a factor of each batch size where there are data.
 
-    The parts are fitted by recursive least squares on relative errors, with drift (Ljung 1999, 11.2). The factor is a moving
-    average of measured over fitted ms: a sum that fits all sizes a little fits none.
+    The parts are fitted by recursive least squares on relative errors, with drift (Ljung 1999, 11.2). The
+    factor is a moving average of measured over fitted ms: a sum that fits all sizes a little fits none.
     """
 
     def __init__(self) -> None:
@@ -57,11 +63,16 @@ class LinearCost:
     def begin(self, parts: tuple[float, ...], spread: float) -> None:
         """The parts at first, and their standard deviation as a share of each."""
         self.parts = parts
-        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, UNITS, strict=True)]  # a part of 0 may grow again
-        self._covariance = [[(spread * part) ** 2 * (i == j) for j in range(4)] for i, part in enumerate(likely)]
+        # a part of 0 may grow again
+        likely = [max(part, unit * max(parts)) for part, unit in zip(parts, UNITS, strict=True)]
+        self._covariance = [
+            [(spread * part) ** 2 * (i == j) for j in range(4)] for i, part in enumerate(likely)
+        ]
 
     def _fit(self, x: Four, ms: float, noise: float, scale: float) -> None:
-        """One measurement, relative to `scale`; written out, for loops over four numbers take three times as long."""
+        """One measurement, relative to `scale`; written out, for loops over four numbers take three times as
+        long.
+        """
         e, f, g, h = (value / scale for value in x)
         a, b, c, d = self.parts
         gain = [p * e + q * f + r * g + s * h for p, q, r, s in self._covariance]
@@ -70,7 +81,12 @@ class LinearCost:
         parts = [part + each * step for part, each in zip(self.parts, gain, strict=True)]
         for i, row in enumerate(self._covariance):
             u = gain[i] / total
-            self._covariance[i] = row = [row[0] - u * gain[0], row[1] - u * gain[1], row[2] - u * gain[2], row[3] - u * gain[3]]
+            self._covariance[i] = row = [
+                row[0] - u * gain[0],
+                row[1] - u * gain[1],
+                row[2] - u * gain[2],
+                row[3] - u * gain[3],
+            ]
             row[i] += (DRIFT * max(parts[i], UNITS[i] * parts[0])) ** 2
         for i, row in enumerate(self._covariance):
             if parts[i] < 0:  # what the others most likely are if this one is 0
@@ -80,7 +96,9 @@ class LinearCost:
 
 
 class Prices(NamedTuple):
-    """Of one proposal, in ms: the call, a position of all its sequences, a draft, a token that is read before it drafts."""
+    """Of one proposal, in ms: the call, a position of all its sequences, a draft, a token that is read before
+    it drafts.
+    """
 
     call: float = 0.0
     depth: float = 0.0
@@ -89,7 +107,8 @@ class Prices(NamedTuple):
 
 
 class Costs:
-    """Of the steps and proposals of one engine: of B sequences, D of which draft R rows in all; of n, with k drafts at most.
+    """Of the steps and proposals of one engine: of B sequences, D of which draft R rows in all; of n, with k
+    drafts at most.
 
     T(B, D, R) = a + b B + c D + d R. P(n, k, unread) = a + b k + c k n + d unread.
     """
@@ -116,7 +135,11 @@ class Costs:
 
     def plain(self, sequences: int) -> float | None:
         """ms of a plain step; None while none of half to twice its size was measured."""
-        sizes = [n for n, share in self._step.factors if share == PLAIN and max(n, sequences) <= 2 * min(n, sequences)]
+        sizes = [
+            n
+            for n, share in self._step.factors
+            if share == PLAIN and max(n, sequences) <= 2 * min(n, sequences)
+        ]
         nearest = min(sizes, key=lambda n: abs(n - sequences), default=None)
         return None if nearest is None else self._step.at((1.0, sequences, 0, 0), batch(nearest, 0))
 
@@ -124,7 +147,10 @@ class Costs:
         """Of a proposal for so many sequences; nothing for a method that was never measured."""
         if not self.calls(method):
             return Prices()
-        factor, (a, b, c, d) = self._proposals[method].factors.get(sequences, 1.0), self._proposals[method].parts
+        factor, (a, b, c, d) = (
+            self._proposals[method].factors.get(sequences, 1.0),
+            self._proposals[method].parts,
+        )
         return Prices(factor * max(a, 0.0), factor * max(b, 0.0), factor * max(c, 0.0), max(d, 0.0))
 
     def proposal(self, method: str, sequences: int, k: int, unread: int = 0) -> float:

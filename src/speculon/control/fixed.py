@@ -7,8 +7,11 @@ from speculon.control.policy import Policy
 from speculon.core import Ask, Decision, Load, Reason, Sequence
 
 
-def ask_all(seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, join: bool = True) -> Decision:
-    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is asked.
+def ask_all(
+    seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, join: bool = True
+) -> Decision:
+    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is
+    asked.
 
     Where the request wants it, a draft that ends before that is gone on with, unless `join` is False.
     """
@@ -23,7 +26,8 @@ def unable(seq: Sequence) -> Reason | None:
     """Why nothing may draft for a sequence under any policy."""
     if seq.plain:
         return seq.off
-    return Reason.MAX_TOKENS if seq.room <= 1 else None  # the last token needs no draft: the target's own one is enough
+    # the last token needs no draft: the target's own one is enough
+    return Reason.MAX_TOKENS if seq.room <= 1 else None
 
 
 class Fixed(Policy):

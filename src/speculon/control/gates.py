@@ -1,4 +1,7 @@
-"""Does a prompt look as if its answer would repeat it? Read once, before anything is known of how drafts fare."""
+"""Does a prompt look as if its answer would repeat it?
+
+Read once, before anything is known of how drafts fare.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ NO_SIGNAL = "no_signal"
 
 # what is mostly quoted, edited or written in a fixed form; the first row that is found is the reason
 STRONG: tuple[tuple[str, str], ...] = (
-    ("json", r"```json\b|\bjson[ -]schema\b|\b(?:return|output|answer in) (?:only )?(?:valid )?json\b|\btool calls?\b"),
+    (
+        "json",
+        r"```json\b|\bjson[ -]schema\b|\b(?:return|output|answer in) (?:only )?(?:valid )?json\b|\btool calls?\b",
+    ),
     ("diff", r"^diff --git |^@@ |^--- a/"),
     ("fenced_code", r"^[ \t]*(?:```|~~~)"),
     ("stack_trace", r"\btraceback\b|\bstack ?trace\b"),
@@ -23,9 +29,13 @@ STRONG: tuple[tuple[str, str], ...] = (
 # one of these alone is in many a prompt, two different ones are a sign; searched for in words
 WEAK: tuple[tuple[str, str], ...] = (
     ("compiler_warning", r"^warning:$"),
-    ("path", r"\.(?:rs|tsx?|jsx?|py|go|java|c|h|cc|cpp|hpp|rb|cs|sql|ya?ml|toml)$|(?:^|/)(?:src|crates|tests|lib)/"),
+    (
+        "path",
+        r"\.(?:rs|tsx?|jsx?|py|go|java|c|h|cc|cpp|hpp|rb|cs|sql|ya?ml|toml)$|(?:^|/)(?:src|crates|tests|lib)/",
+    ),
 )
-WORD = re.compile(r"[\w./-]+:?")  # a name with its folders is one: `src/app.tsx` is no `src/`, `.ts` and `.tsx`
+# a name with its folders is one: `src/app.tsx` is no `src/`, `.ts` and `.tsx`
+WORD = re.compile(r"[\w./-]+:?")
 ENOUGH = 2
 
 STRONG_PATTERNS = [(reason, re.compile(pattern, re.MULTILINE)) for reason, pattern in STRONG]
@@ -33,7 +43,8 @@ WEAK_PATTERNS = [(reason, re.compile(pattern)) for reason, pattern in WEAK]
 
 
 def prompt_shape(text: str) -> tuple[bool, str]:
-    """Whether the answer to a prompt is likely to repeat it, and the marker that says so: (favourable, reason).
+    """Whether the answer to a prompt is likely to repeat it, and the marker that says so: (favourable,
+    reason).
 
     One strong marker is enough, or two different weak ones; the reason is then the second one's.
 

@@ -1,20 +1,24 @@
-"""The policy `goodput`: as many accepted tokens per millisecond as drafts can bring, plain decoding among the choices.
+"""The policy `goodput`: as many accepted tokens per millisecond as drafts can bring, plain decoding among the
+choices.
 
 A round of B sequences in which method m drafts k_i tokens for sequence i has (Liu 2024, SmartSpec, section 3)
 
     goodput = sum_i (1 + S_i1 + .. + S_ik_i) / (T(B, D, R) + sum_m P_m(n, k, unread))
 
-S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), R = sum k_i, k = max k_i. A ratio is
-maximised by maximising  tokens - r ms  at the r it leads to (Dinkelbach 1967); r is the goodput of late, or that of plain
-decoding where it is more. With  T = .. + c D + d R  and  P = a + b k + e n k + f unread  it follows what drafts must bring:
+S_ij = P(d_1..d_j of i accepted), T and P the ms of a step and of a proposal (`cost`), R = sum k_i, k = max
+k_i. A ratio is maximised by maximising  tokens - r ms  at the r it leads to (Dinkelbach 1967); r is the
+goodput of late, or that of plain decoding where it is more. With  T = .. + c D + d R  and  P = a + b k + e n
+k + f unread  it follows what drafts must bring:
 
     trim     draft j of i is verified while  S_ij > r d, if the sum of  S_ij - r d  over them exceeds  r c
     decide   i gains  G_i(k) = max over k_i <= k of  sum_j (S_ij (1 - u_i) - r (d + e)) - r c - u_i,
-             u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where that is > 0
+             u_i = r f unread / tokens left; m is asked for  k = argmax of  sum_i G_i(k) - r (a + b k), where
+             that is > 0
 
-Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything: in every round
-while what they gained of late exceeds r P, else ever more rarely. `confirm` weighs the model again for the sequences that
-lookups left. S carries the bonus of UCB; a model out of use gets single proposals, for a fixed share of all time.
+Lookups, whose P is next to nothing, are asked first, for it is not known before whether they find anything:
+in every round while what they gained of late exceeds r P, else ever more rarely. `confirm` weighs the model
+again for the sequences that lookups left. S carries the bonus of UCB; a model out of use gets single
+proposals, for a fixed share of all time.
 """
 
 from __future__ import annotations
@@ -32,11 +36,26 @@ from speculon.control.cost import OF_LATE, Costs
 from speculon.control.fixed import unable
 from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
-from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, Sequence, Span, SpanKind, Timing, Verdict
+from speculon.core import (
+    Ask,
+    Decision,
+    Draft,
+    Estimate,
+    Load,
+    Reason,
+    Sequence,
+    Span,
+    SpanKind,
+    Timing,
+    Verdict,
+)
 
-COLD = 2  # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no sign
+# proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
+# sign
+COLD = 2
 LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
-WEIGH_GAP = 2  # rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
+# rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
+WEIGH_GAP = 2
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
 
 
@@ -56,10 +75,13 @@ class Added:
 
 
 class PromptClass:
-    """Statistics of the sequences of one class of prompts: acceptance by method, with that of all classes as prior."""
+    """Statistics of the sequences of one class of prompts: acceptance by method, with that of all classes as
+    prior.
+    """
 
     def __init__(self, wider: defaultdict[str, Acceptance]) -> None:
-        self.added, self.ended, self.length, self._wider = Added(), 0, 0.0, wider  # tokens of those that ended
+        # tokens of those that ended
+        self.added, self.ended, self.length, self._wider = Added(), 0, 0.0, wider
         self.acceptance: dict[str, Acceptance] = {}
 
     def of(self, method: str) -> Acceptance:
@@ -76,7 +98,8 @@ class Running:
     cls: PromptClass
     added: Added
     missing: int  # continuations that must match before a lookup's drafts are verified
-    own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))  # by method
+    # by method
+    own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
     asked: bool = False  # whether lookups were asked in this round
 
     def most(self, method: str) -> int:
@@ -109,7 +132,8 @@ class Round:
     models: dict[str, list[Running]] = field(default_factory=dict)  # method -> the sequences it may draft for
     offers: dict[int, Ask] = field(default_factory=dict)  # sequence -> what a model would draft for it
     probe: int | None = None  # the sequence whose draft is a probe
-    unanswered: dict[int, str] = field(default_factory=dict)  # sequence -> the model that was asked and has not drafted
+    # sequence -> the model that was asked and has not drafted
+    unanswered: dict[int, str] = field(default_factory=dict)
     kept: dict[int, str] = field(default_factory=dict)  # sequence -> the method whose draft is verified
     estimates: dict[int, Estimate] = field(default_factory=dict)  # by sequence
 
@@ -144,13 +168,17 @@ class Goodput(Policy):
             return one
         cls = self._classes.setdefault(seq.shape.name, PromptClass(self._methods))
         seq.cold_matches = 0 if seq.shape.favourable or cls.added.copied > OF_LATE else COLD
-        added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))  # lookups are asked at first: it may repeat what they know
+        # lookups are asked at first: it may repeat what they know
+        added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
         return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
 
     def _begin(self, running: list[Running], batch: int) -> Round:
         """The prices, and who may draft for whom."""
         plain_ms = self.costs.step(batch)
-        tokens, ms = batch + sum(one.added.tokens for one in running), plain_ms + sum(one.added.ms for one in running)
+        tokens, ms = (
+            batch + sum(one.added.tokens for one in running),
+            plain_ms + sum(one.added.ms for one in running),
+        )
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
         for one in running:
             for method in one.seq.methods if unable(one.seq) is None else ():
@@ -161,10 +189,14 @@ class Goodput(Policy):
         return now
 
     def _priced(self, rate: float, batch: int) -> Round:
-        return Round(self._now.number + 1, batch, rate, rate * self.costs.row(batch), rate * self.costs.first(batch))
+        return Round(
+            self._now.number + 1, batch, rate, rate * self.costs.row(batch), rate * self.costs.first(batch)
+        )
 
     def _offer(self, now: Round) -> Reason | None:
-        """Sets what the model that gains most is to draft, and a probe of another; returns why none gains anything."""
+        """Sets what the model that gains most is to draft, and a probe of another; returns why none gains
+        anything.
+        """
         best, used, refused = 0.0, "", Reason.COOLDOWN
         for method, group in now.models.items():
             offers, gain = self._weigh(now, method, group) if self.costs.calls(method) >= COLD else ({}, 0.0)
@@ -176,8 +208,12 @@ class Goodput(Policy):
             self._probe(now, method)
         return None if best else refused
 
-    def _weigh(self, now: Round, method: str, group: list[Running], sure: bool = False) -> tuple[dict[int, Ask], float]:
-        """One proposal for these sequences at its best K, and the tokens that it gains; `sure`: as if all were accepted."""
+    def _weigh(
+        self, now: Round, method: str, group: list[Running], sure: bool = False
+    ) -> tuple[dict[int, Ask], float]:
+        """One proposal for these sequences at its best K, and the tokens that it gains; `sure`: as if all
+        were accepted.
+        """
         price = self.costs.prices(method, len(group))
         call, depth, each = now.rate * price.call, now.rate * price.depth, now.row + now.rate * price.draft
         gains, best, most = list[list[float]](), 0, 0.0
@@ -201,11 +237,18 @@ class Goodput(Policy):
         return Reason.LOW_ACCEPTANCE if self._weigh(alone, method, [best], sure=True)[1] else Reason.COST
 
     def _probe(self, now: Round, method: str) -> None:
-        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved for it."""
+        """A proposal of a model out of use, for the sequence that accepts most of it, once time was saved for
+        it.
+        """
         one = min(now.models[method], key=lambda one: (-one.own[method].shift, one.unread(method)))
         k = min(COLD, one.most(method))
-        ms = self.costs.proposal(method, 1, k, one.unread(method)) + self.costs.step(now.batch, 1, k) - self.costs.step(now.batch)
-        self._budget_ms = min(self._budget_ms, COLD * ms)  # else a model long in use would be probed in each round once it fails
+        ms = (
+            self.costs.proposal(method, 1, k, one.unread(method))
+            + self.costs.step(now.batch, 1, k)
+            - self.costs.step(now.batch)
+        )
+        # else a model long in use would be probed in each round once it fails
+        self._budget_ms = min(self._budget_ms, COLD * ms)
         if now.probe is None and (self._budget_ms >= ms or self.costs.calls(method) < COLD):
             self._budget_ms -= ms
             now.probe, now.offers[one.seq.id] = one.seq.id, Ask(method, k)
@@ -214,7 +257,11 @@ class Goodput(Policy):
         seq, probe = one.seq, now.probe == one.seq.id
         if (why := unable(seq)) is not None:
             return Decision(None, 0, why)
-        asks = [Ask(method, one.most(method)) for method in seq.methods if not probe and self._due(now, one, method)]
+        asks = [
+            Ask(method, one.most(method))
+            for method in seq.methods
+            if not probe and self._due(now, one, method)
+        ]
         one.asked = bool(asks)
         if seq.id in now.offers:
             asks.append(now.offers[seq.id])
@@ -224,11 +271,18 @@ class Goodput(Policy):
         return Decision.of(asks, reach=max(map(one.most, seq.methods)) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
-        """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, .. LONGEST_GAPth."""
+        """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
+
+        LONGEST_GAPth.
+        """
         if method not in now.lookups:
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
-        return method in one.seq.given or gain >= price or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
+        return (
+            method in one.seq.given
+            or gain >= price
+            or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
+        )
 
     # after the lookups, and after the drafts
 
@@ -239,18 +293,30 @@ class Goodput(Policy):
             return ks
         if now.probe not in {seq.id for seq in seqs}:
             offers, _ = self._weigh(now, method, [self._running[seq.id] for seq in seqs])
-            ks = [min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)]
+            ks = [
+                min(k, offers[seq.id].k) if seq.id in offers else 0 for seq, k in zip(seqs, ks, strict=True)
+            ]
         now.unanswered.update((seq.id, method) for seq, k in zip(seqs, ks, strict=True) if k)
         return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        """The part of a draft that gains most beyond its rows; none where the model gains more, or where it is only watched."""
+        """The part of a draft that gains most beyond its rows; none where the model gains more, or where it
+        is only watched.
+        """
         now, one = self._now, self._running[seq.id]
         now.unanswered.pop(seq.id, None)
         now.kept[seq.id] = method
-        each = ((one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method))
+        each = (
+            (one.cls.of(name), count, one.own[name].shift) for name, _, count in parts(seq, draft, method)
+        )
         chances = (chance for acceptance, count, shift in each for chance in acceptance.chances(count, shift))
-        curve, lookup, best, most, net = list(accumulate(chances, mul)), method in now.lookups, 0, 0.0, -now.first
+        curve, lookup, best, most, net = (
+            list(accumulate(chances, mul)),
+            method in now.lookups,
+            0,
+            0.0,
+            -now.first,
+        )
         if lookup and seq.id in now.offers:  # what the model would gain if nobody else asked it
             most = self._weigh(now, now.offers[seq.id].method, [one])[1]
         for k, survival in enumerate(curve, 1):
@@ -283,7 +349,9 @@ class Goodput(Policy):
         if method := self._now.unanswered.pop(one.seq.id, None):
             one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
         judged = min(verdict.accepted + (verdict.kind is not SpanKind.STOP), len(draft.tokens))
-        for name, before, count in parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ():
+        for name, before, count in (
+            parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ()
+        ):
             if before < judged:
                 one.learn(name, min(count, judged - before), min(count, verdict.accepted - before))
         for fate in self._shadow.settle(one.seq):
@@ -324,7 +392,9 @@ class Goodput(Policy):
 
 
 def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -> list[float]:
-    """What 1, 2, .. drafts of survival S gain: at a price of each draft, of the first, and of reading for each token."""
+    """What 1, 2, .. drafts of survival S gain: at a price of each draft, of the first, and of reading for
+    each token.
+    """
     net, found = -first - read, list[float]()
     for survival in curve:
         gain = survival * (1 - read) - each
@@ -336,7 +406,9 @@ def gains_of(curve: tuple[float, ...], each: float, first: float, read: float) -
 
 
 def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, int]]:
-    """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under its own name."""
+    """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under
+    its own name.
+    """
     own, count = draft.own(seq.methods), len(draft.tokens)
     yield method, 0, own
     if own < count:

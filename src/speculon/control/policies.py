@@ -29,7 +29,9 @@ POLICIES: Mapping[str, Callable[[SpeculationConfig, Costs], Policy]] = {
 
 
 class Policies:
-    """Each sequence is decided for by its own policy, which learns from its own sequences alone; costs are everybody's."""
+    """Each sequence is decided for by its own policy, which learns from its own sequences alone; costs are
+    everybody's.
+    """
 
     def __init__(self, config: SpeculationConfig, costs: Costs | None = None) -> None:
         self.costs = costs or Costs()
@@ -40,10 +42,16 @@ class Policies:
         return self._of_each(seqs, lambda policy, mine: policy.decide([seqs[i] for i in mine], load))
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        return self._of_each(seqs, lambda policy, mine: policy.confirm(method, [seqs[i] for i in mine], [ks[i] for i in mine]))
+        return self._of_each(
+            seqs, lambda policy, mine: policy.confirm(method, [seqs[i] for i in mine], [ks[i] for i in mine])
+        )
 
-    def _of_each(self, seqs: list[Sequence], call: Callable[[Policy, list[int]], list[Answer]]) -> list[Answer]:
-        """What the policy of each sequence answers for it; `call` takes a policy and the places of its sequences."""
+    def _of_each(
+        self, seqs: list[Sequence], call: Callable[[Policy, list[int]], list[Answer]]
+    ) -> list[Answer]:
+        """What the policy of each sequence answers for it; `call` takes a policy and the places of its
+        sequences.
+        """
         found: dict[int, Answer] = {}
         for name in dict.fromkeys(seq.policy for seq in seqs):
             mine = [i for i, seq in enumerate(seqs) if seq.policy == name]
@@ -59,7 +67,11 @@ class Policies:
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         self.costs.observe(spans, timing)
         for name in dict.fromkeys(span.seq.policy for span in spans):
-            mine = [(span, verdict) for span, verdict in zip(spans, verdicts, strict=True) if span.seq.policy == name]
+            mine = [
+                (span, verdict)
+                for span, verdict in zip(spans, verdicts, strict=True)
+                if span.seq.policy == name
+            ]
             self.of(name).observe([span for span, _ in mine], [verdict for _, verdict in mine], timing)
 
     def forget(self, seq: Sequence) -> None:

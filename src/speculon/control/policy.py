@@ -8,14 +8,18 @@ from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Timin
 
 
 class Policy(Protocol):
-    """decide -> (confirm, trim)* -> observe in each round, for the sequences that chose it; forget at their end."""
+    """decide -> (confirm, trim)* -> observe in each round, for the sequences that chose it; forget at their
+    end.
+    """
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         """Who drafts how much for each decoding sequence, or the reason for nobody."""
         ...
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        """The most drafts for each of the sequences that a method is about to be asked for together; 0: it is not asked."""
+        """The most drafts for each of the sequences that a method is about to be asked for together; 0: it is
+        not asked.
+        """
         return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:

@@ -1,4 +1,6 @@
-"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing is at risk."""
+"""Drafts that nobody verifies are compared with what is written anyway: acceptance is measured, and nothing
+is at risk.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from speculon.control.fixed import ask_all
 from speculon.control.policy import Policy
 from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Timing, Verdict
 
-WATCHED = MAX_DRAFTS  # most drafts of a method that a text can have open: settled at each token, none is open for longer
+# most drafts of a method that a text can have open: settled at each token, none is open for longer
+WATCHED = MAX_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Watch:
 class Shadow:
     """Follows drafts of many texts until their fate is known.
 
-    Drafts that are not verified begin at each position, and overlap. All are judged; those that do not overlap are the rounds
-    that verification would have had with this method alone.
+    Drafts that are not verified begin at each position, and overlap. All are judged; those that do not
+    overlap are the rounds that verification would have had with this method alone.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,8 @@ class Shadow:
     def watch(self, seq: Sequence, method: str, draft: Draft) -> None:
         """Remembers a draft of what follows `seq.tokens`; one of the same method and place takes its place.
 
-        Beyond `WATCHED` open ones of a method a draft is not watched: `settle` was not called for as many tokens.
+        Beyond `WATCHED` open ones of a method a draft is not watched: `settle` was not called for as many
+        tokens.
         """
         watch = self._texts.setdefault(seq.id, {}).setdefault(method, Watch())
         start = len(seq.tokens)
@@ -60,7 +64,10 @@ class Shadow:
         watch.drafts[start] = Draft(draft.tokens, draft.sources)  # without q: [K, V] is large
 
     def settle(self, seq: Sequence, ended: bool = False) -> list[Judged]:
-        """The drafts whose fate the committed tokens tell, and all that are open where the text has ended. Each is told once."""
+        """The drafts whose fate the committed tokens tell, and all that are open where the text has ended.
+
+        Each is told once.
+        """
         found: list[Judged] = []
         if seq.id not in self._texts:
             return found
@@ -85,7 +92,10 @@ class Shadow:
 
 
 class ShadowPolicy(Policy):
-    """The policy `shadow`: asks as `fixed` does, and verifies nothing. Each method of a cascade is asked, and measured."""
+    """The policy `shadow`: asks as `fixed` does, and verifies nothing.
+
+    Each method of a cascade is asked, and measured.
+    """
 
     def __init__(self) -> None:
         self.shadow = Shadow()

@@ -21,14 +21,27 @@ MAX_FILE_BYTES = 500_000
 """Longer files are tables or generated code."""
 
 _SKIPPED_PARTS = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "_bundled", "encodings", "pydoc_data", "encoded_modules", "data"}
+    {
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_bundled",
+        "encodings",
+        "pydoc_data",
+        "encoded_modules",
+        "data",
+    }
 )
 _SKIPPED_PREFIXES = ("_sysconfigdata", "bad", "badsyntax_", "_pyrepl_data")
-_KEYWORD_LIKE = frozenset({"self", "cls", "super", "None", "True", "False", "print", "match", "case", "type", "_"})
+_KEYWORD_LIKE = frozenset(
+    {"self", "cls", "super", "None", "True", "False", "print", "match", "case", "type", "_"}
+)
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the validation split, from the sha256 of its posix path below the library root."""
+    """Whether a file belongs to the validation split, from the sha256 of its posix path below the library
+    root.
+    """
     digest = hashlib.sha256(relative_path.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
 
@@ -148,6 +161,8 @@ def draw_new_name(rng: random.Random, taken: str) -> str:
     """A plausible identifier that does not occur in the text `taken`."""
     while True:
         first, second = rng.choice(_FIRST), rng.choice(_SECOND)
-        name = rng.choice((f"{first}_{second}", f"{second}_{first}", f"{first}{second}", f"{first}_{second}_{second[0]}"))
+        name = rng.choice(
+            (f"{first}_{second}", f"{second}_{first}", f"{first}{second}", f"{first}_{second}_{second[0]}")
+        )
         if not re.search(rf"(?<!\w){name}(?!\w)", taken):
             return name

@@ -19,7 +19,11 @@ def read_ids(name: str, ids: Any) -> list[int]:
     values = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
         values = values[0]
-    if isinstance(values, str) or not isinstance(values, Seq) or not all(isinstance(token, int) for token in values):
+    if (
+        isinstance(values, str)
+        or not isinstance(values, Seq)
+        or not all(isinstance(token, int) for token in values)
+    ):
         raise InvalidParameter(name, ids, "takes token ids of one text, as a list or a tensor")
     return list(values)
 
@@ -43,17 +47,24 @@ def refuse_text(params: SamplingParams) -> None:
             raise InvalidParameter(name, asked, "texts need a tokenizer")
 
 
-def read_prediction(prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """The token ids of what the client expects, as the model would write them: without the special tokens of a prompt."""
+def read_prediction(
+    prediction: str | tuple[int, ...] | None, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[int, ...]:
+    """The token ids of what the client expects, as the model would write them: without the special tokens of
+    a prompt.
+    """
     if not isinstance(prediction, str):
         wrong = next((t for t in prediction or () if not 0 <= t < vocab_size), None)
         if wrong is not None:
             raise InvalidParameter("prediction", wrong, f"token ids go from 0 to {vocab_size - 1}")
         return prediction or ()
     if tokenizer is None:
-        raise InvalidParameter("prediction", prediction, "this is a string, which needs a tokenizer; token ids do not")
+        raise InvalidParameter(
+            "prediction", prediction, "this is a string, which needs a tokenizer; token ids do not"
+        )
     ids = tokenizer.encode(prediction, add_special_tokens=False, name="prediction")
-    return tuple(token for token in ids if token < vocab_size)  # the target has no logit for others, so it never writes them
+    # the target has no logit for others, so it never writes them
+    return tuple(token for token in ids if token < vocab_size)
 
 
 def check_request(
@@ -66,7 +77,10 @@ def check_request(
     block_size: int,
     written: Seq[int] = (),
 ) -> int:
-    """Raises by name what cannot be served; returns the most tokens the sequence may hold. `written` is output so far."""
+    """Raises by name what cannot be served; returns the most tokens the sequence may hold.
+
+    `written` is output so far.
+    """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
     bad = next((t for t in (*prompt, *written) if not 0 <= t < vocab_size), None)
@@ -80,7 +94,9 @@ def check_request(
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens")
     if ceil_div(max_len, block_size) > pages:
-        raise NeverFits(f"{max_len} tokens need {ceil_div(max_len, block_size)} KV pages of {block_size}, the pool owns {pages}")
+        raise NeverFits(
+            f"{max_len} tokens need {ceil_div(max_len, block_size)} KV pages of {block_size}, the pool owns {pages}"
+        )
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
         if wrong is not None:

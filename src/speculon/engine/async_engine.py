@@ -1,6 +1,7 @@
 """The asynchronous front door: an engine in a process of its own, requests as streams of events.
 
-A thread would share the interpreter with templates, JSON and streams: a step of 8 ms was seen to take 13 to 31 ms beside them.
+A thread would share the interpreter with templates, JSON and streams: a step of 8 ms was seen to take 13 to
+31 ms beside them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ STOP_SECONDS = 10.0  # given to the engine's process to end by itself
 
 
 class Mailbox:
-    """The news of some requests, in batches as they come. What is not read waits here; it is never more than their texts."""
+    """The news of some requests, in batches as they come.
+
+    What is not read waits here; it is never more than their texts.
+    """
 
     def __init__(self, engine: AsyncEngine, asked: Seq[Add]):
         self._engine = engine
@@ -61,7 +65,10 @@ class Mailbox:
             raise self._error
 
     async def take(self) -> list[Event]:
-        """What has come since the last call, at least one event; none once all texts have ended. Raises the engine's fault."""
+        """What has come since the last call, at least one event; none once all texts have ended.
+
+        Raises the engine's fault.
+        """
         while not self._events and any(self._open.values()) and self._error is None:
             await self._wait()
         if self._error is not None:
@@ -144,13 +151,18 @@ class AsyncEngine:
         """The engine's process, begun, and our end of the pipe to it."""
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_worker, args=(theirs, self._settings), name="speculon-engine", daemon=True)
+        process = context.Process(
+            target=run_worker, args=(theirs, self._settings), name="speculon-engine", daemon=True
+        )
         process.start()
         theirs.close()
         return process, ours
 
     async def submit(self, asked: Seq[Add]) -> Mailbox:
-        """Queues all of these requests or none; raises by name what cannot be served. Close the mailbox when done with it."""
+        """Queues all of these requests or none; raises by name what cannot be served.
+
+        Close the mailbox when done with it.
+        """
         if self.error is not None:
             raise self.error
         if taken := next((add.request_id for add in asked if add.request_id in self._open), None):
@@ -238,7 +250,9 @@ class AsyncEngine:
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(self.lose, EngineError("the engine's process has ended"))
             except Exception as error:  # what cannot be unpickled
-                loop.call_soon_threadsafe(self.lose, EngineError(f"the engine cannot be understood: {error!r}"))
+                loop.call_soon_threadsafe(
+                    self.lose, EngineError(f"the engine cannot be understood: {error!r}")
+                )
 
     def _hear(self, message: FromWorker) -> None:
         match message:

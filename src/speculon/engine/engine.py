@@ -90,7 +90,9 @@ class Engine:
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.counters = EngineCounters()
-        self.events = Events.of(config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages)
+        self.events = Events.of(
+            config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages
+        )
         self.state: State | None = None  # what is kept across restarts
         self._facts = facts
         self._requests: dict[str, _Request] = {}
@@ -152,10 +154,13 @@ class Engine:
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"
         seed = params.seed if params.seed is not None else secrets.randbits(64)
-        known = range(self.target.vocab_size)  # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
+        # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
+        known = range(self.target.vocab_size)
         words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
         bad_words = tuple(word for word in words if all(token in known for token in word))
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.target.eos_ids)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.target.eos_ids
+        )
         stop_ids = frozenset(token for token in stop_ids if token in known)
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         find_stop = None
@@ -163,7 +168,9 @@ class Engine:
             stops = StopStrings(params.stop, text)
             find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
         ending = Ending(stop_ids, params.min_tokens, find_stop)
-        shape = shape_of(params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else "")
+        shape = shape_of(
+            params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else ""
+        )
         return [
             Sequence(
                 id=next(self._ids),
@@ -210,7 +217,10 @@ class Engine:
 
     @torch.inference_mode()
     def round(self, plan: Plan, watch: Stopwatch) -> list[Verdict]:
-        """Drafts, judges and commits one plan; one verdict per span. An error leaves every sequence as it was before."""
+        """Drafts, judges and commits one plan; one verdict per span.
+
+        An error leaves every sequence as it was before.
+        """
         load = self.scheduler.load
         watch.lap("prepare")
         decisions = self.policy.decide([span.seq for span in plan.decoding], load)
@@ -269,7 +279,9 @@ class Engine:
         return events
 
     def keep_state(self) -> None:
-        """Begins with what an engine like this one learned before, and keeps it, where the settings name a folder for that."""
+        """Begins with what an engine like this one learned before, and keeps it, where the settings name a
+        folder for that.
+        """
         self.state = State.of(
             self.config,
             self.proposers,
@@ -284,7 +296,8 @@ class Engine:
             self._count_pools()
 
     def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:
-        """Deletes the earlier answers of one pool, or of all of a tenant, in the folder, too; returns how many pools were there.
+        """Deletes the earlier answers of one pool, or of all of a tenant, in the folder, too; returns how
+        many pools were there.
 
         A text that is being written enters its pool when it ends.
         """
@@ -295,7 +308,10 @@ class Engine:
         return count
 
     def close(self) -> None:
-        """Writes out what the record of rounds still holds, and what is kept across restarts. All else goes with the object."""
+        """Writes out what the record of rounds still holds, and what is kept across restarts.
+
+        All else goes with the object.
+        """
         if self.events is not None:
             self.events.close()
         if self.state is not None:
@@ -317,7 +333,9 @@ class Engine:
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
 
     def _given(self, off: Reason | None, brought: Mapping[str, object]) -> tuple[str, ...]:
-        """The methods that draft from what a request brings, in the order they are asked: none where it wants no drafts."""
+        """The methods that draft from what a request brings, in the order they are asked: none where it wants
+        no drafts.
+        """
         if off in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
             return ()
         return tuple(name for name, what in brought.items() if what and not self.proposers.lacking(name))
@@ -338,11 +356,18 @@ class Engine:
                 span.seq.stats.record(decided.get(span.seq.id), span.draft, verdict)
 
     def _spend(
-        self, spans: list[Span], decisions: list[Decision], verdicts: list[Verdict], draft_ms: float, target_ms: float | None
+        self,
+        spans: list[Span],
+        decisions: list[Decision],
+        verdicts: list[Verdict],
+        draft_ms: float,
+        target_ms: float | None,
     ) -> None:
-        """Books the ms of a round in which anybody was asked for drafts, against those of plain steps of the same batch size.
+        """Books the ms of a round in which anybody was asked for drafts, against those of plain steps of the
+        same batch size.
 
-        Without `target_ms` prompts were computed beside, which is no part of it: then the cost model says what the step took.
+        Without `target_ms` prompts were computed beside, which is no part of it: then the cost model says
+        what the step took.
         """
         batch, costs = len(spans), self.policy.costs
         asking = sum(decision.method is not None for decision in decisions)
@@ -367,7 +392,9 @@ class Engine:
             request.stats.add(seq.stats)
             request.open -= 1
             if not request.open:
-                log.info(log_line(seq.request_id, request.stats, perf_counter() - request.began, finish.reason))
+                log.info(
+                    log_line(seq.request_id, request.stats, perf_counter() - request.began, finish.reason)
+                )
                 del self._requests[seq.request_id]
         if ended:
             self._count_pools()

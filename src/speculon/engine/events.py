@@ -34,9 +34,11 @@ log = logging.getLogger("speculon")
 
 
 class Writer:
-    """Lines to a file and, past half of the limit, to a new one: `path` is the younger half and `path`.1 the older.
+    """Lines to a file and, past half of the limit, to a new one: `path` is the younger half and `path`.1 the
+    older.
 
-    A thread of its own writes, so a step never waits for the disk. An error of the disk ends the record, with a warning.
+    A thread of its own writes, so a step never waits for the disk. An error of the disk ends the record, with
+    a warning.
     """
 
     def __init__(self, path: Path, limit: int, head: Callable[[int], bytes]):
@@ -50,7 +52,9 @@ class Writer:
         try:
             for name in (path, older(path)):
                 if name.exists() and not begins_well(name):
-                    raise ConfigError(f"events = {str(path)!r}: {name} is no record of rounds, and would be lost")
+                    raise ConfigError(
+                        f"events = {str(path)!r}: {name} is no record of rounds, and would be lost"
+                    )
             self._begin()
         except OSError as error:
             raise ConfigError(f"events = {str(path)!r}: {error.strerror or error}") from None
@@ -82,7 +86,9 @@ class Writer:
         self._let_go()
         if self.path.exists():
             os.replace(self.path, older(self.path))
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        self._file = os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+        )
         self._write(self._head(self._begun))
         self._begun += 1
 
@@ -124,23 +130,39 @@ class Events:
 
     @classmethod
     def of(cls, config: EngineConfig, **facts: Any) -> Events | None:
-        """Where the settings ask for it; `facts` of the engine are for the first line. Raises `ConfigError` for a bad file."""
+        """Where the settings ask for it; `facts` of the engine are for the first line.
+
+        Raises `ConfigError` for a bad file.
+        """
         if config.events is None:
             return None
-        fixed: dict[str, Any] = {"run": secrets.token_hex(8), "time": round(time(), 3), "versions": versions(), **facts}
-        fixed |= {name: getattr(config, name) for name in ("model", "max_num_seqs", "max_batch_tokens", "block_size")}
+        fixed: dict[str, Any] = {
+            "run": secrets.token_hex(8),
+            "time": round(time(), 3),
+            "versions": versions(),
+            **facts,
+        }
+        fixed |= {
+            name: getattr(config, name)
+            for name in ("model", "max_num_seqs", "max_batch_tokens", "block_size")
+        }
         fixed["speculation"] = settings_of(config)
         limit = int(config.events_limit_mb * 2**20)
-        return cls(Writer(config.events, limit, lambda part: as_line({MARK: VERSION, "part": part} | fixed)), fixed["time"])
+        return cls(
+            Writer(config.events, limit, lambda part: as_line({MARK: VERSION, "part": part} | fixed)),
+            fixed["time"],
+        )
 
     def __init__(self, writer: Writer, began: float):
         self._writer, self._began = writer, began
         self._known: set[int] = set()  # texts whose methods this part tells
         self._part = 0
         self._lost = 0  # rounds since the last line
-        self._found: dict[tuple[int, str], Draft] = {}  # (sequence, method) -> what was proposed in this round
+        # (sequence, method) -> what was proposed in this round
+        self._found: dict[tuple[int, str], Draft] = {}
         self._ms: dict[str, float] = {}  # the profile at the last line
-        self.close = weakref.finalize(self, writer.close)  # also at the end of the process; the writer does not know this object
+        # also at the end of the process; the writer does not know this object
+        self.close = weakref.finalize(self, writer.close)
 
     def round(
         self,
@@ -154,7 +176,10 @@ class Events:
         target_ms: float,
         profile: Mapping[str, float],
     ) -> None:
-        """Tells of a round that was committed. `planned` is what was reserved, `decisions` what it came to, by decoding span."""
+        """Tells of a round that was committed.
+
+        `planned` is what was reserved, `decisions` what it came to, by decoding span.
+        """
         if not self._writer.open:
             return
         try:
@@ -162,10 +187,18 @@ class Events:
                 self._part = self._writer.part
                 self._known.clear()
             self._found = {
-                (seq.id, method): draft for method, seqs, drafts in proposed for seq, draft in zip(seqs, drafts, strict=True)
+                (seq.id, method): draft
+                for method, seqs, drafts in proposed
+                for seq, draft in zip(seqs, drafts, strict=True)
             }
-            decided = {span.seq.id: both for span, *both in zip(plan.decoding, planned, decisions, strict=True)}
-            texts = [self._text(s, v, *decided.get(s.seq.id, ())) for s, v in zip(plan.spans, verdicts, strict=True) if s.samples]
+            decided = {
+                span.seq.id: both for span, *both in zip(plan.decoding, planned, decisions, strict=True)
+            }
+            texts = [
+                self._text(s, v, *decided.get(s.seq.id, ()))
+                for s, v in zip(plan.spans, verdicts, strict=True)
+                if s.samples
+            ]
             rows = sum(span.rows for span in plan.spans)
             line = {
                 "time": round(time() - self._began, 4),
@@ -176,7 +209,9 @@ class Events:
                 "prompt_rows": rows - sum(1 + len(span.draft.tokens) for span in plan.decoding),
                 "target_ms": round(target_ms, 4),
                 "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
-                "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in proposals.items()},
+                "proposals": {
+                    method: call._replace(ms=round(call.ms, 4)) for method, call in proposals.items()
+                },
                 "texts": texts,
             }
             self._ms = dict(profile)
@@ -197,7 +232,11 @@ class Events:
         if seq.id not in self._known:
             self._known.add(seq.id)
             told["methods"] = {method: seq.most(method) for method in seq.methods}
-            told |= {"prompt_class": seq.shape.name, "marker": seq.shape.marker, "cold_matches": seq.cold_matches}
+            told |= {
+                "prompt_class": seq.shape.name,
+                "marker": seq.shape.marker,
+                "cold_matches": seq.cold_matches,
+            }
         if planned is None or decision is None:
             told["prompt"] = span.length
         elif asked := self._asked(seq, planned, bool(span.draft.tokens)):
@@ -213,10 +252,16 @@ class Events:
     def _asked(self, seq: Sequence, planned: Decision, drafted: bool) -> list[dict[str, Any]]:
         """The proposals that were made for a text: those up to the one whose draft was kept."""
         asked: list[dict[str, Any]] = []
-        last = max((i for i, ask in enumerate(planned.asks) if (seq.id, ask.method) in self._found), default=-1)
+        last = max(
+            (i for i, ask in enumerate(planned.asks) if (seq.id, ask.method) in self._found), default=-1
+        )
         for ask in planned.asks[: last + 1] if drafted else planned.asks:
             draft = self._found.get((seq.id, ask.method), NO_DRAFT)
-            told: dict[str, Any] = {"method": ask.method, "k": min(ask.k, planned.k), "found": len(draft.tokens)}
+            told: dict[str, Any] = {
+                "method": ask.method,
+                "k": min(ask.k, planned.k),
+                "found": len(draft.tokens),
+            }
             if draft.confidence:
                 told["confidence"] = [round(value, 3) for value in draft.confidence]
             told |= {"match": draft.match} if draft.match else {}
@@ -243,6 +288,11 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     """Of speculation. What a plug-in was given stays out: nobody knows what is in it."""
     settings = config.speculation
     drafts = {
-        method: draft if isinstance(draft, str) else type(draft).__name__ for method, draft in settings.drafts.items() if draft
+        method: draft if isinstance(draft, str) else type(draft).__name__
+        for method, draft in settings.drafts.items()
+        if draft
     }
-    return settings.model_dump(mode="json", exclude={"draft", "options"}) | {"draft": drafts, "options": sorted(settings.options)}
+    return settings.model_dump(mode="json", exclude={"draft", "options"}) | {
+        "draft": drafts,
+        "options": sorted(settings.options),
+    }

@@ -1,4 +1,5 @@
-"""A rehearsal before the first request: a second or two of rounds about nothing, so that kernels are warm and costs are known.
+"""A rehearsal before the first request: a second or two of rounds about nothing, so that kernels are warm and
+costs are known.
 
 Nothing of it stays but what steps and proposals cost: no text, no count, no page, no belief about drafts.
 """
@@ -56,8 +57,15 @@ def crowds(engine: Engine) -> Iterator[list[Sequence]]:
     """What is tried, and in which order: all methods with one text first."""
     methods = engine.proposers.methods_of((), engine.proposers.default)
     modes = [(OFF, 0), *((method, k) for k, method in product(DRAFTS, methods))]
-    params = SamplingParams(temperature=0.0, max_tokens=ROUNDS * (1 + DRAFTS[0]), min_tokens=ROUNDS, ignore_eos=True)
-    for texts, (method, k) in product(dict.fromkeys(min(texts, engine.config.max_num_seqs) for texts in CROWDS), modes):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=ROUNDS * (1 + DRAFTS[0]), min_tokens=ROUNDS, ignore_eos=True
+    )
+    for texts, (method, k) in product(
+        dict.fromkeys(min(texts, engine.config.max_num_seqs) for texts in CROWDS), modes
+    ):
         asked = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
-        prompts = ([(text * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)] for text in range(texts))
+        prompts = (
+            [(text * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
+            for text in range(texts)
+        )
         yield [seq for prompt in prompts for seq in engine.prepare(prompt, params, asked, NAME)]

@@ -15,7 +15,8 @@ class Scheduler:
         self.pool, self.max_num_seqs, self.max_batch_tokens = pool, max_num_seqs, max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._siblings: dict[int, list[Sequence]] = {}  # first sample -> those that start from its prompt's pages
+        # first sample -> those that start from its prompt's pages
+        self._siblings: dict[int, list[Sequence]] = {}
 
     @property
     def load(self) -> Load:
@@ -35,8 +36,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """Spans within `max_batch_tokens` rows whose pages are there, counted but not taken.
 
-        When pages run out the youngest running sequence gives all of its own back and waits to be computed again.
-        The oldest always runs: admission has checked that it fits alone.
+        When pages run out the youngest running sequence gives all of its own back and waits to be computed
+        again. The oldest always runs: admission has checked that it fits alone.
         """
         spans: list[Span] = []
         promised, budget = 0, self.max_batch_tokens

@@ -57,7 +57,9 @@ class Part:
 
 
 class State:
-    """Of one engine, whose thread calls it; a fault of the disk costs what would have been kept, with one warning."""
+    """Of one engine, whose thread calls it; a fault of the disk costs what would have been kept, with one
+    warning.
+    """
 
     @classmethod
     def of(
@@ -76,7 +78,9 @@ class State:
         model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
         machine = {name: getattr(facts, name) for name in ("device", "dtype", "fuse", "compile")}
         machine |= {"threads": threads, "draft": settings_of(config)["draft"], "versions": versions()}
-        return cls(config.state, [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})])
+        return cls(
+            config.state, [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
+        )
 
     def __init__(self, folder: Path, parts: list[Part], clock: Callable[[], float] = monotonic):
         self._folder, self._parts, self._clock = folder, parts, clock
@@ -103,7 +107,8 @@ class State:
 
     def save(self) -> None:
         """Writes what there is now."""
-        if self._writing and self._writing is not threading.current_thread():  # where the garbage is collected nobody chooses
+        # where the garbage is collected nobody chooses
+        if self._writing and self._writing is not threading.current_thread():
             self._writing.join()
         self._write(self._told())
 
@@ -129,7 +134,12 @@ class State:
         path = self._folder / part.file
         others = sum(found != path for found in self._folder.glob(f"{part.name}-*.jsonl"))
         if others:
-            log.info("state: %d %s of other models or settings in %s are left alone", others, part.name, self._folder)
+            log.info(
+                "state: %d %s of other models or settings in %s are left alone",
+                others,
+                part.name,
+                self._folder,
+            )
         if not path.exists():
             return 0
         try:
@@ -159,7 +169,10 @@ def write(path: Path, lines: Iterable[Any]) -> None:
 
 def read(path: Path, identity: Mapping[str, Any]) -> Lines:
     """What was told. Raises `ValueError` for a file that is not whole, or of something else."""
-    head, *lines, end = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] or [None, None]
+    head, *lines, end = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] or [
+        None,
+        None,
+    ]
     if head != {"format": FORMAT, "identity": identity}:
         raise ValueError("it was not learned here")
     if end != {"end": len(lines)} or not all(isinstance(line, list) and len(line) == 2 for line in lines):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from speculon.engine.engine import Engine
 
 PULSE = 0.25  # seconds between two readings of the counters
-REST = 1.0  # seconds without work after which the pool is checked: a request that comes at once must not wait for that
+# seconds without work after which the pool is checked: a request that comes at once must not wait for that
+REST = 1.0
 RETRIES = 1  # of a step that failed; it left everything as it was
 
 log = logging.getLogger("speculon")
@@ -51,7 +52,10 @@ def main(inbox: Connection, settings: dict[str, Any]) -> None:
 
 
 class Worker:
-    """Steps one engine. Whatever a client does, a step waits for nobody: the serving side reads all the time."""
+    """Steps one engine.
+
+    Whatever a client does, a step waits for nobody: the serving side reads all the time.
+    """
 
     def __init__(self, engine: Engine, inbox: Connection):
         self.engine, self._inbox = engine, inbox
@@ -94,7 +98,8 @@ class Worker:
                     self._inbox.send(PoolsForgotten(number, self.engine.forget_pools(pool, tenant)))
                 case Stop():
                     return False
-            if not self._inbox.poll():  # an abort may have left nothing to do, which the counters have to tell
+            # an abort may have left nothing to do, which the counters have to tell
+            if not self._inbox.poll():
                 break
         return True
 
@@ -130,12 +135,16 @@ class Worker:
         self._tell(events)
 
     def _give_up(self, error: Exception) -> None:
-        """Ends those who run, with the fault as the answer; those who wait get their chance, unless nobody runs."""
+        """Ends those who run, with the fault as the answer; those who wait get their chance, unless nobody
+        runs.
+        """
         self._failures = 0
         scheduler = self.engine.scheduler
         for request_id in dict.fromkeys(seq.request_id for seq in scheduler.running or scheduler.waiting):
             self.engine.abort(request_id)
-            self._inbox.send(Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}")))
+            self._inbox.send(
+                Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}"))
+            )
 
     def _tell(self, events: list[Any]) -> None:
         if events:

@@ -1,8 +1,9 @@
 """Who owns which KV page. Integers only: the bytes live in `kv.store`.
 
-A page is *used* (some sequence holds it), *cached* (nobody does, but its content is indexed and may be found again)
-or *free*. Pages of one sequence are kept consecutive where possible, because a run of pages can be read without a copy;
-so a starting sequence softly *claims* the run that it will grow into. A claim never denies a page to anybody.
+A page is *used* (some sequence holds it), *cached* (nobody does, but its content is indexed and may be found
+again) or *free*. Pages of one sequence are kept consecutive where possible, because a run of pages can be
+read without a copy; so a starting sequence softly *claims* the run that it will grow into. A claim never
+denies a page to anybody.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ class BlockPool:
         self._claims: dict[int, range] = {}  # sequence id -> pages it would like to grow into
         self._index: dict[tuple[int, tuple[int, ...]], int] = {}  # (content id before, tokens) -> page
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # indexed page -> its key
-        self._content: dict[int, int] = {}  # indexed page -> content id: never reused, so an orphan is never found
-        self._drafters: dict[int, set[str]] = {}  # indexed page -> drafting methods whose K and V fill it, too
+        # indexed page -> content id: never reused, so an orphan is never found
+        self._content: dict[int, int] = {}
+        # indexed page -> drafting methods whose K and V fill it, too
+        self._drafters: dict[int, set[str]] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # indexed pages that nobody uses, oldest first
-        self._sealed: dict[int, tuple[int, int]] = {}  # sequence id -> (pages indexed so far, content id of the last)
+        # sequence id -> (pages indexed so far, content id of the last)
+        self._sealed: dict[int, tuple[int, int]] = {}
         self._next_content = ROOT + 1
 
     @property
@@ -98,7 +102,10 @@ class BlockPool:
             self._sealed[seq.id] = (i + 1, content)
 
     def release(self, seq: Sequence) -> None:
-        """Takes all pages from a sequence; it may be attached again later. What drafters have in them stays known."""
+        """Takes all pages from a sequence; it may be attached again later.
+
+        What drafters have in them stays known.
+        """
         for method, done in seq.drafted.items():
             for page in seq.table[: done // self.block_size]:
                 if page in self._key:
@@ -113,7 +120,9 @@ class BlockPool:
         """Raises AssertionError unless every page is exactly used, cached or free, as the live sequences say."""
         refs = [0] * self.num_blocks
         for seq in live:
-            assert len(seq.table) >= ceil_div(seq.committed, self.block_size), f"sequence {seq.id}: tokens without pages"
+            assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
+                f"sequence {seq.id}: tokens without pages"
+            )
             for page in seq.table:
                 refs[page] += 1
         assert refs == self._refs, "page owners differ from the reference counts"

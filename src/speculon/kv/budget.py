@@ -19,7 +19,9 @@ SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for ot
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a pool may come from: the device's free memory, or the machine's, within a container's limit."""
+    """Bytes that a pool may come from: the device's free memory, or the machine's, within a container's
+    limit.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -72,7 +74,13 @@ class Promise:
     @property
     def action(self) -> str:
         """What the policy makes of it."""
-        return "use" if self.fits or self.policy == "allow" else "plain" if self.policy == "fallback" else "refuse"
+        return (
+            "use"
+            if self.fits or self.policy == "allow"
+            else "plain"
+            if self.policy == "fallback"
+            else "refuse"
+        )
 
     def to_dict(self) -> dict[str, int | str | bool]:
         return {**asdict(self), "estimate": self.estimate, "fits": self.fits, "action": self.action}
@@ -88,7 +96,8 @@ class Budget:
 
     def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
         self._config, self._target = config, target
-        self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)  # pages that full contexts need
+        # pages that full contexts need
+        self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
         self._held = held_memory(device)
         self._free, answers = free_memory(device), self._for_answers()
         self._remembered = answers if device.type == "cpu" else 0  # they never lie on another device
@@ -97,7 +106,9 @@ class Budget:
         """Bytes of all pools of earlier answers. Raises `ConfigError` where the machine has not so many."""
         wanted, free = self._config.speculation, free_memory(torch.device("cpu"))
         if wanted.remembered_bytes > free:
-            limit = f"{wanted.suffix_pools} pools of them need {wanted.remembered_bytes} bytes, {free} are free"
+            limit = (
+                f"{wanted.suffix_pools} pools of them need {wanted.remembered_bytes} bytes, {free} are free"
+            )
             raise ConfigError(f"suffix_pool_tokens = {wanted.suffix_pool_tokens}: {limit}")
         return wanted.remembered_bytes
 
@@ -118,7 +129,10 @@ class Budget:
         )
 
     def pages(self, drafters: list[Needs]) -> int:
-        """Pages of the pool. Raises `ConfigError` where the memory that is free, or given, holds none or not that many."""
+        """Pages of the pool.
+
+        Raises `ConfigError` where the memory that is free, or given, holds none or not that many.
+        """
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
         if count < 1:
@@ -133,7 +147,9 @@ class Budget:
         return count
 
     def _count(self, drafters: list[Needs]) -> int:
-        """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given or free."""
+        """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given
+        or free.
+        """
         set_count = self._config.num_blocks
         return set_count or min(self._useful, self._for_pages(drafters) // self._page_bytes(drafters))
 

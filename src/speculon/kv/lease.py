@@ -43,7 +43,9 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for seq in (span.seq for span in self._spans):
             seq.drafted = {method: min(done, seq.committed) for method, done in seq.drafted.items()}
             self._pool.trim(seq)
@@ -57,7 +59,9 @@ class DraftLease:
     first_layer: int
 
     def view(self, pieces: list[tuple[Sequence, int, int]], first: int = 0) -> View:
-        """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions below `first`."""
+        """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions
+        below `first`.
+        """
         spans, row = [], 0
         for seq, start, end in pieces:
             where, context = self.store.where(seq.table, end), end - first
@@ -83,8 +87,9 @@ class Leases:
     def reserve(self, plan: Plan, decisions: list[Decision]) -> Lease:
         """Takes the pages of the plan, all or none, then those of the drafts as far as they go.
 
-        At most `max_drafts` in all, for which memory was promised: beyond, the longest shrink first, to zero with `load`.
-        A draft position never takes a page from a sequence: without free pages K shrinks, to zero with `no_pages`.
+        At most `max_drafts` in all, for which memory was promised: beyond, the longest shrink first, to zero
+        with `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to
+        zero with `no_pages`.
         """
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
@@ -98,7 +103,9 @@ class Leases:
             end = span.start + span.length
             spare = (len(span.seq.table) + pool.available) * pool.block_size - end
             if spare < decision.k:
-                lease.decisions[i] = replace(decision, k=spare) if spare else Decision(None, 0, Reason.NO_PAGES)
+                lease.decisions[i] = (
+                    replace(decision, k=spare) if spare else Decision(None, 0, Reason.NO_PAGES)
+                )
             pool.extend(span.seq, end + lease.decisions[i].k)
         return lease
 

@@ -1,4 +1,6 @@
-"""The bytes of the page pool: where each row's keys and values go, and where a span finds those of its sequence."""
+"""The bytes of the page pool: where each row's keys and values go, and where a span finds those of its
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ Where = slice | Tensor  # consecutive slots, or a LongTensor of them
 class PageStore:
     """One K and one V tensor per layer, addressed by slot = page * block_size + offset."""
 
-    def __init__(self, layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, device: torch.device | str):
+    def __init__(
+        self, layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, device: torch.device | str
+    ):
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.device = torch.device(device)
         self.slots = slots = num_blocks * block_size
-        # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read before it is written.
+        # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read
+        # before it is written.
         self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
         self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
@@ -41,14 +46,18 @@ class PageStore:
 
     def view(self, spans: list[Span]) -> View:
         """What one forward over `spans` writes and reads. Does not modify the store."""
-        return self.view_of([SpanView(s.row, s.row + s.rows, self.where(s.seq.table, s.end), s.end) for s in spans])
+        return self.view_of(
+            [SpanView(s.row, s.row + s.rows, self.where(s.seq.table, s.end), s.end) for s in spans]
+        )
 
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
         """The same for a model whose layers begin at `first_layer` of the store."""
         return View(self, self._writes(spans), spans, first_layer)
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
-        """Copies of K and V at some slots, valid until the next call: fresh memory for each layer would cost more."""
+        """Copies of K and V at some slots, valid until the next call: fresh memory for each layer would cost
+        more.
+        """
         spec, pools = self.layers[layer], {"k": self.k[layer], "v": self.v[layer]}
         if len(slots) * spec.bytes_per_token > gather_bytes(self.device):
             k, v = (pool.index_select(0, slots) for pool in pools.values())
@@ -77,7 +86,8 @@ class PageStore:
         if len(slices) == len(tails):
             if all(a.stop == b.start for a, b in pairwise(slices)):
                 return slice(slices[0].start, slices[-1].stop)
-            return as_tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], self.device)  # [T]
+            # [T]
+            return as_tensor([slot for tail in slices for slot in range(tail.start, tail.stop)], self.device)
         found = [as_index(tail, self.device) for tail in tails]
         return found[0] if len(found) == 1 else torch.cat(found)  # [T]
 
@@ -141,7 +151,9 @@ class View:
             at += part.shape[1]
 
     def slots_of(self, layer: int, where: Where) -> tuple[Tensor, Tensor]:  # k [S, Hkv, Dk], v [S, Hkv, Dv]
-        """Keys and values of some slots; views where they are consecutive, so that writing there writes the pages."""
+        """Keys and values of some slots; views where they are consecutive, so that writing there writes the
+        pages.
+        """
         layer = self.first_layer + layer
         return self.store.k[layer][where], self.store.v[layer][where]
 
@@ -154,7 +166,8 @@ class View:
         """The keys and values of all slots, whosoever they are."""
         return self.store.flat[self.first_layer + layer]
 
-    def take(self, layer: int, where: Where, spans: int) -> tuple[Tensor, Tensor]:  # k [B, Hkv, S, Dk], v [B, Hkv, S, Dv]
+    # k [B, Hkv, S, Dk], v [B, Hkv, S, Dv]
+    def take(self, layer: int, where: Where, spans: int) -> tuple[Tensor, Tensor]:
         """Keys and values at the slots of B spans [B * S]; views where they are consecutive."""
         layer = self.first_layer + layer
         if isinstance(where, slice):
@@ -166,7 +179,9 @@ class View:
 
 def tail_of(where: Where, length: int) -> Where:
     """The last `length` of these slots."""
-    return slice(where.stop - length, where.stop) if isinstance(where, slice) else where[len(where) - length :]
+    return (
+        slice(where.stop - length, where.stop) if isinstance(where, slice) else where[len(where) - length :]
+    )
 
 
 def by_span(slots: Tensor, spans: int) -> Tensor:

@@ -17,16 +17,22 @@ from speculon.kv.store import SpanView, View, Where, as_index, gather_bytes, pow
 from speculon.models.sparse import ENTRY, Sight, attend_single, pays, sight
 
 NAME = "speculon"
-FOLD_ROWS = 32  # guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+# guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+FOLD_ROWS = 32
 PIECE = {
     "cpu": 64
-}  # rows in one call: its keys end with its last row, so that less is computed only to be hidden (48 and 128: slower)
-# In bytes of K and V read, measured out of cache on 2 cores: what a call costs besides its keys, what each further query row adds
+    # rows in one call: its keys end with its last row, so that less is computed only to be hidden (48 and
+    # 128:
+    # slower)
+}
+# In bytes of K and V read, measured out of cache on 2 cores: what a call costs besides its keys, what each
+# further query row adds
 # to a key, and what it costs to copy the keys of several spans together for a joint call.
 CALL = {"cpu": 200 << 10}
 CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
 ROW, COPY = 0.08, 0.1
-# Single rows beside few rows of others have a call of their own, and rows are picked out and put back: 1.0 to 1.5 ms of a step of
+# Single rows beside few rows of others have a call of their own, and rows are picked out and put back: 1.0 to
+# 1.5 ms of a step of
 # 20 layers, the time in which so many bytes of keys and values are read in each.
 REREAD = 1 << 20
 
@@ -48,7 +54,8 @@ class Calls:
     """What all layers of one window do in one forward."""
 
     calls: list[Call]
-    order: Tensor | None = None  # [T] where the row of the flat batch lies among the calls' rows, None: in place
+    # [T] where the row of the flat batch lies among the calls' rows, None: in place
+    order: Tensor | None = None
 
 
 def attend(
@@ -68,7 +75,9 @@ def attend(
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
     if view is None:
-        raise UnsupportedModel(f"{type(module).__name__} does not hand the arguments of a forward down to its attention")
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not hand the arguments of a forward down to its attention"
+        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return attend_rows(view, layer, query, key, value, scaling, softcap, s_aux)[None], None
@@ -90,7 +99,12 @@ def attend_rows(
 
 
 def attend_written(
-    view: View, layer: int, query: Tensor, scaling: float | None, softcap: float | None = None, sinks: Tensor | None = None
+    view: View,
+    layer: int,
+    query: Tensor,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # [T, H, Dv]
     """The same once the rows' own keys and values are in the pages."""
     plain = softcap is None and sinks is None
@@ -98,7 +112,8 @@ def attend_written(
     todo = calls_of(view, layer, group, plain, query)
     outs = []
     for call in todo.calls:
-        q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)  # [B * n, H, Dk]
+        # [B * n, H, Dk]
+        q = query[call.rows] if isinstance(call.rows, slice) else query.index_select(0, call.rows)
         if call.seen is not None:
             outs.append(attend_single(call.seen, q, *view.pool(layer), scaling))
             continue
@@ -112,7 +127,9 @@ def attend_written(
             outs.append(out[0].transpose(0, 1))
             continue
         else:
-            out = F.scaled_dot_product_attention(fold(q, call.spans, group), k, v, attn_mask=call.mask, scale=scaling)
+            out = F.scaled_dot_product_attention(
+                fold(q, call.spans, group), k, v, attn_mask=call.mask, scale=scaling
+            )
         outs.append(unfold(out, group))
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if todo.order is None else rows.index_select(0, todo.order)
@@ -130,7 +147,8 @@ def by_hand(
 ) -> Tensor:
     """Softmax in fp32 with what no kernel takes: a soft cap on the scores, a sink that drains probability."""
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = ((q * scale) @ k.transpose(-1, -2)).float()  # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
+    # [B, Hkv, n * g, S]; scaled first: fp16 ends at 65504
+    scores = ((q * scale) @ k.transpose(-1, -2)).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.unflatten(2, (-1, group))  # [B, Hkv, n, g, S]
@@ -175,7 +193,11 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
     window, folded = spec.window, group if plain else 1
     entry = heads * ENTRY if plain and pays(query, group) else 0
     calls, placed, at = [], [], 0
-    most = 1 if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD else PIECE.get(device.type)
+    most = (
+        1
+        if entry and rereads(view.spans, window) * spec.bytes_per_token <= REREAD
+        else PIECE.get(device.type)
+    )
     few = [span for span in view.spans if span.rows <= FOLD_ROWS]
     if most != 1 and joined_by_most(few) and fits(few, window, spec.bytes_per_token, device):
         entry = 0
@@ -197,14 +219,18 @@ def make_calls(view: View, layer: int, group: int, plain: bool, query: Tensor) -
 
 
 def rereads(spans: list[SpanView], window: int | None) -> float:
-    """Keys that are read again where each row of a crowd is served by itself; not for a text alone, nor beside a prompt."""
+    """Keys that are read again where each row of a crowd is served by itself; not for a text alone, nor
+    beside a prompt.
+    """
     if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans):
         return inf
     return sum((span.rows - 1) * reach(span, window) for span in spans)
 
 
 def joined_by_most(spans: list[SpanView]) -> bool:
-    """Whether single rows go along with the few rows of others: those are as many, and not one, which is read in place."""
+    """Whether single rows go along with the few rows of others: those are as many, and not one, which is read
+    in place.
+    """
     singles = sum(span.rows == 1 for span in spans)
     return 1 < len(spans) - singles >= singles
 
@@ -232,7 +258,11 @@ def buckets(
         joined = [*found[-1], span] if found and kind(found[-1][0]) == kind(span) < 2 else []
         key_bytes, copy = (token_bytes, COPY) if kind(span) else (entry, 0.0)
         price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
-        if joined and fits(joined, window, key_bytes, device) and price(joined) <= price(found[-1]) + price([span]):
+        if (
+            joined
+            and fits(joined, window, key_bytes, device)
+            and price(joined) <= price(found[-1]) + price([span])
+        ):
             found[-1] = joined
         else:
             found.append([span])
@@ -244,8 +274,12 @@ def fits(spans: list[SpanView], window: int | None, key_bytes: int, device: torc
     return len(spans) * max(reach(s, window) for s in spans) * key_bytes <= gather_bytes(device)
 
 
-def cost(spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float) -> float:
-    """What one call for all of them costs, in bytes read; `copy` for each byte that several spans must copy together."""
+def cost(
+    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float
+) -> float:
+    """What one call for all of them costs, in bytes read; `copy` for each byte that several spans must copy
+    together.
+    """
     rows, keys = max(s.rows for s in spans), max(reach(s, window) for s in spans)
     read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + copy * (len(spans) > 1))
     return CALL.get(device.type, CALL_ELSEWHERE) + read
@@ -256,15 +290,22 @@ def reach(span: SpanView, window: int | None) -> int:
     return span.context if window is None else min(span.context, window + span.rows - 1)
 
 
-def span_call(span: SpanView, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Call:
+def span_call(
+    span: SpanView, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Call:
     n, length = span.rows, reach(span, window)
     where = span.where if length == span.context else span.tail(length)
     mask = None if n == 1 else MASKS.slice(n, length, window, group if n <= FOLD_ROWS else 1, dtype, device)
     return Call(slice(span.first, span.last), 1, n, where, mask)
 
 
-def joint_call(spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """One call for many spans, rows and keys padded at the end. A padding row sees the first key: it stays finite."""
+def joint_call(
+    spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Call:
+    """One call for many spans, rows and keys padded at the end.
+
+    A padding row sees the first key: it stays finite.
+    """
     n, length = max(s.rows for s in spans), max(reach(s, window) for s in spans)
     where = padded([s.tail(reach(s, window)) for s in spans], length, device)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
@@ -273,7 +314,12 @@ def joint_call(spans: list[SpanView], window: int | None, group: int, dtype: tor
         rows = torch.tensor([min(s.first + i, s.last - 1) for s in spans for i in range(n)], device=device)
     if n == 1 and all(reach(s, window) == length for s in spans):
         return Call(rows, len(spans), n, where, None)
-    ends = [reach(s, window) - s.rows + i + 1 if i < s.rows else 1 for s in spans for i in range(n) for _ in range(group)]
+    ends = [
+        reach(s, window) - s.rows + i + 1 if i < s.rows else 1
+        for s in spans
+        for i in range(n)
+        for _ in range(group)
+    ]
     end = torch.tensor(ends, device=device).view(len(spans), 1, n * group, 1)
     column = torch.arange(length, device=device)
     hidden = column >= end
@@ -288,7 +334,9 @@ def padded(wheres: list[Where], to: int, device: torch.device) -> Tensor:  # [B 
     column = torch.arange(to, device=device)
     slices = [where for where in wheres if isinstance(where, slice)]
     if len(slices) == len(wheres):
-        first, last = torch.tensor([[w.start for w in slices], [w.stop - 1 for w in slices]], device=device)[..., None]
+        first, last = torch.tensor([[w.start for w in slices], [w.stop - 1 for w in slices]], device=device)[
+            ..., None
+        ]
         return torch.minimum(first + column, last).flatten()
     slots = [as_index(where, device) for where in wheres]
     return torch.cat([x[column.clamp(max=len(x) - 1)] for x in slots])
@@ -303,7 +351,9 @@ class MaskCache:
     def slice(
         self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:  # [n * g, length]
-        """Additive mask of the last n positions: row i * g + j sees keys in (length - n + i - window, length - n + i]."""
+        """Additive mask of the last n positions: row i * g + j sees keys in (length - n + i - window, length
+        - n + i].
+        """
         key = (window, group, dtype, device)
         base, rows, before = self.bases.get(key, (None, 0, 0))
         if base is None or n > rows or length - n > before:
@@ -314,7 +364,9 @@ class MaskCache:
         return base[: n * group, before - (length - n) : before + n]
 
 
-def banded(rows: int, before: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def banded(
+    rows: int, before: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """0 where row i sees column c (before + i - window < c <= before + i), minus infinity elsewhere."""
     last = (before + torch.arange(rows, device=device)).repeat_interleave(group)[:, None]  # [rows * g, 1]
     column = torch.arange(before + rows, device=device)[None]

@@ -1,7 +1,9 @@
-"""One layer of a decoder as few calls of the library: what most architectures share, under the names that they give it.
+"""One layer of a decoder as few calls of the library: what most architectures share, under the names that
+they give it.
 
-x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing. A layer that does
-anything else is found out by the comparison in models/fuse, which is why nothing is checked twice here.
+x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing. A
+layer that does anything else is found out by the comparison in models/fuse, which is why nothing is checked
+twice here.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from speculon.kv.store import View
 from speculon.models.attention import attend_rows
 from speculon.models.linear import Product, hooked, joined, plain
 
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}  # of the row's largest: about one
+# of the row's largest: about one
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
-AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
 
@@ -31,12 +39,16 @@ class NotThisKind(Exception):
 
 
 class Norm:
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019). `weight` [D], or [H, D] for H heads of x [T, H, D]."""
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    `weight` [D], or [H, D] for H heads of x [T, H, D].
+    """
 
     def __init__(self, weight: Tensor, eps: float):
         self.weight, self.eps = weight, eps
         width = weight.shape[-1]
-        # In fp32 on a CPU the library's norm is six operations; with the sum of squares as its own one, five short ones do.
+        # In fp32 on a CPU the library's norm is six operations; with the sum of squares as its own one, five
+        # short ones do.
         self.few_calls = weight.device.type == "cpu" and weight.dtype is torch.float32
         self.scaled, self.floor = weight * width**0.5, torch.tensor(width * eps, device=weight.device)
 
@@ -135,12 +147,15 @@ class Block:
 
 
 def rotate(heads: Tensor, tables: Tables) -> Tensor:
-    """Rotary positions (Su 2021) in the half-split form: x cos + (x with its halves exchanged) (-sin, sin). [T, H, Dh]."""
+    """Rotary positions (Su 2021) in the half-split form: x cos + (x with its halves exchanged) (-sin, sin).
+    [T, H, Dh].
+    """
     cos, sin = tables
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:  # [1, T, Dh] or [1, T, Dh / 2], as transformers makes them
+# [1, T, Dh] or [1, T, Dh / 2], as transformers makes them
+def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
     """What `rotate` wants of the tables of one step, for heads of `width`."""
     if 2 * cos.shape[-1] == width:
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
@@ -155,7 +170,9 @@ def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: 
     mlp = children.pop("mlp", None)
     if inner is None or mlp is None:
         raise NotThisKind("no self_attn and mlp")
-    return Block(attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children))
+    return Block(
+        attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children)
+    )
 
 
 def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
@@ -212,14 +229,24 @@ def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
         found: list[Any] = [getattr(module, name, None) for name in names]
         if all(map(plain, found)):
             return found
-    raise NotThisKind(f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}")
+    raise NotThisKind(
+        f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}"
+    )
 
 
 def norm_of(stock: nn.Module) -> Norm:
-    """The native form of an RMS norm with weight w, or 1 + w: whichever gives the same. Raises `NotThisKind` if neither does."""
+    """The native form of an RMS norm with weight w, or 1 + w: whichever gives the same.
+
+    Raises `NotThisKind` if neither does.
+    """
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     named = dict(stock.named_parameters())
-    if "RMSNorm" not in type(stock).__name__ or eps is None or list(named) != ["weight"] or named["weight"].dim() != 1:
+    if (
+        "RMSNorm" not in type(stock).__name__
+        or eps is None
+        or list(named) != ["weight"]
+        or named["weight"].dim() != 1
+    ):
         raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
     if hooked(stock):
         raise NotThisKind(f"{type(stock).__name__} has hooks")
@@ -234,7 +261,9 @@ def norm_of(stock: nn.Module) -> Norm:
 def same_norm(stock: nn.Module, new: Norm) -> bool:
     """Whether two norms agree, up to a rounding, on random rows [3, D] of small, usual and large size."""
     sizes = torch.tensor([1e-2, 1.0, 1e2])[:, None]
-    x = (torch.randn(len(sizes), new.weight.numel(), generator=torch.Generator().manual_seed(0)) * sizes).to(new.weight)
+    x = (torch.randn(len(sizes), new.weight.numel(), generator=torch.Generator().manual_seed(0)) * sizes).to(
+        new.weight
+    )
     try:
         expected, found = stock(x), new(x)
     except (RuntimeError, TypeError, ValueError):

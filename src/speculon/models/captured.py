@@ -1,8 +1,10 @@
-"""The loop as recorded pieces, for devices where launching an operation costs more than a few rows of its work (CUDA graphs).
+"""The loop as recorded pieces, for devices where launching an operation costs more than a few rows of its
+work (CUDA graphs).
 
-Between two attentions a layer depends on its rows alone, on no span and no page. So each such piece is recorded once for each of
-a few numbers of rows, on buffers that stay where they are, and replayed; attention, with its page writes, is called as ever, with
-the rows of the step alone. Rows up to the next recorded number compute on what lies there, and nobody reads what comes of them.
+Between two attentions a layer depends on its rows alone, on no span and no page. So each such piece is
+recorded once for each of a few numbers of rows, on buffers that stay where they are, and replayed; attention,
+with its page writes, is called as ever, with the rows of the step alone. Rows up to the next recorded number
+compute on what lies there, and nobody reads what comes of them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import STATES_OF_ROW, Target
 
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # guess: rows of a step; 128 are 16 texts with 7 drafts each
-APART = 0.3  # of a row's norm, below fp32: another number of rows takes other kernels; an unrelated row would be 1.4 off
+# guess: rows of a step; 128 are 16 texts with 7 drafts each
+BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# of a row's norm, below fp32: another number of rows takes other kernels; an unrelated row would be 1.4 off
+APART = 0.3
 GRAPH = 128 << 10  # guess: bytes that a graph takes besides its results
 
 Piece = Callable[[], None]  # reads and writes static buffers, and leaves nothing else behind
@@ -36,21 +40,32 @@ Recorder = Callable[[Piece], Piece]  # from a piece to what does the same work a
 
 
 class CudaGraphRecorder:
-    """Records pieces as CUDA graphs with one pool of memory. Their results lie outside of it, so any order of replay is good."""
+    """Records pieces as CUDA graphs with one pool of memory.
+
+    Their results lie outside of it, so any order of replay is good.
+    """
 
     def __init__(self, device: torch.device):
-        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self.device, self.stream, self.pool = (
+            device,
+            torch.cuda.Stream(device),
+            torch.cuda.graph_pool_handle(),
+        )
 
     def __call__(self, piece: Piece) -> Piece:
         with torch.cuda.device(self.device):
             self.warm_up(piece)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 piece()
         return graph.replay
 
     def warm_up(self, piece: Piece) -> None:
-        """Runs it once, so that handles, kernels and workspaces are there: none may be made while a graph is recorded."""
+        """Runs it once, so that handles, kernels and workspaces are there: none may be made while a graph is
+        recorded.
+        """
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream), waiting_refused():
@@ -60,7 +75,9 @@ class CudaGraphRecorder:
 
 @contextmanager
 def waiting_refused() -> Iterator[None]:
-    """An operation that waits for the device raises `RuntimeError`: within a recording it would leave the allocator broken."""
+    """An operation that waits for the device raises `RuntimeError`: within a recording it would leave the
+    allocator broken.
+    """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
@@ -81,7 +98,10 @@ class Captured:
         self.loop, self.blocks, most = loop, loop.blocks, BUCKETS[-1]
         if any(isinstance(block.mlp, Stock) for block in self.blocks):
             raise NotThisKind("not captured: it has experts, or another MLP that is left as it is")
-        shapes = {(block.attention.heads, block.attention.kv_heads, block.attention.head_dim) for block in self.blocks}
+        shapes = {
+            (block.attention.heads, block.attention.kv_heads, block.attention.head_dim)
+            for block in self.blocks
+        }
         if len(shapes) > 1:
             raise NotThisKind("not captured: its layers have different numbers of heads")
         heads, kv_heads, head_dim = shapes.pop()
@@ -96,7 +116,9 @@ class Captured:
         self.scores: dict[int, Piece] = {}
         for size in reversed(BUCKETS):  # the largest first: the smaller ones find room in what it took
             self.scores[size] = record(partial(self.score, size))
-            self.pieces[size] = [record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)]
+            self.pieces[size] = [
+                record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)
+            ]
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
@@ -116,13 +138,18 @@ class Captured:
         return copied(self.logits[:scored])
 
     def fill(self, batch: Batch, rows: int, scored: int) -> None:
-        """Hands a step in. Behind it lie zeros, or rows of an earlier step: tokens and positions that are valid as well."""
+        """Hands a step in.
+
+        Behind it lie zeros, or rows of an earlier step: tokens and positions that are valid as well.
+        """
         self.ids[:, :rows].copy_(batch.input_ids)
         self.positions[:, :rows].copy_(batch.position_ids)
         self.score_rows[:scored].copy_(batch.score_rows)
 
     def piece(self, number: int, rows: int) -> None:
-        """Ends the layer before layer `number`, or looks the tokens up; begins layer `number`, or is the last piece."""
+        """Ends the layer before layer `number`, or looks the tokens up; begins layer `number`, or is the last
+        piece.
+        """
         x = self.x[:rows]
         if number:
             x.copy_(self.blocks[number - 1].end(x, self.seen[:rows]))
@@ -155,7 +182,10 @@ def copied(part: Tensor) -> Tensor:
 
 
 def captured(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], record: Recorder) -> Captured:
-    """The loop recorded, and equal to it on every batch given. Raises `NotThisKind` where it cannot be recorded, or differs."""
+    """The loop recorded, and equal to it on every batch given.
+
+    Raises `NotThisKind` where it cannot be recorded, or differs.
+    """
     try:
         made = Captured(loop, target.device, record)
         for batch, view in batches:
@@ -163,7 +193,9 @@ def captured(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], 
             if expected is None or found is None or not alike(found, expected):
                 raise NotThisKind("not captured: it computes something else")
     except RuntimeError as error:  # an operation that waits for the device, or no memory, for two
-        raise NotThisKind(f"not captured: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}") from error
+        raise NotThisKind(
+            f"not captured: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}"
+        ) from error
     return made
 
 
@@ -176,7 +208,9 @@ def alike(found: Tensor, expected: Tensor) -> bool:  # [R, V] each
 
 
 def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """Memory that recording takes: buffers, the intermediate results of the largest piece, which all share, and graphs."""
+    """Memory that recording takes: buffers, the intermediate results of the largest piece, which all share,
+    and graphs.
+    """
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     shared = max(hidden + config.vocab_size, STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
     graphs = len(BUCKETS) * (len(layers) + 2)
@@ -184,7 +218,9 @@ def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype
 
 
 def static_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """The buffers alone: ids, positions and scored rows; residual, logits, rotary tables, heads and what they saw."""
+    """The buffers alone: ids, positions and scored rows; residual, logits, rotary tables, heads and what they
+    saw.
+    """
     heads, kv_heads, head_dim = config.num_attention_heads, layers[0].heads, layers[0].k_dim
     row = config.hidden_size + config.vocab_size + 2 * head_dim + 2 * (heads + kv_heads) * head_dim
     return BUCKETS[-1] * (3 * torch.long.itemsize + row * dtype.itemsize)

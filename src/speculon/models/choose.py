@@ -1,4 +1,6 @@
-"""The drafters of an engine: those that are set, those that are found beside the model, and the one that ships with `demo`."""
+"""The drafters of an engine: those that are set, those that are found beside the model, and the one that
+ships with `demo`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ log = logging.getLogger("speculon")
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
-    """The settings with each drafter under the method it is for. Raises `ModelError` for one that is of no use here."""
+    """The settings with each drafter under the method it is for.
+
+    Raises `ModelError` for one that is of no use here.
+    """
     draft = config.speculation.draft
     if draft is None:
         return set_drafts(config, "demo-draft") if config.model == "demo" else config
@@ -31,7 +36,9 @@ def set_drafts(config: EngineConfig, draft: str | dict[str, str | ModelObject]) 
 
 
 def by_method(draft: str) -> str | dict[str, str | ModelObject]:
-    """A path alone stays as it is where it is a draft model's, or nothing is there: its loader says so better."""
+    """A path alone stays as it is where it is a draft model's, or nothing is there: its loader says so
+    better.
+    """
     try:
         folder = locate(draft)
         family = family_of(folder)
@@ -44,7 +51,9 @@ def by_method(draft: str) -> str | dict[str, str | ModelObject]:
 
 def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
     """Looks around the target's folder, and says in the log what it made of every one there."""
-    folder = locate(config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle)
+    folder = locate(
+        config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
+    )
     found = search(draft, recognise(folder))
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 EXACT = 1e-5  # of a row's largest value, in fp32
-NEAR = 1.25  # in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+# in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+NEAR = 1.25
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

@@ -1,9 +1,10 @@
-"""The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of an operation costs as
-much as its work.
+"""The loop as programs made by torch's compiler ahead of time: in the few rows of a decoding step a call of
+an operation costs as much as its work.
 
-One row, and few rows, of a text that lies in consecutive slots have programs that call the library's attention kernel. The others
-write the pages, too, and call back for attention. How programs are made depends on how weights lie. In rows, they are the loop's
-own and the products the library's; and few rows of each of several texts have a program in which they share a call of the kernel.
+One row, and few rows, of a text that lies in consecutive slots have programs that call the library's
+attention kernel. The others write the pages, too, and call back for attention. How programs are made depends
+on how weights lie. In rows, they are the loop's own and the products the library's; and few rows of each of
+several texts have a program in which they share a call of the kernel.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ from speculon.models.taps import Taps
 from speculon.models.target import Target
 
 Settings = dict[str, Any]
-SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}  # weights as the loop has them
+# weights as the loop has them
+SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
 FOLDED: Settings = {"freezing": True}  # weights packed: each program holds a copy of them
-TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # products in kernels of the compiler's own, by time
+# products in kernels of the compiler's own, by time
+TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 COPIES = 5
-# Of a call that texts share: how many times their own rows and keys it may take, and what it may fill for a layer (all guesses).
+# Of a call that texts share: how many times their own rows and keys it may take, and what it may fill for a
+# layer (all guesses).
 WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20
 MOST = 1 << 40  # rows or slots: no limit
 
@@ -72,7 +76,10 @@ _view: ContextVar[View] = ContextVar("speculon_compiled_view")
 
 @torch.library.custom_op("speculon::attend", mutates_args=())
 def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
-    """`attend_written` on the pages of the step that runs. They are arguments so that rows are written first."""
+    """`attend_written` on the pages of the step that runs.
+
+    They are arguments so that rows are written first.
+    """
     return attend_written(_view.get(), layer, query, scaling).contiguous()
 
 
@@ -84,14 +91,20 @@ def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -
 def attend_back(keys: Tensor, values: Tensor, slots: Tensor, layer: int, *given: Any) -> Tensor:  # [T, H, Dv]
     """Rows of texts that lie anywhere: what they see is found outside of the program."""
     query, key, value, scaling = given
-    return torch.ops.speculon.attend(query, keys.index_copy_(0, slots, key), values.index_copy_(0, slots, value), layer, scaling)
+    return torch.ops.speculon.attend(
+        query, keys.index_copy_(0, slots, key), values.index_copy_(0, slots, value), layer, scaling
+    )
 
 
-def attend_joint(keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any) -> Tensor:  # [T, H, Dv]
-    """Rows of texts that share one call of the kernel; `joint` is what `Compiled.joint` gives, of one kind of layer."""
+# [T, H, Dv]
+def attend_joint(keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any) -> Tensor:
+    """Rows of texts that share one call of the kernel; `joint` is what `Compiled.joint` gives, of one kind of
+    layer.
+    """
     (query, key, value, scaling), (rows, order, where, mask) = given, joint
     kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [B, Hkv, n * g, Dk]
+    # [B, Hkv, n * g, Dk]
+    q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     k = keys.index_copy_(0, slots, key)[where].transpose(1, 2)
     v = values.index_copy_(0, slots, value)[where].transpose(1, 2)
     mask = mask.repeat_interleave(group, 2)
@@ -107,7 +120,9 @@ def attend_alone(keys: Tensor, values: Tensor, mask: Tensor | None, *given: Any)
     values[before:] = value
     k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
     mask = None if mask is None else mask.repeat_interleave(group, 0)
-    return unfold(F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling), group)
+    return unfold(
+        F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling), group
+    )
 
 
 class DenseNorm(nn.Module):
@@ -135,7 +150,9 @@ class Layer(nn.Module):
         self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
         self.gate_up, self.down = linear_of(mlp.gate_up), linear_of(mlp.down)
         self.head_norm = nn.Identity() if of.norm is None else DenseNorm(of.norm)
-        before, after, before_mlp, after_mlp = (nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms)
+        before, after, before_mlp, after_mlp = (
+            nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms
+        )
         self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
 
     def forward(self, x: Tensor, tables: Tables, attend: Callable[..., Tensor]) -> Tensor:  # [T, D] -> [T, D]
@@ -159,11 +176,15 @@ class Layers(nn.Module):
         self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor) -> Tensor:
-        """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all slots for each layer,
-        their values, and for texts that share one call of the kernel, what `Compiled.joint` gives.
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
+    ) -> Tensor:
+        """`scored`: which rows, [R]; `slots`: where their keys and values go, [T]; `pages`: the keys of all
+        slots for each layer, their values, and for texts that share one call of the kernel, what
+        `Compiled.joint` gives.
 
-        Without `slots` the pages are those of one text, and if it has several rows, masks of each kind of layer follow.
+        Without `slots` the pages are those of one text, and if it has several rows, masks of each kind of
+        layer follow.
         """
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
@@ -175,7 +196,9 @@ class Layers(nn.Module):
             if slots is None:
                 attend = partial(attend_alone, *lies, more[kind] if more else None)
             elif more:
-                attend = partial(attend_joint, *lies, slots, (more[0], more[1], more[2 + kind], more[2 + kinds + kind]))
+                attend = partial(
+                    attend_joint, *lies, slots, (more[0], more[1], more[2 + kind], more[2 + kinds + kind])
+                )
             else:
                 attend = partial(attend_back, *lies, slots, number)
             x = layer(x, tables, attend)
@@ -183,7 +206,10 @@ class Layers(nn.Module):
 
 
 def linear_of(product: Product) -> nn.Linear:
-    """A product as the library's own layer, its weights unpacked. Raises `NotThisKind` for weights that may not be copied."""
+    """A product as the library's own layer, its weights unpacked.
+
+    Raises `NotThisKind` for weights that may not be copied.
+    """
     if isinstance(product, nn.Linear):
         return product
     if not isinstance(product, Packed | Linear):
@@ -198,8 +224,8 @@ def linear_of(product: Product) -> nn.Linear:
 
 
 class Compiled:
-    """A loop and its programs, for the threads there were. Steps that score nothing take the loop as it is, and so do all of a
-    model that is tapped: the programs keep no states.
+    """A loop and its programs, for the threads there were. Steps that score nothing take the loop as it is,
+    and so do all of a model that is tapped: the programs keep no states.
     """
 
     def __init__(self, loop: Loop, kinds: list[int], making: Making):
@@ -226,7 +252,10 @@ class Compiled:
             written: Given = [*given, as_index(view.slots, view.store.device), *view.pools(len(self.kinds))]
             if "joint" in self.making.settings and (joint := self.joint(view)):
                 return "joint", [*written, *joint]
-            return "scattered" if rows <= self.making.few and "scattered" in self.making.settings else "many", written
+            return (
+                "scattered" if rows <= self.making.few and "scattered" in self.making.settings else "many",
+                written,
+            )
         keys, values, masks = [], [], {}
         for layer, kind in enumerate(self.kinds):
             window = view.spec(layer).window
@@ -236,11 +265,18 @@ class Compiled:
             values.append(value)
             if rows > 1 and kind not in masks:
                 masks[kind] = MASKS.slice(rows, length, window, 1, key.dtype, key.device).contiguous()
-        return "few" if masks else "one", [*given, None, *keys, *values, *(masks[kind] for kind in sorted(masks))]
+        return "few" if masks else "one", [
+            *given,
+            None,
+            *keys,
+            *values,
+            *(masks[kind] for kind in sorted(masks)),
+        ]
 
     def joint(self, view: View) -> Given:
-        """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of each kind of layer the
-        slots seen, [B, S], then the masks, [B, 1, n, S]. Nothing where they had better not share one.
+        """Which rows are in the call that all texts share, [B, n], and where each comes out of it, [T]; of
+        each kind of layer the slots seen, [B, S], then the masks, [B, 1, n, S]. Nothing where they had better
+        not share one.
         """
         spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
         if len(spans) == 1 or not all(shared(spans, spec, self.group) for spec in specs):
@@ -257,8 +293,9 @@ class Compiled:
 
 
 def shared(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
-    """Whether one call for all texts, which pads rows and keys to the most there are and copies the keys, is worth it: within a
-    program it took 0.64 to 1.01 of the time of calls back (2 to 8 texts, contexts of 300 to 1300)."""
+    """Whether one call for all texts, which pads rows and keys to the most there are and copies the keys, is
+    worth it: within a program it took 0.64 to 1.01 of the time of calls back (2 to 8 texts, contexts of 300
+    to 1300)."""
     rows, keys = [span.rows for span in spans], [reach(span, spec.window) for span in spans]
     padded, most = len(spans) * max(keys), max(rows)
     if most > FOLD_ROWS or len(spans) * most > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
@@ -269,17 +306,23 @@ def shared(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
 
 def program(layers: Layers, form: str, settings: Settings, given: Given, key: str) -> Program:
     """The layers compiled for arguments like these, of any length where more than one row or slot is given."""
-    shapes = [None if x is None else x.shape[x.dim() > 2 :] for x in given]  # of pages each store has another number
+    # of pages each store has another number
+    shapes = [None if x is None else x.shape[x.dim() > 2 :] for x in given]
     name = hashlib.sha256(f"{key} {form} {settings} {shapes}".encode()).hexdigest()
     path = Path(cache_dir()) / "speculon" / f"{name}.pt2"
     if path.exists():
         with suppress(RuntimeError):  # a damaged file: it is made anew
             return loaded(path, layers, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    born = tuple(None if x is None else x.clone() for x in given)  # here, unlike pages, which inference mode made
+    # here, unlike pages, which inference mode made
+    born = tuple(None if x is None else x.clone() for x in given)
     made = export(layers, born, dynamic_shapes=sizes_of(given, layers.kinds), strict=False)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # of what another process makes nobody sees half
-        os.replace(aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=settings), path)
+    # of what another process makes nobody sees half
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        os.replace(
+            aoti_compile_and_package(made, package_path=f"{folder}/{path.name}", inductor_configs=settings),
+            path,
+        )
     return loaded(path, layers, settings)
 
 
@@ -289,7 +332,9 @@ def loaded(path: Path, layers: Layers, settings: Settings) -> Program:
     run = package.loader.boxed_run
     if settings is not SHARED:
         return partial(call, run)
-    weights = dict(chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False)))
+    weights = dict(
+        chain(layers.named_parameters(remove_duplicate=False), layers.named_buffers(remove_duplicate=False))
+    )
     wanted = package.get_constant_fqns()
     if missing := set(wanted) - weights.keys():
         raise NotThisKind(f"not compiled: {min(missing)} is a constant, but no weight")
@@ -304,9 +349,14 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], *given: Tensor | None) -> 
 
 
 def sizes_of(given: Given, kinds: list[int]) -> tuple[Any, ...]:
-    """Which sizes of the arguments differ from call to call: rows, texts, the most rows of one, and the slots of each layer."""
+    """Which sizes of the arguments differ from call to call: rows, texts, the most rows of one, and the slots
+    of each layer.
+    """
     ids, _, _, slots, *pages = given
-    rows, scored = ({0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {} for name in ("rows", "scored"))
+    rows, scored = (
+        {0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {}
+        for name in ("rows", "scored")
+    )
     of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(kinds))}
     if slots is None:
         keys = [{0: of_kind[kind]} for kind in kinds]
@@ -336,11 +386,17 @@ def key_of(layers: Layers) -> str:
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
     how: tuple[object, ...] = (layers, versions, machine, torch.get_num_threads())
-    key = hashlib.sha256(f"{how}".encode() + b"".join(Path(getfile(part)).read_bytes() for part in (Layers, rotate, fold)))
-    for name, module in layers.named_modules():  # numbers become constants of a program: eps, scaling, kinds of layers
-        key.update(f"{name} {[(x, y) for x, y in vars(module).items() if isinstance(y, int | float | list)]}".encode())
+    key = hashlib.sha256(
+        f"{how}".encode() + b"".join(Path(getfile(part)).read_bytes() for part in (Layers, rotate, fold))
+    )
+    # numbers become constants of a program: eps, scaling, kinds of layers
+    for name, module in layers.named_modules():
+        key.update(
+            f"{name} {[(x, y) for x, y in vars(module).items() if isinstance(y, int | float | list)]}".encode()
+        )
         key.update(f"{getattr(vars(module).get('act'), '__qualname__', '')}".encode())
-    for name, weight in {**layers.state_dict(), **dict(layers.named_buffers())}.items():  # rotary tables are no state
+    # rotary tables are no state
+    for name, weight in {**layers.state_dict(), **dict(layers.named_buffers())}.items():
         key.update(f"{name} {weight.shape}".encode())
         key.update(weight.contiguous().numpy())
     return key.hexdigest()
@@ -357,7 +413,8 @@ def measured(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) -> Compiled:
-    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all, pages included.
+    """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all,
+    pages included.
 
     Raises `NotThisKind` where it cannot be compiled, or differs.
     """
@@ -369,14 +426,19 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
             batches = list(batches)
             kinds = [batches[0][1].kind(layer) for layer in range(len(loop.blocks))]
             making = making_of(target.dtype, target.device)
-            layers, made = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]), Compiled(loop, kinds, making)
+            layers, made = (
+                Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds]),
+                Compiled(loop, kinds, making),
+            )
             key = key_of(layers)  # before any is made: that leaves traces in them
             for batch, view in batches:
                 form, given = made.arguments(batch, view)
                 if form not in made.programs:
                     made.programs[form] = program(layers, form, making.settings[form], given, key)
         if made.programs.keys() != making.settings.keys():
-            raise NotThisKind(f"not compiled: no step was tried for {sorted(making.settings.keys() - made.programs.keys())}")
+            raise NotThisKind(
+                f"not compiled: no step was tried for {sorted(making.settings.keys() - made.programs.keys())}"
+            )
         for batch, view in batches:
             expected = [loop(batch, view), *written(view, len(kinds))]
             for layer in range(len(kinds)):  # a row forgotten must show
@@ -387,5 +449,7 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
     except NotThisKind:
         raise
     except Exception as error:  # no C++ compiler, a folder that cannot be written, or whatever else the compiler's parts raise
-        raise NotThisKind(f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}") from error
+        raise NotThisKind(
+            f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}"
+        ) from error
     return made

@@ -1,4 +1,5 @@
-"""EAGLE-3 heads as six projects publish them, read into one sheet: tensors decide, configs say the rest and are doubted.
+"""EAGLE-3 heads as six projects publish them, read into one sheet: tensors decide, configs say the rest and
+are doubted.
 
 Nothing is loaded: config.json and the headers of safetensors files say it all.
 """
@@ -30,10 +31,12 @@ KNOWN = re.compile(
     r"|layers\.\d+\.((input_layernorm|hidden_norm|post_attention_layernorm)\.weight"
     r"|self_attn\.([qkvo]_proj\.(weight|bias)|[qk]_norm\.weight)|mlp\.(gate|up|down)_proj\.weight)"
 )
-INSIDE = re.compile(r"(fc|norm|lm_head|embed_tokens|input_norm|fc_norm|layers)\b")  # left out, these would change the result
+# left out, these would change the result
+INSIDE = re.compile(r"(fc|norm|lm_head|embed_tokens|input_norm|fc_norm|layers)\b")
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 STRETCHED = ("yarn", "llama3")  # kinds of RoPE that stretch an original length
-ROPES = ("default", "linear", "proportional", *STRETCHED)  # not those whose angles hang on the longest text of a batch
+# not those whose angles hang on the longest text of a batch
+ROPES = ("default", "linear", "proportional", *STRETCHED)
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -97,7 +100,9 @@ def open_source(folder: Path) -> Source:
 
 def renamed(theirs: str) -> str:
     bare = PREFIX.sub("", theirs, count=1) if PREFIX.match(theirs) else theirs
-    return next((new + bare.removeprefix(old) for old, new in OLD_NAMES.items() if bare.startswith(old)), bare)
+    return next(
+        (new + bare.removeprefix(old) for old, new in OLD_NAMES.items() if bare.startswith(old)), bare
+    )
 
 
 def dialect_of(source: Source) -> str:
@@ -113,7 +118,10 @@ def dialect_of(source: Source) -> str:
 
 
 def read_eagle3(source: Source) -> Eagle3:
-    """The sheet of a folder whose tensors are an EAGLE-3 head's. Raises `ModelError` for what does not fit together."""
+    """The sheet of a folder whose tensors are an EAGLE-3 head's.
+
+    Raises `ModelError` for what does not fit together.
+    """
     if source.twice:
         raise CorruptWeights(f"{source.folder}: {source.twice[0]} are the same tensor")
     body, notes = source.body, list[str]()
@@ -124,7 +132,11 @@ def read_eagle3(source: Source) -> Eagle3:
     taps, target_hidden = divide(source, tap_ids, hidden, notes)
     vocab, drafted = vocabularies(source, hidden, target_hidden, notes)
     together, each = tap_norms(source, notes)
-    for name, found in (("hidden_size", hidden), ("intermediate_size", intermediate), ("num_hidden_layers", layers)):
+    for name, found in (
+        ("hidden_size", hidden),
+        ("intermediate_size", intermediate),
+        ("num_hidden_layers", layers),
+    ):
         doubt(name, body.get(name), found, notes)
     sheet = Eagle3(
         path=source.folder,
@@ -162,7 +174,8 @@ def read_eagle3(source: Source) -> Eagle3:
     return sheet
 
 
-# -- sizes, from tensors -------------------------------------------------------------------------------------------------------
+# -- sizes, from tensors
+# -------------------------------------------------------------------------------------------------------
 
 
 def doubt(name: str, config: Any, found: int, notes: list[str]) -> None:
@@ -182,9 +195,21 @@ def attention_sides(source: Source, hidden: int, notes: list[str]) -> tuple[int,
     body, q, k = source.body, source.shape(FIRST_Q)[0], source.shape("layers.0.self_attn.k_proj.weight")[0]
     normed = source.shapes.get("layers.0.self_attn.q_norm.weight")
     said = body.get("num_attention_heads")
-    head_dim = normed[0] if normed else body.get("head_dim") or (hidden // said if isinstance(said, int) and said else None)
-    if not isinstance(head_dim, int) or head_dim < 1 or q % head_dim or k % head_dim or q // head_dim % (k // head_dim):
-        raise ModelError(f"{source.folder}: q_proj and k_proj yield {q} and {k}, which are no heads of {head_dim}")
+    head_dim = (
+        normed[0]
+        if normed
+        else body.get("head_dim") or (hidden // said if isinstance(said, int) and said else None)
+    )
+    if (
+        not isinstance(head_dim, int)
+        or head_dim < 1
+        or q % head_dim
+        or k % head_dim
+        or q // head_dim % (k // head_dim)
+    ):
+        raise ModelError(
+            f"{source.folder}: q_proj and k_proj yield {q} and {k}, which are no heads of {head_dim}"
+        )
     doubt("num_attention_heads", said, q // head_dim, notes)
     doubt("num_key_value_heads", body.get("num_key_value_heads"), k // head_dim, notes)
     return head_dim, q // head_dim, k // head_dim
@@ -196,7 +221,9 @@ def divide(source: Source, tap_ids: tuple[int, ...] | None, hidden: int, notes: 
     count = 3 if tap_ids is None else len(tap_ids)
     if width % count:
         which = "the usual 3" if tap_ids is None else f"{count}, of layers {', '.join(map(str, tap_ids))}"
-        raise ModelError(f"{source.folder}: fc takes {width:,} numbers, which is not a multiple of the taps, {which}")
+        raise ModelError(
+            f"{source.folder}: fc takes {width:,} numbers, which is not a multiple of the taps, {which}"
+        )
     doubt("target_hidden_size", source.body.get("target_hidden_size") or hidden, width // count, notes)
     for name in ("num_aux_hidden_states", "num_aux_layers"):
         doubt(name, source.config.get(name, source.part("eagle_config").get(name)), count, notes)
@@ -204,32 +231,50 @@ def divide(source: Source, tap_ids: tuple[int, ...] | None, hidden: int, notes: 
 
 
 def vocabularies(source: Source, hidden: int, target_hidden: int, notes: list[str]) -> tuple[int, int]:
-    """The target's, and how much of it is drafted from. What is absent is the target's own, where the widths are equal."""
+    """The target's, and how much of it is drafted from.
+
+    What is absent is the target's own, where the widths are equal.
+    """
     shapes, said = source.shapes, source.body.get("vocab_size")
     rows = [shapes[name][0] for name in ("t2d", "embed_tokens.weight") if shapes.get(name)]
     vocab = rows[0] if rows else said
     if not isinstance(vocab, int) or len(set(rows)) > 1:
-        raise ModelError(f"{source.folder}: no vocab_size in the config, or t2d and embed_tokens differ: {rows}")
+        raise ModelError(
+            f"{source.folder}: no vocab_size in the config, or t2d and embed_tokens differ: {rows}"
+        )
     doubt("vocab_size", said, vocab, notes)
     claimed = source.body.get("draft_vocab_size") or source.body.get("truncated_vocab_size")
-    drafted = next((shapes[name][0] for name in ("lm_head.weight", "d2t") if shapes.get(name)), None) or claimed or vocab
+    drafted = (
+        next((shapes[name][0] for name in ("lm_head.weight", "d2t") if shapes.get(name)), None)
+        or claimed
+        or vocab
+    )
     doubt("draft_vocab_size", claimed, drafted, notes)
     if drafted > vocab:
         raise ModelError(f"{source.folder}: drafts from {drafted:,} tokens, but the vocabulary has {vocab:,}")
     if drafted < vocab and "d2t" not in shapes:
-        raise MissingWeights(f"{source.folder}: drafts from {drafted:,} of {vocab:,} tokens, but no d2t says which")
-    own_head = "lm_head.weight" in shapes or ("embed_tokens.weight" in shapes and source.body.get("tie_word_embeddings"))
+        raise MissingWeights(
+            f"{source.folder}: drafts from {drafted:,} of {vocab:,} tokens, but no d2t says which"
+        )
+    own_head = "lm_head.weight" in shapes or (
+        "embed_tokens.weight" in shapes and source.body.get("tie_word_embeddings")
+    )
     if not own_head and (drafted != vocab or hidden != target_hidden):
         raise MissingWeights(
             f"{source.folder}: no lm_head.weight; the target's is {vocab:,} x {target_hidden}, not {drafted:,} x {hidden}"
         )
     if "embed_tokens.weight" not in shapes and hidden != target_hidden:
-        raise MissingWeights(f"{source.folder}: no embed_tokens.weight; the target's are {target_hidden} wide, not {hidden}")
+        raise MissingWeights(
+            f"{source.folder}: no embed_tokens.weight; the target's are {target_hidden} wide, not {hidden}"
+        )
     return vocab, drafted
 
 
 def own_names(source: Source, notes: list[str]) -> dict[str, str]:
-    """The tensors that the formula knows. One that it does not know inside a layer is refused: leaving it out would be wrong."""
+    """The tensors that the formula knows.
+
+    One that it does not know inside a layer is refused: leaving it out would be wrong.
+    """
     names = {ours: theirs for ours, theirs in source.names.items() if KNOWN.fullmatch(ours)}
     if source.body.get("tie_word_embeddings") and "embed_tokens.weight" in names:
         names.setdefault("lm_head.weight", names["embed_tokens.weight"])
@@ -247,10 +292,14 @@ def check_shapes(source: Source, sheet: Eagle3) -> None:
     optional = optional_shapes(sheet)
     for layer in range(sheet.layers):
         optional |= {f"layers.{layer}.{name}": shape for name, shape in optional_in_layer(sheet).items()}
-    wanted = needed_shapes(source, sheet) | {name: shape for name, shape in optional.items() if name in source.shapes}
+    wanted = needed_shapes(source, sheet) | {
+        name: shape for name, shape in optional.items() if name in source.shapes
+    }
     for name, shape in wanted.items():
         if source.shape(name) != shape:
-            raise CorruptWeights(f"{source.folder}: {source.names[name]} is {list(source.shape(name))}, not {list(shape)}")
+            raise CorruptWeights(
+                f"{source.folder}: {source.names[name]} is {list(source.shape(name))}, not {list(shape)}"
+            )
 
 
 def needed_shapes(source: Source, sheet: Eagle3) -> Shapes:
@@ -299,7 +348,8 @@ def optional_in_layer(sheet: Eagle3) -> Shapes:
     }
 
 
-# -- the rest, from the config -------------------------------------------------------------------------------------------------
+# -- the rest, from the config
+# -------------------------------------------------------------------------------------------------
 
 
 def flag(source: Source, *names: str) -> bool | None:
@@ -324,7 +374,10 @@ def read_taps(source: Source, notes: list[str]) -> tuple[tuple[int, ...] | None,
 
 
 def tap_norms(source: Source, notes: list[str]) -> tuple[bool, bool]:
-    """Whether all taps are normed together, or each by itself. The tensors say so; a config without tensors is refused."""
+    """Whether all taps are normed together, or each by itself.
+
+    The tensors say so; a config without tensors is refused.
+    """
     together, each = "input_norm.weight" in source.shapes, "fc_norm.0.weight" in source.shapes
     if together and each:
         raise ModelError(f"{source.folder}: has input_norm and fc_norm, of which a head has one")
@@ -362,7 +415,10 @@ def read_rope(source: Source) -> dict[str, Any]:
     if kind in ("linear", *STRETCHED) and "factor" not in given:
         raise ModelError(f"{source.folder}: rope_type {kind!r} without its factor")
     rope = {name: value for name, value in given.items() if name != "type" and not name.startswith("mrope")}
-    rope |= {"rope_type": kind, "rope_theta": float(given.get("rope_theta") or body.get("rope_theta") or 10000.0)}
+    rope |= {
+        "rope_type": kind,
+        "rope_theta": float(given.get("rope_theta") or body.get("rope_theta") or 10000.0),
+    }
     if body.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", body["partial_rotary_factor"])
     if kind in STRETCHED and body.get("max_position_embeddings"):
@@ -379,7 +435,9 @@ def read_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | N
         return (None,) * layers
     unknown = sorted({kind for kind in kinds[:layers] if kind not in ("sliding_attention", "full_attention")})
     if unknown or len(kinds) < layers:
-        raise UnsupportedModel(f"{source.folder}: layer_types of {layers} layers = {kinds}, which is not carried")
+        raise UnsupportedModel(
+            f"{source.folder}: layer_types of {layers} layers = {kinds}, which is not carried"
+        )
     if "sliding_attention" in kinds[:layers] and not isinstance(window, int):
         raise ModelError(f"{source.folder}: layer_types ask for a sliding_window, which is {window}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])

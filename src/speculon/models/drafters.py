@@ -1,4 +1,6 @@
-"""What a drafter's checkpoint holds, whichever project wrote it: one sheet of facts, in one set of names, and whom it fits."""
+"""What a drafter's checkpoint holds, whichever project wrote it: one sheet of facts, in one set of names, and
+whom it fits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Eagle3:
     path: Path
     files: tuple[Path, ...]
     dialect: str  # who wrote it: safeailab | specforge | modelopt | angelslim | nebius | speculators
-    names: dict[str, str]  # the tensor's name here (`layers.0.self_attn.q_proj.weight`, `fc.weight`) -> its name in the files
+    # the tensor's name here (`layers.0.self_attn.q_proj.weight`, `fc.weight`) -> its name in the files
+    names: dict[str, str]
     hidden: int  # H
     target_hidden: int  # Ht
     taps: int  # k: fc.weight is [H, k * Ht]
@@ -53,7 +56,8 @@ class Eagle3:
     norm_output: bool
     logit_scale: float
     tap_ids: tuple[int, ...] | None  # as the config has them
-    after: bool | None  # id j is the output of layer j, or (False) the stream that enters it; None: cannot be told
+    # id j is the output of layer j, or (False) the stream that enters it; None: cannot be told
+    after: bool | None
     speculative_tokens: int | None  # K that its maker suggests
     verifier: tuple[str, ...] = ()  # architectures of the target it was made for, where it says so
     notes: tuple[str, ...] = field(default=())
@@ -61,7 +65,8 @@ class Eagle3:
     num_bytes: int = 0  # of the weight files
 
     def readings(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
-        """The taps as outputs of 0-based target layers (-1: the embeddings), the likelier reading first; one or two.
+        """The taps as outputs of 0-based target layers (-1: the embeddings), the likelier reading first; one
+        or two.
 
         Raises `WrongPair` where none of them lies within a target of so many layers.
         """
@@ -69,19 +74,24 @@ class Eagle3:
         within = tuple(taps for taps in likely if taps[0] >= -1 and taps[-1] < num_layers)
         if not within:
             taps = ", ".join(map(str, likely[0]))
-            raise WrongPair(f"{self.path}: reads layers {taps}, the target's layers go from 0 to {num_layers - 1}")
+            raise WrongPair(
+                f"{self.path}: reads layers {taps}, the target's layers go from 0 to {num_layers - 1}"
+            )
         return within
 
     def _readings(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
         usual = (1, num_layers // 2 - 1, num_layers - 4)
         if self.tap_ids is None:
             if not usual[0] < usual[1] < usual[2]:
-                raise WrongPair(f"{self.path}: names no layers, and the usual three need 7 of them; the target has {num_layers}")
+                raise WrongPair(
+                    f"{self.path}: names no layers, and the usual three need 7 of them; the target has {num_layers}"
+                )
             return (usual,)
         outputs, inputs = self.tap_ids, tuple(j - 1 for j in self.tap_ids)
         if self.after is not None:
             return (outputs if self.after else inputs,)
-        # Engines read these ids in two ways; where they are the usual ones of a way, that is how they were meant.
+        # Engines read these ids in two ways; where they are the usual ones of a way, that is how they were
+        # meant.
         if inputs == usual:
             return (inputs,)
         return (outputs,) if outputs == usual or outputs[0] == 1 else (outputs, inputs)
@@ -96,7 +106,9 @@ class Eagle3:
 
     def tap_words(self, num_layers: int | None = None) -> str:
         if num_layers is not None:
-            return " or ".join(f"after layers {', '.join(map(str, taps))}" for taps in self.readings(num_layers))
+            return " or ".join(
+                f"after layers {', '.join(map(str, taps))}" for taps in self.readings(num_layers)
+            )
         if self.tap_ids is None:
             return "after layers 1, N/2 - 1, N - 4 of N"
         ids = ", ".join(map(str, self.tap_ids))
@@ -119,16 +131,24 @@ class Shape:
         """Raises `ModelError` where the config does not say."""
         hidden, vocab, layers = checkpoint.hidden_size, checkpoint.vocab_size, checkpoint.num_layers
         if hidden is None or vocab is None or layers is None:
-            raise ModelError(f"{checkpoint.path}: its config lacks hidden_size, vocab_size or num_hidden_layers")
+            raise ModelError(
+                f"{checkpoint.path}: its config lacks hidden_size, vocab_size or num_hidden_layers"
+            )
         return cls(hidden, vocab, layers, checkpoint.architecture)
 
 
 def check_pair(sheet: Eagle3, target: Shape) -> tuple[str, ...]:
-    """Raises `WrongPair` where the head cannot draft for the target; returns what is odd about the pair all the same."""
+    """Raises `WrongPair` where the head cannot draft for the target; returns what is odd about the pair all
+    the same.
+    """
     if sheet.target_hidden != target.hidden:
-        raise WrongPair(f"{sheet.path}: reads hidden states of width {sheet.target_hidden:,}, the target's are {target.hidden:,}")
+        raise WrongPair(
+            f"{sheet.path}: reads hidden states of width {sheet.target_hidden:,}, the target's are {target.hidden:,}"
+        )
     if sheet.vocab_size != target.vocab_size:
-        raise WrongPair(f"{sheet.path}: made for a vocabulary of {sheet.vocab_size:,}, the target's is {target.vocab_size:,}")
+        raise WrongPair(
+            f"{sheet.path}: made for a vocabulary of {sheet.vocab_size:,}, the target's is {target.vocab_size:,}"
+        )
     sheet.readings(target.num_layers)
     if sheet.verifier and target.architecture not in sheet.verifier:
         return (f"made for {', '.join(sheet.verifier)}, the target is {target.architecture}",)
@@ -154,11 +174,17 @@ def read_offsets(sheet: Eagle3) -> list[int]:
 
 
 def check_offsets(path: Path, offsets: Sequence[int], vocab_size: int) -> None:
-    """Draft id j stands for target id j + offsets[j]: raises `CorruptWeights` unless these ascend and lie in the vocabulary."""
+    """Draft id j stands for target id j + offsets[j]: raises `CorruptWeights` unless these ascend and lie in
+    the vocabulary.
+    """
     ids = [j + offset for j, offset in enumerate(offsets)]
     for j, (before, after) in enumerate(pairwise(ids)):
         if before >= after:
-            raise CorruptWeights(f"{path}: d2t sends draft ids {j} and {j + 1} to {before} and {after}, which does not ascend")
+            raise CorruptWeights(
+                f"{path}: d2t sends draft ids {j} and {j + 1} to {before} and {after}, which does not ascend"
+            )
     if ids and not 0 <= ids[0] <= ids[-1] < vocab_size:
         wrong = ids[0] if ids[0] < 0 else ids[-1]
-        raise CorruptWeights(f"{path}: d2t sends a draft id to {wrong:,}, outside the vocabulary of {vocab_size:,}")
+        raise CorruptWeights(
+            f"{path}: d2t sends a draft id to {wrong:,}, outside the vocabulary of {vocab_size:,}"
+        )

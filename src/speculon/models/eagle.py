@@ -1,7 +1,7 @@
 """The EAGLE-3 head (Li et al. 2025) over pages: one layer that reads the target's own states, sometimes more.
 
-Row i pairs the target's states g_i with token x_{i+1} and guesses x_{i+2}. It lies at slot i + 1 of its sequence, beside the
-target's keys of that token, so slot 0 holds nothing; its rotary position is i.
+Row i pairs the target's states g_i with token x_{i+1} and guesses x_{i+2}. It lies at slot i + 1 of its
+sequence, beside the target's keys of that token, so slot 0 holds nothing; its rotary position is i.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class FirstLayer:
     mlp: Gated
     norm_before_residual: bool
 
-    def __call__(self, embedded: Tensor, state: Tensor, tables: Tables, view: View) -> Tensor:  # [T, H] each -> [T, H]
+    # [T, H] each -> [T, H]
+    def __call__(self, embedded: Tensor, state: Tensor, tables: Tables, view: View) -> Tensor:
         normed = self.state_norm(state)
         seen = self.attention(torch.cat([self.embed_norm(embedded), normed], -1), tables, view)
         x = (normed if self.norm_before_residual else state) + seen
@@ -76,7 +77,9 @@ class EagleHead:
         return self.fc(taps)
 
     def __call__(self, ids: Tensor, state: Tensor, positions: Tensor, view: View) -> Tensor:
-        """The state [T, H] after each row: what the next draft position reads. ids, positions [T], state [T, H]."""
+        """The state [T, H] after each row: what the next draft position reads. ids, positions [T], state [T,
+        H].
+        """
         embedded = F.embedding(ids, self.embed)
         cos, sin = self.rotary(embedded, positions[None])
         tables = tables_of(cos, sin, self.first.attention.head_dim)
@@ -100,9 +103,14 @@ def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, 
     """The claims of a head that is not loaded; T = `rows`, R = `scored` in its largest forward."""
     dtype, widths = target.dtype, sheet.taps * sheet.target_hidden
     layers = [LayerSpec("taps", 1, widths, 0, dtype)]
-    layers += [LayerSpec("attention", sheet.kv_heads, sheet.head_dim, sheet.head_dim, dtype, window) for window in sheet.windows]
+    layers += [
+        LayerSpec("attention", sheet.kv_heads, sheet.head_dim, sheet.head_dim, dtype, window)
+        for window in sheet.windows
+    ]
     headers = {name: entry for file in sheet.files for name, entry in read_header(file)[0].items()}
-    weights = sum(math.prod(headers[stored]["shape"]) for name, stored in sheet.names.items() if name not in NOT_WEIGHTS)
+    weights = sum(
+        math.prod(headers[stored]["shape"]) for name, stored in sheet.names.items() if name not in NOT_WEIGHTS
+    )
     config = rope_config(sheet)
     config.vocab_size = sheet.vocab_size  # its scores are spread over all of it
     scratch = scratch_bytes(config, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
@@ -110,7 +118,10 @@ def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, 
 
 
 def load_head(sheet: Eagle3, target: Target) -> EagleHead:
-    """The head in the target's dtype, sharing what its checkpoint leaves out. Raises a `ModelError` for what it lacks."""
+    """The head in the target's dtype, sharing what its checkpoint leaves out.
+
+    Raises a `ModelError` for what it lacks.
+    """
     if sheet.act not in ACT2FN:
         raise UnsupportedModel(f"{sheet.path}: hidden_act {sheet.act!r} is not known")
     tensors = read_tensors(sheet)
@@ -139,7 +150,9 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
         heads_norm = None
         if f"{at}.q_norm.weight" in tensors:
             query, key = (weight(f"{at}.{name}.weight") for name in ("q_norm", "k_norm"))
-            heads_norm = Norm(torch.cat([query.expand(sheet.heads, -1), key.expand(sheet.kv_heads, -1)]), sheet.eps)
+            heads_norm = Norm(
+                torch.cat([query.expand(sheet.heads, -1), key.expand(sheet.kv_heads, -1)]), sheet.eps
+            )
         return Attention(
             layer=layer,
             qkv=product(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
@@ -156,17 +169,26 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
 
     def mlp(layer: int) -> Gated:
         at = f"layers.{layer}.mlp"
-        return Gated(product(f"{at}.gate_proj", f"{at}.up_proj"), product(f"{at}.down_proj"), ACT2FN[sheet.act])
+        return Gated(
+            product(f"{at}.gate_proj", f"{at}.up_proj"), product(f"{at}.down_proj"), ACT2FN[sheet.act]
+        )
 
     def block(layer: int) -> Block:
         at = f"layers.{layer}"
         before = next(
-            (name for name in ("input_layernorm", "hidden_norm") if f"{at}.{name}.weight" in tensors), "input_layernorm"
+            (name for name in ("input_layernorm", "hidden_norm") if f"{at}.{name}.weight" in tensors),
+            "input_layernorm",
         )
         norms = (norm(f"{at}.{before}"), None, norm(f"{at}.post_attention_layernorm"), None)
         return Block(attention(layer), mlp(layer), norms)
 
-    tap_norms = ["input_norm"] if sheet.norm_before_fc else [f"fc_norm.{i}" for i in range(sheet.taps)] if sheet.fc_norm else []
+    tap_norms = (
+        ["input_norm"]
+        if sheet.norm_before_fc
+        else [f"fc_norm.{i}" for i in range(sheet.taps)]
+        if sheet.fc_norm
+        else []
+    )
     first = FirstLayer(
         norm("layers.0.input_layernorm"),
         norm("layers.0.hidden_norm"),
@@ -191,7 +213,9 @@ def load_head(sheet: Eagle3, target: Target) -> EagleHead:
 
 
 @torch.inference_mode()
-def agreement(head: EagleHead, target: Target, layers: tuple[LayerSpec, ...], taps: tuple[int, ...], ids: list[int]) -> float:
+def agreement(
+    head: EagleHead, target: Target, layers: tuple[LayerSpec, ...], taps: tuple[int, ...], ids: list[int]
+) -> float:
     """The share of rows of a text in which the head, reading these taps, guesses the target's best token.
 
     `layers` are those of the head's attention in the pages. Sets what the target yields of states.

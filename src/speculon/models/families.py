@@ -1,4 +1,7 @@
-"""Which way of drafting is this folder for? Config and tensor names say it; what is not carried is refused by its name."""
+"""Which way of drafting is this folder for?
+
+Config and tensor names say it; what is not carried is refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,15 @@ class Foreign:
 def said(*words: str) -> Callable[[Source], bool]:
     """An architecture with one of these words in it, or the speculators format's own name for it."""
     small = tuple(word.lower() for word in words)
-    return lambda source: any(word in source.architecture.lower() or word == (source.kind or "").lower() for word in small)
+    return lambda source: any(
+        word in source.architecture.lower() or word == (source.kind or "").lower() for word in small
+    )
 
 
 def keyed(*names: str) -> Callable[[Source], bool]:
-    return lambda source: any(name in table for name in names for table in (source.config, source.part("dflash_config")))
+    return lambda source: any(
+        name in table for name in names for table in (source.config, source.part("dflash_config"))
+    )
 
 
 def typed(*names: str) -> Callable[[Source], bool]:
@@ -75,7 +82,11 @@ def is_eagle1(source: Source) -> bool:
     """One hidden state beside the embedding, joined before the layer instead of in it."""
     fc, q = source.shapes.get("fc.weight"), source.shapes.get(FIRST_Q)
     joined = fc is not None and q is not None and len(fc) == len(q) == 2 and fc[1] == 2 * q[1] == 2 * fc[0]
-    named = typed("eagle")(source) or source.kind == "eagle" or ("Eagle" in source.architecture and not claims_eagle3(source))
+    named = (
+        typed("eagle")(source)
+        or source.kind == "eagle"
+        or ("Eagle" in source.architecture and not claims_eagle3(source))
+    )
     return joined or (named and not is_eagle3(source))
 
 
@@ -88,7 +99,9 @@ def is_tapless(source: Source) -> bool:
 def is_eagle3(source: Source) -> bool:
     """`fc` takes several hidden states and yields half of what the first layer's queries take."""
     fc = source.shapes.get("fc.weight")
-    return has_wide_layer(source) and fc is not None and len(fc) == 2 and 2 * fc[0] == source.shapes[FIRST_Q][1]
+    return (
+        has_wide_layer(source) and fc is not None and len(fc) == 2 and 2 * fc[0] == source.shapes[FIRST_Q][1]
+    )
 
 
 def has_wide_layer(source: Source) -> bool:
@@ -103,14 +116,27 @@ def claims_eagle3(source: Source) -> bool:
 
 
 FOREIGN = (
-    Foreign("P-EAGLE", "an EAGLE-3 head that drafts all tokens in one pass", either(said("peagle"), holds("mask_hidden"))),
+    Foreign(
+        "P-EAGLE",
+        "an EAGLE-3 head that drafts all tokens in one pass",
+        either(said("peagle"), holds("mask_hidden")),
+    ),
     Foreign("DFlash2", "drafts a block of tokens in one pass", said("dflash2")),
-    Foreign("Domino", "a DFlash drafter with a recurrent head", either(said("domino"), projector("domino"), holds("prefix_gru"))),
+    Foreign(
+        "Domino",
+        "a DFlash drafter with a recurrent head",
+        either(said("domino"), projector("domino"), holds("prefix_gru")),
+    ),
     Foreign("LiLiCorr", "a DFlash drafter with a lattice head", said("lilicorr")),
     Foreign(
         "DSpark",
         "a DFlash drafter with a Markov head",
-        either(said("dspark"), projector("dspark"), keyed("markov_rank", "num_anchors"), holds("(logit_head.)?markov_head")),
+        either(
+            said("dspark"),
+            projector("dspark"),
+            keyed("markov_rank", "num_anchors"),
+            holds("(logit_head.)?markov_head"),
+        ),
     ),
     Foreign(
         "DFlash",
@@ -122,20 +148,31 @@ FOREIGN = (
         "Medusa",
         "one head per position",
         either(
-            said("medusa"), keyed("medusa_num_heads"), typed("medusa"), holds(r"(medusa_heads\.)?\d+\.\d+\.(linear\.)?weight")
+            said("medusa"),
+            keyed("medusa_num_heads"),
+            typed("medusa"),
+            holds(r"(medusa_heads\.)?\d+\.\d+\.(linear\.)?weight"),
         ),
     ),
-    Foreign("MLP speculator", "one small network per position", either(typed("mlp_speculator"), said("mlpspeculator"))),
+    Foreign(
+        "MLP speculator",
+        "one small network per position",
+        either(typed("mlp_speculator"), said("mlpspeculator")),
+    ),
     Foreign("LSTM speculator", "one recurrent cell per position", said("lstmspeculator")),
     Foreign("PARD", "a draft model that drafts all tokens in one pass", keyed("pard_token")),
     Foreign(
-        "Gemma 4 assistant", "reads its target's own keys and values", either(typed("gemma4_assistant"), said("gemma4assistant"))
+        "Gemma 4 assistant",
+        "reads its target's own keys and values",
+        either(typed("gemma4_assistant"), said("gemma4assistant")),
     ),
     Foreign("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", said("eagle3deepseek")),
     Foreign(
         "an EAGLE-3 head with latent attention",
         "MLA, as DeepSeek's",
-        lambda source: "fc.weight" in source.shapes and holds(r"layers\.0\.self_attn\.(q_a|kv_a)_proj")(source),
+        lambda source: (
+            "fc.weight" in source.shapes and holds(r"layers\.0\.self_attn\.(q_a|kv_a)_proj")(source)
+        ),
     ),
     Foreign("an EAGLE-3 head without taps", "it reads the last hidden state only", is_tapless),
     Foreign("EAGLE-1/2", "reads the last hidden state only", is_eagle1),
@@ -143,14 +180,25 @@ FOREIGN = (
 
 
 def family_of(path: str | Path) -> Family:
-    """What a folder is. Raises `ModelError` for one that cannot be read, or whose tensors contradict each other."""
+    """What a folder is.
+
+    Raises `ModelError` for one that cannot be read, or whose tensors contradict each other.
+    """
     folder = Path(path).expanduser()
     try:
         return look_at(folder)
     except SpeculonError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:  # a value of another kind somewhere
-        raise ModelError(f"{folder}: its config or headers are not to be read ({type(error).__name__}: {error})") from error
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # a value of another kind somewhere
+        raise ModelError(
+            f"{folder}: its config or headers are not to be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def look_at(folder: Path) -> Family:
@@ -158,7 +206,9 @@ def look_at(folder: Path) -> Family:
     foreign = next((one for one in FOREIGN if one.signs(source)), None)
     if foreign:
         name, what = foreign.name, foreign.what
-        return Family(folder, None, f"{name}: {what}", refusal=f"{name} ({what}) is recognised, but not carried")
+        return Family(
+            folder, None, f"{name}: {what}", refusal=f"{name} ({what}) is recognised, but not carried"
+        )
     if source.kind not in (None, EAGLE3):
         line = f"speculators_model_type {source.kind!r}"
         return Family(folder, None, line, refusal=f"{line} is not known here")
@@ -188,9 +238,13 @@ def unseen(source: Source) -> ModelError:
         )
     missing = next((name for name in ("fc.weight", FIRST_Q) if name not in source.shapes), None)
     if missing:
-        return MissingWeights(f"{source.folder}: the config is an EAGLE-3 head's, but there is no tensor {missing}")
+        return MissingWeights(
+            f"{source.folder}: the config is an EAGLE-3 head's, but there is no tensor {missing}"
+        )
     fc, q = source.shapes["fc.weight"], source.shapes[FIRST_Q]
-    return ModelError(f"{source.folder}: the config is an EAGLE-3 head's, but fc is {list(fc)} and the first q_proj {list(q)}")
+    return ModelError(
+        f"{source.folder}: the config is an EAGLE-3 head's, but fc is {list(fc)} and the first q_proj {list(q)}"
+    )
 
 
 def line_of(checkpoint: Checkpoint) -> str:

@@ -1,4 +1,5 @@
-"""Stock layers replaced by fused ones that compute the same: each is compared with the original before it takes its place.
+"""Stock layers replaced by fused ones that compute the same: each is compared with the original before it
+takes its place.
 
 What is built lies in models/block and models/linear; here is the door it must pass.
 """
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 LENGTHS, PAGE = (5, 3), 8  # two texts, a page each: one at the beginning, one at the end of the context
 Place = tuple[nn.Module, str]  # where a module hangs: its parent, and its name there
-ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)  # what a module of another build answers
+# what a module of another build answers
+ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
@@ -57,7 +59,9 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, hidden_states: Tensor, *_: Any, view: View, position_embeddings: Any = None, **__: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, *_: Any, view: View, position_embeddings: Any = None, **__: Any
+    ) -> Tensor:
         return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
 
     def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
@@ -65,7 +69,8 @@ class FusedLayer(nn.Module):
         if made is None:
             return None
         if id(made[0]) not in view.memo:
-            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)  # `made` is kept: its id stays taken
+            # `made` is kept: its id stays taken
+            view.memo[id(made[0])] = made, tables_of(*made, self.block.attention.head_dim)
         return view.memo[id(made[0])][1]
 
 
@@ -99,9 +104,14 @@ class Trial:
             spans.append(SpanView(row, row + length, slice(page * size, page * size + length), length))
             row += length
         ids = torch.arange(row, device=device)[None] % target.vocab_size
-        far = max(0, target.max_context - lengths[-1])  # where a layer may do what it does not do near the beginning
-        positions = torch.cat([torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)])[None]
-        return cls(target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans))
+        # where a layer may do what it does not do near the beginning
+        far = max(0, target.max_context - lengths[-1])
+        positions = torch.cat(
+            [torch.arange(n, device=device) + at for n, at in zip(lengths, (0, far), strict=False)]
+        )[None]
+        return cls(
+            target, store, Batch([], ids, positions, torch.arange(row, device=device)), store.view_of(spans)
+        )
 
     def last(self, *rows: int, scattered: bool = False) -> tuple[Batch, View]:
         """The last `rows[i]` rows of text i; `scattered`: as texts that do not lie in consecutive slots."""
@@ -115,14 +125,23 @@ class Trial:
         return Batch([], ids, positions, self.batch.score_rows[: len(taken)]), self.store.view_of(spans)
 
     def outcome(self, layer: nn.Module, number: int, like: torch.dtype | None = None) -> list[Tensor]:
-        """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it in another dtype."""
+        """What a layer makes of random rows: states, keys and values, [T, ...] float32 each; `like` runs it
+        in another dtype.
+        """
         given, store = self.given[number], self.store
         width = self.target.model.get_input_embeddings().weight.shape[1]
-        rows = torch.randn(self.batch.input_ids.shape[1], width, generator=torch.Generator().manual_seed(number))
+        rows = torch.randn(
+            self.batch.input_ids.shape[1], width, generator=torch.Generator().manual_seed(number)
+        )
         x = rows.to(self.target.device, self.target.dtype)[None]
         if like is not None:
-            store = PageStore(tuple(in_dtype(spec, like) for spec in store.layers), store.num_blocks, PAGE, store.device)
-            given, x = cast({**given, "view": View(store, self.view.slots, self.view.spans)}, like), x.to(like)
+            store = PageStore(
+                tuple(in_dtype(spec, like) for spec in store.layers), store.num_blocks, PAGE, store.device
+            )
+            given, x = (
+                cast({**given, "view": View(store, self.view.slots, self.view.spans)}, like),
+                x.to(like),
+            )
         pages = [pool[number] for pool in (store.k, store.v)]
         for pool in pages:
             pool.fill_(torch.nan)  # what a layer forgets to write must show
@@ -132,9 +151,11 @@ class Trial:
 
 
 def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
-    """Rewrites the target's layers, as far as that changes nothing, and notes in `target.fusion` what was done.
+    """Rewrites the target's layers, as far as that changes nothing, and notes in `target.fusion` what was
+    done.
 
-    With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go layer by layer.
+    With `share` the weights stay the tensors they are; else they are laid out anew, and the old ones let go
+    layer by layer.
     """
     tapped = target.taps.layers if target.taps else ()
     target.capture(())  # a layer with hooks is left as it is
@@ -150,7 +171,9 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             except NotThisKind as reason:
                 fusion.refused[str(reason)] += 1
             except ODD as error:
-                fusion.refused[f"{type(stock).__name__} is built in another way ({type(error).__name__})"] += 1
+                fusion.refused[
+                    f"{type(stock).__name__} is built in another way ({type(error).__name__})"
+                ] += 1
             else:
                 setattr(parent, name, fused)
                 fusion.blocks += 1
@@ -183,7 +206,9 @@ def decoder_layers(model: nn.Module) -> Iterator[tuple[int, Place]]:
 
 @contextmanager
 def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
-    """The layers that are called meanwhile, unlike those for images or sounds; and what with, besides the hidden states."""
+    """The layers that are called meanwhile, unlike those for images or sounds; and what with, besides the
+    hidden states.
+    """
     called: dict[int, Place] = {}
 
     def note(number: int, place: Place) -> Callable[..., None]:
@@ -205,7 +230,9 @@ def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
 
 
 def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None:
-    """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one, and nobody watches that."""
+    """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one, and nobody
+    watches that.
+    """
     if any(map(hooked, stock.modules())):
         raise NotThisKind(f"{type(stock).__name__} has hooks")
     expected, found = trial.outcome(stock, number), trial.outcome(fused, number)
@@ -234,7 +261,8 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 def replace_norms(target: Target) -> None:
     """The norms outside of blocks: the last one, and those of layers that stay as they are.
 
-    One whose weight is kept in another dtype than the model's was compared on rows that it is never given, and stays.
+    One whose weight is kept in another dtype than the model's was compared on rows that it is never given,
+    and stays.
     """
     for parent in list(target.model.modules()):
         for name, child in list(parent.named_children()):
@@ -247,7 +275,9 @@ def replace_norms(target: Target) -> None:
 
 
 def leave_file(model: nn.Module) -> None:
-    """Copies what was not laid out anew, an embedding and little else: a single tensor keeps the whole checkpoint mapped."""
+    """Copies what was not laid out anew, an embedding and little else: a single tensor keeps the whole
+    checkpoint mapped.
+    """
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
@@ -263,7 +293,12 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
     norm, head = getattr(base, "norm", None), model.get_output_embeddings()
     if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
         raise NotThisKind("no loop: layers of the stock model are left")
-    if not isinstance(norm, Fused) or not isinstance(norm.inner, Norm) or not plain(head) or not hasattr(base, "rotary_emb"):
+    if (
+        not isinstance(norm, Fused)
+        or not isinstance(norm.inner, Norm)
+        or not plain(head)
+        or not hasattr(base, "rotary_emb")
+    ):
         raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
     if hooked(model) or hooked(base):
         raise NotThisKind(f"no loop: {type(model).__name__} has hooks")
@@ -271,7 +306,9 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
     try:
         expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
     except ODD as error:
-        raise NotThisKind(f"no loop: {type(base).__name__} is built in another way ({type(error).__name__})") from error
+        raise NotThisKind(
+            f"no loop: {type(base).__name__} is built in another way ({type(error).__name__})"
+        ) from error
     assert expected is not None and found is not None  # all rows are scored
     if not close(found.float(), expected.float()):  # the same operations: in any dtype
         raise NotThisKind(f"no loop: {type(model).__name__} does more than its layers")
@@ -287,11 +324,21 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `NotThisKind` where that is not to be had."""
     from speculon.models.compiled import bytes_more, compiled  # brings the compiler's own modules
 
-    # The first of each kind is compiled: but for one row's, no size is 0 or 1, which the compiler would take for constant.
-    trial, crowd, first = Trial.of(target, (8, 3)), Trial.of(target, (FOLD_ROWS + 1, 7)), Trial.of(target, (1, 1))
+    # The first of each kind is compiled: but for one row's, no size is 0 or 1, which the compiler would take
+    # for constant.
+    trial, crowd, first = (
+        Trial.of(target, (8, 3)),
+        Trial.of(target, (FOLD_ROWS + 1, 7)),
+        Trial.of(target, (1, 1)),
+    )
     for each in (trial, crowd):
         loop(each.batch, each.view)  # that there be keys to attend to
-    one, few, several, many = trial.last(1), trial.last(5), (trial.batch, trial.view), (crowd.batch, crowd.view)
+    one, few, several, many = (
+        trial.last(1),
+        trial.last(5),
+        (trial.batch, trial.view),
+        (crowd.batch, crowd.view),
+    )
     some = replace(crowd.batch, score_rows=crowd.batch.score_rows[3:]), crowd.view
     ends = [(replace(batch, score_rows=batch.score_rows[-1:]), view) for batch, view in (few, several, many)]
     late = [trial.last(1, 2), trial.last(2, 2, scattered=True), trial.last(1, scattered=True)]
@@ -304,6 +351,11 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
 def captured_loop(loop: Loop, target: Target) -> Captured:
     """The loop with its pieces recorded. Raises `NotThisKind` where that is not to be had."""
     trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
-    made = captured(loop, target, ((trial.batch, trial.view) for trial in trials), RECORDERS[target.device.type](target.device))
+    made = captured(
+        loop,
+        target,
+        ((trial.batch, trial.view) for trial in trials),
+        RECORDERS[target.device.type](target.device),
+    )
     target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
     return made

@@ -1,4 +1,6 @@
-"""Linear layers laid out for the machine: those of one input as one product, in the layout that the library's kernels like."""
+"""Linear layers laid out for the machine: those of one input as one product, in the layout that the library's
+kernels like.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Linear:
 
 @dataclass(slots=True)
 class Packed:
-    """The same with W in blocks (oneDNN): for few rows 1.4 to 2 times as fast on one chip, 0.6 to 0.7 on another."""
+    """The same with W in blocks (oneDNN): for few rows 1.4 to 2 times as fast on one chip, 0.6 to 0.7 on
+    another.
+    """
 
     weight: Tensor  # opaque
     bias: Tensor | None = None
@@ -71,13 +75,20 @@ def hooked(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
-    """One product for linear layers of the same input. With `share` their weights are used where they are, else laid out anew."""
-    parts = [Linear(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in stock]
+    """One product for linear layers of the same input.
+
+    With `share` their weights are used where they are, else laid out anew.
+    """
+    parts = [
+        Linear(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in stock
+    ]
     if share:
         return parts[0] if len(parts) == 1 else Beside(parts)
     bias = None
     if any(part.bias is not None for part in parts):
-        bias = torch.cat([part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])
+        bias = torch.cat(
+            [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
+        )
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
     layout = layout_of(weight.dtype, weight.device)
     if layout is Linear and len(parts) == 1 and weight.device.type == "cpu":
@@ -86,21 +97,30 @@ def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
 
 
 def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
-    """How weights of this kind are laid out here: in blocks where the library can multiply by such and is faster with them."""
+    """How weights of this kind are laid out here: in blocks where the library can multiply by such and is
+    faster with them.
+    """
     return fastest(dtype, torch.get_num_threads()) if packable(dtype, device) else Linear
 
 
 @cache
 @torch.inference_mode()
 def fastest(dtype: torch.dtype, threads: int) -> Layout:
-    """The layout that is faster on few rows on this machine, measured (50 ms): by the geometric mean over their numbers."""
+    """The layout that is faster on few rows on this machine, measured (50 ms): by the geometric mean over
+    their numbers.
+    """
     weights, *inputs = (
-        torch.ones(shape, dtype=dtype, device="cpu") for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
+        torch.ones(shape, dtype=dtype, device="cpu")
+        for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
     )
     products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
     times = [race([partial(multiply, made, x) for made in products]) for x in inputs]
     in_rows, in_blocks = map(prod, zip(*times, strict=True))
-    log.info("weights of %s: packed, a product takes %.2f of its time", dtype, (in_blocks / in_rows) ** (1 / len(ROWS)))
+    log.info(
+        "weights of %s: packed, a product takes %.2f of its time",
+        dtype,
+        (in_blocks / in_rows) ** (1 / len(ROWS)),
+    )
     return packed if in_blocks < in_rows else Linear
 
 
@@ -113,11 +133,16 @@ def packable(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the library multiplies by packed weights of this kind here."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32 or (
+        dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def head_is_copied(head: int, weights: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a head of so many bytes is packed. Meanwhile it lies here twice; for good, where it is the embedding too."""
+    """Whether a head of so many bytes is packed.
+
+    Meanwhile it lies here twice; for good, where it is the embedding too.
+    """
     return head <= COPIED_HEAD * weights and layout_of(dtype, device) is packed
 
 

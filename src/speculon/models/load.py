@@ -41,7 +41,8 @@ from speculon.models.target import Target
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-eagle3": DEMO / "eagle3"}
-OWN_BUFFER = 1 << 16  # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
+# elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
+OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DEFAULT_CONTEXT = 4096  # guess, for a config that names no limit
@@ -61,7 +62,10 @@ def load_target(
     compile: bool = False,
     progress: Progress | None = None,
 ) -> Target:
-    """A checked Target from a folder, a hub id or `demo`. Fails with a ModelError that names path and reason."""
+    """A checked Target from a folder, a hub id or `demo`.
+
+    Fails with a ModelError that names path and reason.
+    """
     tell = progress or (lambda stage: None)
     tell("reading the checkpoint")
     folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
@@ -71,7 +75,11 @@ def load_target(
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
         # small enough to be exact: in bf16 near-ties would show where the demo promises the same text
-        number = torch.float32 if (str(path), dtype) == ("demo", "auto") else pick_dtype(dtype, checkpoint.dtype, place)
+        number = (
+            torch.float32
+            if (str(path), dtype) == ("demo", "auto")
+            else pick_dtype(dtype, checkpoint.dtype, place)
+        )
         tell("loading the weights")
         model = load_model(checkpoint, config, number, place, trust_remote_code)
         tell("checking the model against its stock forward")
@@ -83,7 +91,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     folder = locate(path, trust_remote_code=trust_remote_code)
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            return AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
         except Exception as error:
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
 
@@ -97,21 +107,32 @@ def wrap_model(
     share: bool = True,
     compile: bool = False,
 ) -> Target:
-    """A checked Target over a model in memory, which is not modified. With `share` no matrix is copied, so fewer can be fused."""
+    """A checked Target over a model in memory, which is not modified.
+
+    With `share` no matrix is copied, so fewer can be fused.
+    """
     name = name or type(model).__name__
     with quiet():
         return make_target(own_structure(model), name, max_context, fused=fused, share=share, compile=compile)
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a module tree with a config of its own: the attention choice is written into the config."""
+    """The same weights in a module tree with a config of its own: the attention choice is written into the
+    config.
+    """
     shared = [*model.parameters(), *(b for b in model.buffers() if b.numel() > OWN_BUFFER)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     return copy.deepcopy(model, memo)
 
 
 def make_target(
-    model: PreTrainedModel, name: str, max_context: int | None, *, fused: bool, share: bool = False, compile: bool = False
+    model: PreTrainedModel,
+    name: str,
+    max_context: int | None,
+    *,
+    fused: bool,
+    share: bool = False,
+    compile: bool = False,
 ) -> Target:
     model.eval()
     layers, vocab_size = discover(model)
@@ -119,7 +140,13 @@ def make_target(
     if max_context is not None and max_context > limit:
         raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
     target = Target(
-        model, layers, name=name, vocab_size=vocab_size, max_context=max_context or limit, eos_ids=eos_ids(model), notes=notes
+        model,
+        layers,
+        name=name,
+        vocab_size=vocab_size,
+        max_context=max_context or limit,
+        eos_ids=eos_ids(model),
+        notes=notes,
     )
     expected = stock_logits(target)
     use_attention(model, attention.NAME)
@@ -138,9 +165,15 @@ def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: b
         return folder
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"] + ["*.bin"] * allow_pickle + ["*.py"] * trust_remote_code
+    wanted = (
+        ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        + ["*.bin"] * allow_pickle
+        + ["*.py"] * trust_remote_code
+    )
     try:
-        return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
+        )
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ModelNotFound(
@@ -154,7 +187,9 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCo
             f"{checkpoint.path}: needs Python code that comes with it; read it, then pass trust_remote_code=True"
         )
     try:
-        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:
         if checkpoint.model_type not in CONFIG_MAPPING and not checkpoint.remote_code:
             known = f"this transformers does not know model_type {checkpoint.model_type!r}"
@@ -166,7 +201,11 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCo
 
 
 def load_model(
-    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -223,7 +262,8 @@ def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dt
 
 
 def native_bf16() -> bool:
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # a torch without it: no bf16
+    # a torch without it: no bf16
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(flag) for flag in BF16_FLAGS)
 
 
@@ -234,8 +274,11 @@ def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
     limit = limit or DEFAULT_CONTEXT
     for kind, reach in rope_limits(model):
         if reach < limit:
-            # The library scales by the longest position of the whole row, so one long text would change its neighbours.
-            notes.append(f"context is {reach} instead of {limit}: {kind} RoPE beyond it depends on the other texts of a batch")
+            # The library scales by the longest position of the whole row, so one long text would change its
+            # neighbours.
+            notes.append(
+                f"context is {reach} instead of {limit}: {kind} RoPE beyond it depends on the other texts of a batch"
+            )
             limit = reach
     return limit, tuple(notes)
 
@@ -250,7 +293,9 @@ def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
                 continue
             parameters = module.config.rope_parameters
             parameters = parameters if layer_type is None else parameters[layer_type]
-            reach = parameters.get("original_max_position_embeddings") or getattr(module, "original_max_seq_len", None)
+            reach = parameters.get("original_max_position_embeddings") or getattr(
+                module, "original_max_seq_len", None
+            )
             if not reach:
                 raise UnsupportedModel(f"{type(module).__name__}: {kind} RoPE without an original length")
             yield kind, int(reach)

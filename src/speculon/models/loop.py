@@ -33,7 +33,8 @@ class Loop:
                 taps.keep(number, x)
         return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
 
-    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:  # [1, T] each -> [T, D]
+    # [1, T] each -> [T, D]
+    def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:
         """What enters the first layer, and the rotary tables of all."""
         x = self.embed(input_ids)
         cos, sin = self.rotary(x, position_ids)

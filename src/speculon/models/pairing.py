@@ -1,4 +1,7 @@
-"""Which of the folders around a target hold a drafter for it? Looks at configs, headers and tokenizer files; loads nothing."""
+"""Which of the folders around a target hold a drafter for it?
+
+Looks at configs, headers and tokenizer files; loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def is_search(draft: str) -> bool:
 
 
 def search(draft: str, target: Checkpoint) -> Search:
-    """The drafters that fit, the likeliest for each method. Raises `ConfigError` for a folder that is not there."""
+    """The drafters that fit, the likeliest for each method.
+
+    Raises `ConfigError` for a folder that is not there.
+    """
     seen = [candidate(path, near, target) for path, near in around(draft, target.path)]
     taken: dict[str, Candidate] = {}
     for one in sorted((one for one in seen if one.refusal is None), key=lambda one: one.rank):

@@ -1,4 +1,6 @@
-"""What a model really does, learned by running it once with recording functions; and the proof that our path does the same."""
+"""What a model really does, learned by running it once with recording functions; and the proof that our path
+does the same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ NAME = "speculon_probe"
 CARRIED_LAYERS = {"full_attention", "sliding_attention"}
 # What architectures pass down to attention that either is honoured there or changes nothing.
 HONOURED = {"scaling", "softcap", "s_aux", "view"}
-HARMLESS = {"sliding_window", "position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values"}
+HARMLESS = {
+    "sliding_window",
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "use_cache",
+    "past_key_values",
+}
 STATE_ARGUMENTS = {"state", "cache_params"}
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -42,13 +51,16 @@ class Seen:
 @dataclass(slots=True)
 class Record:
     layers: list[Seen] = field(default_factory=list)
-    masks: list[tuple[MaskFunction, int | None]] = field(default_factory=list)  # and the local size it was asked with
+    # and the local size it was asked with
+    masks: list[tuple[MaskFunction, int | None]] = field(default_factory=list)
 
 
 _record: ContextVar[Record] = ContextVar("speculon_probe_record")
 
 
-def record_mask(*, mask_function: MaskFunction, q_length: int, local_size: int | None = None, **_: Any) -> Tensor:
+def record_mask(
+    *, mask_function: MaskFunction, q_length: int, local_size: int | None = None, **_: Any
+) -> Tensor:
     """Stands in for mask creation: notes what was asked for, and hands down a mask that carries its number."""
     masks = _record.get().masks
     masks.append((mask_function, local_size))
@@ -83,7 +95,9 @@ def refuse_arguments(module: nn.Module, where: str, kwargs: dict[str, Any]) -> N
         raise UnsupportedModel(f"{where} attends in both directions (is_causal = False)")
     for name, value in kwargs.items():
         if name not in HONOURED | HARMLESS and isinstance(value, Tensor):
-            raise UnsupportedModel(f"{where} passes `{name}` {list(value.shape)} to attention, which is not carried")
+            raise UnsupportedModel(
+                f"{where} passes `{name}` {list(value.shape)} to attention, which is not carried"
+            )
 
 
 def mask_number(mask: Tensor | None, where: str) -> int | None:
@@ -135,7 +149,9 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
     configs = [m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
     stuck = [c for c in configs if c._attn_implementation != name]
     if stuck:
-        raise UnsupportedModel(f"{type(model).__name__} keeps its own attention ({type(stuck[0]).__name__} did not take ours)")
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps its own attention ({type(stuck[0]).__name__} did not take ours)"
+        )
 
 
 @contextmanager
@@ -153,7 +169,9 @@ def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
     layers = {seen.layer: seen for seen in record.layers}
     if sorted(layers) != list(range(count)) or len(record.layers) != count:
-        raise UnsupportedModel(f"{name}: {len(record.layers)} attention calls of layers {sorted(layers)}, but {count} layers")
+        raise UnsupportedModel(
+            f"{name}: {len(record.layers)} attention calls of layers {sorted(layers)}, but {count} layers"
+        )
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
     windows: dict[int, int | None] = {}
     specs = []
@@ -175,14 +193,18 @@ def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, w
     try:
         seen = mask_function(zero, zero, row, column)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{where} asks for a mask that is no function of two positions ({error})") from error
+        raise UnsupportedModel(
+            f"{where} asks for a mask that is no function of two positions ({error})"
+        ) from error
     causal = column <= row
     if torch.equal(seen.expand_as(causal), causal):
         return None
     if local_size is not None and torch.equal(seen.expand_as(causal), causal & (column > row - local_size)):
         return local_size
     q, k = (int(points[i]) for i in (seen != (causal & (column > row - (local_size or limit)))).nonzero()[0])
-    raise UnsupportedModel(f"{where} asks for a mask that is neither causal nor a sliding window (position {q} and key {k})")
+    raise UnsupportedModel(
+        f"{where} asks for a mask that is neither causal nor a sliding window (position {q} and key {k})"
+    )
 
 
 def landmarks(local_size: int | None, limit: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""The proof at load: two sequences packed into one row, one continued from its pages, against the stock model."""
+"""The proof at load: two sequences packed into one row, one continued from its pages, against the stock
+model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from speculon.models.probe import stock_attention
 from speculon.models.target import Target
 
 TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
-LOOSE = 0.3  # bf16: random models gave 0.01 to 0.12, and 0.20 where an MoE chose another expert at a near-tie; x1.5
+# bf16: random models gave 0.01 to 0.12, and 0.20 where an MoE chose another expert at a near-tie; x1.5
+LOOSE = 0.3
 BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
@@ -47,17 +50,22 @@ def texts(target: Target) -> list[Tensor]:
 @torch.inference_mode()
 def stock_logits(target: Target) -> Tensor:  # [17, V]
     with stock_attention(target.model):
-        return torch.cat([target.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts(target)])
+        return torch.cat(
+            [target.model(input_ids=text[None], use_cache=False).logits[0].float() for text in texts(target)]
+        )
 
 
 def paged_logits(target: Target) -> Tensor:  # [17, V]
     store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
     steps = zip(((0, 0), FIRST), (FIRST, LENGTHS), strict=True)
-    parts = [run_pieces(target, store, list(zip(texts(target), TABLES, *bounds, strict=True))) for bounds in steps]
+    parts = [
+        run_pieces(target, store, list(zip(texts(target), TABLES, *bounds, strict=True))) for bounds in steps
+    ]
     return torch.cat([rows for sequence in zip(*parts, strict=True) for rows in sequence])
 
 
-def run_pieces(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:  # one [rows, V] per piece
+# one [rows, V] per piece
+def run_pieces(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
     """One forward over pieces of texts, every row scored."""
     spans: list[SpanView] = []
     row = 0

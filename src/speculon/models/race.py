@@ -1,4 +1,6 @@
-"""Which of several ways is the fastest on this machine: chips and their libraries differ by a factor of two, either way."""
+"""Which of several ways is the fastest on this machine: chips and their libraries differ by a factor of two,
+either way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is this checkpoint? Read from its config and the headers of its weight files; nothing is loaded, torch is not imported."""
+"""What is this checkpoint?
+
+Read from its config and the headers of its weight files; nothing is loaded, torch is not imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculon.errors import CorruptWeights, MissingWeights, ModelError, ModelNotFound, UnsafeCheckpoint, UnsupportedModel
+from speculon.errors import (
+    CorruptWeights,
+    MissingWeights,
+    ModelError,
+    ModelNotFound,
+    UnsafeCheckpoint,
+    UnsupportedModel,
+)
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -52,7 +62,9 @@ def recognise(path: str | Path) -> Checkpoint:
     sizes: Counter[str] = Counter()
     for file in () if pickled else files:
         sizes.update(parameters_by_dtype(file))
-    text = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), config)
+    text = next(
+        (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), config
+    )
 
     def number(*names: str) -> int | None:
         return next((text[name] for name in names if isinstance(text.get(name), int)), None)
@@ -79,11 +91,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise ModelNotFound(f"{folder}: no such folder")
     if not folder.is_dir():
-        raise ModelNotFound(f"{folder}: a model is a folder with config.json and safetensors files, this is a file")
+        raise ModelNotFound(
+            f"{folder}: a model is a folder with config.json and safetensors files, this is a file"
+        )
     path = folder / "config.json"
     if not path.is_file():
         adapter = " (adapter_config.json is there: merge the adapter into its base model first)"
-        raise ModelNotFound(f"{folder}: no config.json{adapter if (folder / 'adapter_config.json').exists() else ''}")
+        raise ModelNotFound(
+            f"{folder}: no config.json{adapter if (folder / 'adapter_config.json').exists() else ''}"
+        )
     config = read_json(path, ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"{path}: not a JSON object")
@@ -107,13 +123,17 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
         if any(Path(name).name != name for name in names):
             raise CorruptWeights(f"{folder / INDEX}: names a file outside the folder")
         if missing := [name for name in names if not (folder / name).is_file()]:
-            raise MissingWeights(f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}")
+            raise MissingWeights(
+                f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}"
+            )
         return tuple(folder / name for name in names), False
     if (folder / "model.safetensors").is_file():
         return (folder / "model.safetensors",), False
     if shards := sorted(folder.glob("model-*-of-*.safetensors")):
         raise MissingWeights(f"{folder}: {len(shards)} weight files, but no {INDEX}")
-    if pickles := sorted(file for pattern in PICKLES for file in folder.glob(pattern) if file.name != "training_args.bin"):
+    if pickles := sorted(
+        file for pattern in PICKLES for file in folder.glob(pattern) if file.name != "training_args.bin"
+    ):
         return tuple(pickles), True
     if sorted(folder.glob("*.gguf")):
         raise UnsupportedModel(f"{folder}: GGUF weights; convert them to safetensors")
@@ -129,7 +149,9 @@ def refuse_unsafe(checkpoint: Checkpoint, *, allow_pickle: bool) -> None:
 
 
 def parameters_by_dtype(path: Path) -> Counter[str]:
-    """Number of parameters per dtype, from the header of a safetensors file; a file that breaks its header's word is refused."""
+    """Number of parameters per dtype, from the header of a safetensors file; a file that breaks its header's
+    word is refused.
+    """
     counts: Counter[str] = Counter()
     end = 0
     header, begin = read_header(path)

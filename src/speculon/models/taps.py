@@ -1,4 +1,6 @@
-"""Hidden states from inside a model, for drafters that read them: those of the rows just computed, of chosen layers only."""
+"""Hidden states from inside a model, for drafters that read them: those of the rows just computed, of chosen
+layers only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ EMBEDDINGS = -1
 
 
 class Taps:
-    """The residual stream after each of `layers` (0-based; -1: what enters the first), in one forward at a time.
+    """The residual stream after each of `layers` (0-based; -1: what enters the first), in one forward at a
+    time.
 
     Before any final norm: what the next layer would read.
     """
@@ -34,12 +37,17 @@ class Taps:
         return found
 
     def watch(self, model: nn.Module) -> None:
-        """Keeps by hooks what a model's own forward computes. Raises `UnsupportedModel` where a layer is not to be found."""
+        """Keeps by hooks what a model's own forward computes.
+
+        Raises `UnsupportedModel` where a layer is not to be found.
+        """
         modules = decoder_layers(model)
         first = min(modules, default=0)
         for layer in self.layers:
             if layer != EMBEDDINGS and layer not in modules:
-                raise UnsupportedModel(f"{type(model).__name__}: no module is its layer {layer}, so it cannot be tapped")
+                raise UnsupportedModel(
+                    f"{type(model).__name__}: no module is its layer {layer}, so it cannot be tapped"
+                )
             for module in modules.get(first if layer == EMBEDDINGS else layer, ()):
                 if layer == EMBEDDINGS:
                     self._hooks.append(module.register_forward_pre_hook(self._keep_input, with_kwargs=True))
@@ -64,7 +72,8 @@ class Taps:
 def decoder_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
     """The modules that may be a model's layer of each number: those around whatever knows that number.
 
-    Of several the outermost ends last, so that its states are those that stay; towers for other senses are never called.
+    Of several the outermost ends last, so that its states are those that stay; towers for other senses are
+    never called.
     """
     found: dict[int, list[nn.Module]] = {}
     for parent in model.modules():

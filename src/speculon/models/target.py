@@ -96,7 +96,12 @@ class Target:
         """Its claims, when T = `rows` and R = `scored` in its largest forward."""
         config = self.model.config.get_text_config()
         scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
-        return Needs(layers=self.layers, max_context=self.max_context, bytes_fixed=self.num_bytes, bytes_scratch=scratch)
+        return Needs(
+            layers=self.layers,
+            max_context=self.max_context,
+            bytes_fixed=self.num_bytes,
+            bytes_scratch=scratch,
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, view: View) -> Output:
@@ -110,8 +115,14 @@ class Target:
         return Output(logits, taps, (time.perf_counter() - start) * 1e3)
 
 
-def stock_forward(model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-    """One forward through transformers' own code; None where no row is scored. `taps` watch the model themselves."""
+# [R, V]
+def stock_forward(
+    model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None
+) -> Tensor | None:
+    """One forward through transformers' own code; None where no row is scored.
+
+    `taps` watch the model themselves.
+    """
     row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
     if batch.score_rows.numel():
         return model(**row, logits_to_keep=batch.score_rows).logits[0]
@@ -119,9 +130,12 @@ def stock_forward(model: PreTrainedModel, batch: Batch, view: View, taps: Taps |
     return None
 
 
-def scratch_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, scored: int) -> int:
+def scratch_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, scored: int
+) -> int:
     """Intermediate results of one forward over `rows` rows with `scored` of them scored and sampled."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
-    return states + scored * config.vocab_size * 4 * COPIES_OF_LOGITS + 2 * gather_bytes(device)  # that buffer may double
+    # that buffer may double
+    return states + scored * config.vocab_size * 4 * COPIES_OF_LOGITS + 2 * gather_bytes(device)

@@ -24,26 +24,31 @@ States = Mapping[int, "Tensor"] | None
 class Proposer(Protocol):
     """admit -> (propose -> observe)* -> release, for each sequence that uses it.
 
-    One instance serves all sequences of an engine. It may raise: the sequence then goes on plainly, with reason `error`.
-    One without weights needs no `load`.
+    One instance serves all sequences of an engine. It may raise: the sequence then goes on plainly, with
+    reason `error`. One without weights needs no `load`.
     """
 
     needs: Needs
 
     def load(self) -> None:
-        """Called once, before everything else, where `needs.bytes_fixed` is not 0: memory is granted, `needs` becomes exact."""
+        """Called once, before everything else, where `needs.bytes_fixed` is not 0: memory is granted, `needs`
+        becomes exact.
+        """
 
     def admit(self, seq: Sequence) -> None:
         """Called once, before the first round of `seq`."""
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to guess."""
+        """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to
+        guess.
+        """
         ...
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
         """What became of the round; `seqs` hold the committed tokens already.
 
-        `taps` are the states of all T rows of the target's forward, by layer [T, D], where anybody reads them.
+        `taps` are the states of all T rows of the target's forward, by layer [T, D], where anybody reads
+        them.
         """
 
     def release(self, seq: Sequence) -> None:
@@ -62,7 +67,10 @@ class Extending(Protocol):
     """A look-up that can go on where another method's draft ends, in microseconds."""
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
-        """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q. Nothing of `ahead` may be kept."""
+        """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q.
+
+        Nothing of `ahead` may be kept.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""Drafting token by token with a model, whatever it reads: the loop over draft positions, and the rows it lags behind."""
+"""Drafting token by token with a model, whatever it reads: the loop over draft positions, and the rows it
+lags behind.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Piece = tuple[Sequence, int, int]  # a sequence, and the positions from one up to another
-Guess = Callable[[list[int], list[list[int]]], "Tensor"]  # (which texts, all drafts so far) -> logits [len(which), V]
+# (which texts, all drafts so far) -> logits [len(which), V]
+Guess = Callable[[list[int], list[list[int]]], "Tensor"]
 
 
-def draft_chain(method: str, seqs: list[Sequence], budgets: list[int], guess: Guess, min_confidence: float) -> list[Draft]:
-    """A draft per sequence, one position after the other for all of them; it ends where the drafter is less sure than this."""
+def draft_chain(
+    method: str, seqs: list[Sequence], budgets: list[int], guess: Guess, min_confidence: float
+) -> list[Draft]:
+    """A draft per sequence, one position after the other for all of them; it ends where the drafter is less
+    sure than this.
+    """
     drafts: list[list[int]] = [[] for _ in seqs]
     sure: list[list[float]] = [[] for _ in seqs]
     probs: list[list[Tensor]] = [[] for _ in seqs]
@@ -56,8 +63,11 @@ def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:
     return None if sure else Stop.CONFIDENCE
 
 
-def catch_up(method: str, seqs: list[Sequence], most: int, read: Callable[[list[Piece]], object], first: int = 0) -> list[Piece]:
-    """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the rest.
+def catch_up(
+    method: str, seqs: list[Sequence], most: int, read: Callable[[list[Piece]], object], first: int = 0
+) -> list[Piece]:
+    """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the
+    rest.
 
     Returns that rest, which holds each sequence's last token; positions below `first` are never read.
     """

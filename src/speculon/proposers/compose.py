@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from speculon.cascade import ask_in_turn
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, Needs, Proposal, Proposed, Reason, Sequence, Span, Stop, Verdict
+from speculon.core import (
+    NO_DRAFT,
+    Decision,
+    Draft,
+    Needs,
+    Proposal,
+    Proposed,
+    Reason,
+    Sequence,
+    Span,
+    Stop,
+    Verdict,
+)
 from speculon.errors import MemoryExceeded
 from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
@@ -32,12 +44,21 @@ Confirm = Callable[[str, list[Sequence], list[int]], list[int]]
 
 
 class Proposers:
-    """The proposers of one engine. Those that own layers are built here, before the page pool is sized; others when asked for."""
+    """The proposers of one engine.
 
-    def __init__(self, config: SpeculationConfig, target: TargetFacts, promise: Callable[[list[Needs]], Promise] | None = None):
+    Those that own layers are built here, before the page pool is sized; others when asked for.
+    """
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        target: TargetFacts,
+        promise: Callable[[list[Needs]], Promise] | None = None,
+    ):
         self._config, self._facts, self._promise = config, target, promise
         self._built: dict[str, Proposer] = {}
-        self._extending: dict[str, Extending] = {}  # of these; to ask a protocol each time takes as long as a look-up
+        # of these; to ask a protocol each time takes as long as a look-up
+        self._extending: dict[str, Extending] = {}
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, set[str]] = defaultdict(set)  # sequence id -> methods that know it
@@ -60,19 +81,25 @@ class Proposers:
         return tuple(sorted({layer for needs in self.needs for layer in needs.taps}))
 
     def keep(self, taps: Mapping[int, Tensor], view: View) -> None:
-        """Puts the states [T, D] of one forward of the target, by layer, into the pages of those who read them."""
+        """Puts the states [T, D] of one forward of the target, by layer, into the pages of those who read
+        them.
+        """
         for method, first in self._first_layer.items():
             if wanted := self._built[method].needs.taps:
                 view.keep(first, [taps[layer] for layer in wanted])
 
     def chain(self, name: str) -> tuple[str, ...]:
-        """The methods behind a name, asked one after the other until one has a draft; none for plain decoding."""
+        """The methods behind a name, asked one after the other until one has a draft; none for plain
+        decoding.
+        """
         if name == AUTO:
             return (*LOOKUPS, *(method for method in self._config.drafts if method not in LOOKUPS))
         return () if name == OFF else (name,)
 
     def methods_of(self, given: tuple[str, ...], name: str | None) -> tuple[str, ...]:
-        """Who can be asked for a sequence, in order: what its request brought along, then what its method stands for."""
+        """Who can be asked for a sequence, in order: what its request brought along, then what its method
+        stands for.
+        """
         own = (method for method in self.chain(name or OFF) if method not in self._lacking)
         return tuple(dict.fromkeys([*given, *own]))
 
@@ -94,7 +121,9 @@ class Proposers:
 
     @property
     def _memories(self) -> dict[str, Remembering]:
-        return {method: proposer for method, proposer in self._built.items() if isinstance(proposer, Remembering)}
+        return {
+            method: proposer for method, proposer in self._built.items() if isinstance(proposer, Remembering)
+        }
 
     @property
     def remembered(self) -> tuple[int, int]:
@@ -129,18 +158,26 @@ class Proposers:
     ) -> tuple[list[Draft], list[Decision]]:
         """A draft for each span, and the decisions as they turned out; one call per method.
 
-        Where a decision reaches further than a draft, look-ups go on at its end. `trim` keeps of each draft what pays; where
-        that is nothing the next method is asked. `confirm` says for how much, now that it is known who wants it.
+        Where a decision reaches further than a draft, look-ups go on at its end. `trim` keeps of each draft
+        what pays; where that is nothing the next method is asked. `confirm` says for how much, now that it is
+        known who wants it.
         """
         self.timings, self.proposed = {}, []
         drafts = [NO_DRAFT] * len(spans)
-        outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]  # until a method is asked
+        # until a method is asked
+        outcome = [replace(d, k=0, reason=Reason.CONTEXT_LIMIT) if d.k else d for d in decisions]
 
         def ask(method: str, rooms: dict[int, int]) -> list[int]:
             rooms = {i: min(k, decisions[i].k) for i, k in rooms.items()}
             asked = rooms
             if confirm:
-                ks = dict(zip(rooms, confirm(method, [spans[i].seq for i in rooms], list(rooms.values())), strict=True))
+                ks = dict(
+                    zip(
+                        rooms,
+                        confirm(method, [spans[i].seq for i in rooms], list(rooms.values())),
+                        strict=True,
+                    )
+                )
                 for i in (i for i, k in ks.items() if not k):
                     outcome[i] = replace(outcome[i], reason=Reason.COST)
                 rooms = {i: min(k, rooms[i]) for i, k in ks.items() if k}
@@ -163,7 +200,9 @@ class Proposers:
                 outcome[i] = Decision(None, 0, spans[i].seq.off)
         return drafts, outcome
 
-    def observe(self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: States) -> None:
+    def observe(
+        self, spans: list[Span], decisions: list[Decision], verdicts: dict[int, Verdict], taps: States
+    ) -> None:
         """Tells each method that was asked what became of its sequences; `verdicts` by sequence id."""
         asked: dict[str, list[Sequence]] = defaultdict(list)
         for span, decision in zip(spans, decisions, strict=True):
@@ -190,7 +229,9 @@ class Proposers:
             if self._closed or not self._has_room(method, proposer):
                 self._lacking[method] = Reason.NO_DRAFTER if self._closed else Reason.MEMORY
                 return
-            self._first_layer[method] = self._facts.num_layers + sum(len(needs.layers) for needs in self.needs)
+            self._first_layer[method] = self._facts.num_layers + sum(
+                len(needs.layers) for needs in self.needs
+            )
         self._built[method] = proposer
         if isinstance(proposer, Extending):
             self._extending[method] = proposer
@@ -227,15 +268,23 @@ class Proposers:
         with Guard(method, seqs):
             for seq in seqs:
                 self._admit(method, seq)
-            guesses = proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
-            drafts = [self._checked(method, guess, k, seq) for guess, k, seq in zip(guesses, budgets, seqs, strict=True)]
+            guesses = (
+                proposer.propose(seqs, budgets, lease.of(self._first_layer.get(method, 0))) if seqs else []
+            )
+            drafts = [
+                self._checked(method, guess, k, seq)
+                for guess, k, seq in zip(guesses, budgets, seqs, strict=True)
+            ]
             self.proposed.append((method, seqs, drafts))
         if budgets:
             self.timings[method] = Proposal(len(seqs), max(budgets), (perf_counter() - began) * 1e3, unread)
         return dict(zip(able, drafts, strict=False))
 
-    def _join(self, method: str, drafts: dict[int, Draft], spans: list[Span], decisions: list[Decision]) -> None:
-        """Lets the first other method of a text that can (`Extending`) go on at the end of its draft, as far as is reserved.
+    def _join(
+        self, method: str, drafts: dict[int, Draft], spans: list[Span], decisions: list[Decision]
+    ) -> None:
+        """Lets the first other method of a text that can (`Extending`) go on at the end of its draft, as far
+        as is reserved.
 
         The time of it is the method's: without its drafts nobody would look there.
         """
@@ -270,8 +319,14 @@ class Proposers:
         ids = [*map(index, draft.tokens)]
         if ids and not 0 <= min(ids) <= max(ids) < self._facts.vocab_size:
             raise ValueError(f"{method} drafted a token outside the vocabulary of {self._facts.vocab_size}")
-        if type(draft.match) is not int or draft.match < 0 or not (draft.stop is None or type(draft.stop) is Stop):
-            raise ValueError(f"{method}: match = {draft.match!r} is a number of tokens, stop = {draft.stop!r} a core.Stop")
+        if (
+            type(draft.match) is not int
+            or draft.match < 0
+            or not (draft.stop is None or type(draft.stop) is Stop)
+        ):
+            raise ValueError(
+                f"{method}: match = {draft.match!r} is a number of tokens, stop = {draft.stop!r} a core.Stop"
+            )
         return draft
 
 
@@ -285,7 +340,9 @@ class Guard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         log.error("proposer %s failed; its sequences go on plainly", self.method, exc_info=error)

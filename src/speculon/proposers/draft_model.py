@@ -1,7 +1,8 @@
 """A small model of the same vocabulary guesses token by token (Leviathan 2023; Chen 2023).
 
-Its keys and values lie in layers of its own in the target's pages, so prefix hits, rollback and preemption need no code here:
-`seq.drafted` says how far they reach, and whatever is missing is computed in one call when a draft is next wanted.
+Its keys and values lie in layers of its own in the target's pages, so prefix hits, rollback and preemption
+need no code here: `seq.drafted` says how far they reach, and whatever is missing is computed in one call when
+a draft is next wanted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ NAME = "draft_model"
 class DraftModel:
     """One forward per draft position for all sequences of the round."""
 
-    def __init__(self, load: Callable[[], Target], forecast: Needs, target: TargetFacts, min_confidence: float = 0.0):
+    def __init__(
+        self, load: Callable[[], Target], forecast: Needs, target: TargetFacts, min_confidence: float = 0.0
+    ):
         self.needs, self._load = forecast, load
         self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
         self.max_rows = target.rows or sys.maxsize  # of a call: what was promised as scratch
@@ -55,7 +58,8 @@ class DraftModel:
             needs = forecast(source, dtype, device, target.rows, target.scored, target.fuse, target.compile)
             return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
         model = wrap_draft(source, target)
-        needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)  # in memory already: nothing to load or promise
+        # in memory already: nothing to load or promise
+        needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)
         drafter = cls(lambda: model, needs, target, config.draft_min_confidence)
         drafter.model = model
         return drafter
@@ -63,7 +67,10 @@ class DraftModel:
     def load(self) -> None:
         self.model = self._load()
         self.needs = replace(
-            self.needs, layers=self.model.layers, max_context=self.model.max_context, bytes_fixed=self.model.num_bytes
+            self.needs,
+            layers=self.model.layers,
+            max_context=self.model.max_context,
+            bytes_fixed=self.model.num_bytes,
         )
 
     def admit(self, seq: Sequence) -> None:
@@ -74,7 +81,9 @@ class DraftModel:
 
         def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
             if not drafts[which[0]]:
-                return self._next([rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which], lease)
+                return self._next(
+                    [rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which], lease
+                )
             ends = [len(seqs[i].tokens) + len(drafts[i]) for i in which]
             pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
             return self._next(pieces, [drafts[i][-1:] for i in which], lease)
@@ -94,12 +103,17 @@ class DraftModel:
         """Logits [B, V] after each piece."""
         ends = [total - 1 for total in accumulate(len(piece) for piece in ids)]
         logits = self._forward(pieces, ids, ends, lease)[:, : self.vocab_size]
-        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)  # one of the two may be padded
+        # one of the two may be padded
+        return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=NEVER)
 
-    def _forward(self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease) -> Tensor:
+    def _forward(
+        self, pieces: list[Piece], ids: list[list[int]], scored: list[int], lease: DraftLease
+    ) -> Tensor:
         """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
-        batch = Batch.of([], [token for piece in ids for token in piece], positions, scored, self.model.device)
+        batch = Batch.of(
+            [], [token for piece in ids for token in piece], positions, scored, self.model.device
+        )
         logits = self.model.forward(batch, lease.view(pieces)).logits
         mark(NAME, pieces)
         return logits
@@ -109,7 +123,9 @@ def load_draft(path: str, target: TargetFacts) -> Target:
     """The checkpoint as a checked Target on the target's device, in its dtype."""
     if target.tokenizer is not None:
         check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
-    draft = load_target(path, dtype=target.dtype, device=target.device, fused=target.fuse, compile=target.compile)
+    draft = load_target(
+        path, dtype=target.dtype, device=target.device, fused=target.fuse, compile=target.compile
+    )
     return draft if target.tokenizer is not None else check_size(draft, target)
 
 
@@ -121,9 +137,13 @@ def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:
-    """Raises `ModelError` for a draft with fewer ids than the target: all that can be compared without two tokenizers."""
+    """Raises `ModelError` for a draft with fewer ids than the target: all that can be compared without two
+    tokenizers.
+    """
     if draft.vocab_size < target.vocab_size:
-        raise ModelError(f"draft {draft.name}: its vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}")
+        raise ModelError(
+            f"draft {draft.name}: its vocabulary has {draft.vocab_size} ids, the target's {target.vocab_size}"
+        )
     return draft
 
 
@@ -133,6 +153,10 @@ def check_same_ids(path: str, draft: Tokenizer, target: Tokenizer) -> None:
     wrong = next((token for token, i in theirs.items() if mine.get(token, i) != i), None)
     missing = theirs.keys() - mine.keys()
     if wrong is not None:
-        raise ModelError(f"{path}: draft and target disagree on {wrong!r}: id {mine[wrong]} and {theirs[wrong]}")
+        raise ModelError(
+            f"{path}: draft and target disagree on {wrong!r}: id {mine[wrong]} and {theirs[wrong]}"
+        )
     if missing:
-        raise ModelError(f"{path}: the draft lacks {len(missing)} of the target's tokens, among them {sorted(missing)[0]!r}")
+        raise ModelError(
+            f"{path}: the draft lacks {len(missing)} of the target's tokens, among them {sorted(missing)[0]!r}"
+        )

@@ -1,7 +1,8 @@
 """A small head over the target's own hidden states guesses token by token (EAGLE-3, Li et al. 2025).
 
-The states of every position lie in pages, as its own keys and values do, so that it may rest and come back, start behind a
-prefix that was found, or be computed again: nothing that it needs is ever lost. See `models.eagle` for which row lies where.
+The states of every position lie in pages, as its own keys and values do, so that it may rest and come back,
+start behind a prefix that was found, or be computed again: nothing that it needs is ever lost. See
+`models.eagle` for which row lies where.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Eagle3Drafter:
         if target.model is None:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
         sheet, model = overridden(recognise_drafter(locate(source)), config.options), target.model
-        odd = check_pair(sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__))
+        odd = check_pair(
+            sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__)
+        )
         log.info("%s: %s", NAME, sheet.line(len(model.layers)))
         for note in (*sheet.notes, *odd):
             log.warning("%s: %s", NAME, note)
@@ -72,7 +75,9 @@ class Eagle3Drafter:
     def load(self) -> None:
         self.head = load_head(self.sheet, self.target)
         if len(self.readings) > 1 and self.tokenizer is not None:
-            self.needs = replace(self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context]))
+            self.needs = replace(
+                self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
+            )
 
     def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
         """Where a config's taps can be read in two ways: those with which the head guesses better."""
@@ -80,7 +85,12 @@ class Eagle3Drafter:
         shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.readings}
         best = max(shares, key=lambda taps: shares[taps])
         told = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
-        log.info("%s: taps can be read in two ways; guessed right on a short text: %s; taken: %s", NAME, told, list(best))
+        log.info(
+            "%s: taps can be read in two ways; guessed right on a short text: %s; taken: %s",
+            NAME,
+            told,
+            list(best),
+        )
         return best
 
     def admit(self, seq: Sequence) -> None:
@@ -111,7 +121,9 @@ class Eagle3Drafter:
         return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
-        """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the target's."""
+        """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the
+        target's.
+        """
 
     def release(self, seq: Sequence) -> None:
         """Its pages go with the target's."""
@@ -126,14 +138,16 @@ class Eagle3Drafter:
         return states[lengths.cumsum(0) - 1]
 
     @torch.inference_mode()
-    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:  # [T, H] -> [T, H]
+    # [T, H] -> [T, H]
+    def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
         return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
 def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
-    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target layers, and the flags.
+    """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
+    layers, and the flags.
 
     Raises `ConfigError` for a value of another kind.
     """
@@ -148,4 +162,8 @@ def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
 
 
 def are_layers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(tap) is int for tap in value) and sorted(set(value)) == list(value)
+    return (
+        isinstance(value, list | tuple)
+        and all(type(tap) is int for tap in value)
+        and sorted(set(value)) == list(value)
+    )

@@ -1,4 +1,7 @@
-"""What a grammar leaves no choice about: keys, brackets, separators. Drafted by the token, and never wrong."""
+"""What a grammar leaves no choice about: keys, brackets, separators.
+
+Drafted by the token, and never wrong.
+"""
 
 from __future__ import annotations
 

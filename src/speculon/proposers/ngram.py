@@ -31,14 +31,18 @@ class Index:
         self._done = len(tokens)
 
     def lookup(self, tokens: Seq[int], k: int) -> tuple[tuple[int, ...], int]:
-        """Up to `k` tokens after the longest, most recent match of the text's end, and its length; reads no other part.
+        """Up to `k` tokens after the longest, most recent match of the text's end, and its length; reads no
+        other part.
 
         `tokens` may go on beyond what was indexed.
         """
-        done = self._done if len(tokens) > self._done else 0  # the last place of the index, which waits for what follows
+        # the last place of the index, which waits for what follows
+        done = self._done if len(tokens) > self._done else 0
         for order in range(min(self.max_order, len(tokens)), self.min_order - 1, -1):
             tail = tuple(tokens[-order:])
-            at = done if done >= order and tuple(tokens[done - order : done]) == tail else self._next.get(tail)
+            at = (
+                done if done >= order and tuple(tokens[done - order : done]) == tail else self._next.get(tail)
+            )
             if at is not None:
                 period = len(tokens) - at  # a match that reaches the end repeats itself
                 if k <= period:
@@ -80,4 +84,6 @@ class NGram:
         found, order = index.lookup([*seq.tokens, *ahead] if ahead else seq.tokens, k)
         if not found:
             return NO_MATCH
-        return Draft(found, ("ngram",) * len(found), None, (order / (order + 1),) * len(found), order, Stop.LIMIT)
+        return Draft(
+            found, ("ngram",) * len(found), None, (order / (order + 1),) * len(found), order, Stop.LIMIT
+        )

@@ -25,8 +25,8 @@ Found = list[tuple[int, Sequence[int]]]
 class Trail:
     """A growing text of which at most the last `capacity` tokens are kept, at 20 bytes each.
 
-    The places that follow the same `SEED` tokens are chained, the newest first (as in LZ77); a slot may hold several
-    chains, for each place is compared with what is looked for anyway.
+    The places that follow the same `SEED` tokens are chained, the newest first (as in LZ77); a slot may hold
+    several chains, for each place is compared with what is looked for anyway.
     """
 
     def __init__(self, capacity: int):
@@ -51,10 +51,11 @@ class Trail:
         self.end, self._seed = self.end + len(kept), seed
 
     def after(self, tail: Sequence[int], k: int, ahead: Sequence[int] = ()) -> Found:
-        """(length of match, up to `k` tokens that followed) of the newest places where the end of `tail` stands.
+        """(length of match, up to `k` tokens that followed) of the newest places where the end of `tail`
+        stands.
 
-        Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an END. `ahead`
-        is what of that end is not written here.
+        Newest first. A match that reaches the text's end repeats itself; no match or continuation crosses an
+        END. `ahead` is what of that end is not written here.
         """
         found: Found = []
         tokens, first = self.tokens, self.end - len(self.tokens)
@@ -68,7 +69,8 @@ class Trail:
             if at < SEED:
                 break
             length, most = 0, min(len(tail), at)
-            if tokens[at - most : at] == whole:  # most places of a text that repeats itself: 45 us instead of 65
+            # most places of a text that repeats itself: 45 us instead of 65
+            if tokens[at - most : at] == whole:
                 length = most
             while length < most and tokens[at - length - 1] == tail[-length - 1]:
                 length += 1
@@ -98,8 +100,8 @@ class Pool:
 
 
 class Pools:
-    """Earlier answers by key: so many pools of so many tokens, the least recently used go first, and all go `ttl` seconds
-    after their last use. Any thread may call it."""
+    """Earlier answers by key: so many pools of so many tokens, the least recently used go first, and all go
+    `ttl` seconds after their last use. Any thread may call it."""
 
     def __init__(
         self,
@@ -110,7 +112,13 @@ class Pools:
         clock: Callable[[], float] = monotonic,
         date: Callable[[], float] = time,
     ):
-        self._most, self._tokens, self._ttl, self._vocab_size, self._clock = pools, tokens, ttl, vocab_size, clock
+        self._most, self._tokens, self._ttl, self._vocab_size, self._clock = (
+            pools,
+            tokens,
+            ttl,
+            vocab_size,
+            clock,
+        )
         self._date = date  # which goes on between two processes
         self._pools: dict[str, Pool] = {}  # the least recently used first
         self._lock = Lock()
@@ -140,7 +148,9 @@ class Pools:
         """Deletes the pool of a name, or all that a tenant has; returns how many there were."""
         key, owner = key_of(name, (), tenant), digest(f"tenant {tenant}")
         with self._lock:
-            gone = [known for known in self._pools if (known.startswith(owner) if name is None else known == key)]
+            gone = [
+                known for known in self._pools if (known.startswith(owner) if name is None else known == key)
+            ]
             for known in gone:
                 del self._pools[known]
             return len(gone)
@@ -153,12 +163,14 @@ class Pools:
             return [(key, began + pool.used, pool.trail.tokens[:]) for key, pool in self._pools.items()]
 
     def restore(self, state: Iterable[Any]) -> None:
-        """Adds what `state` told, within this store's limits; it has aged since. Raises `ValueError`, with nothing changed,
-        for what that cannot have been."""
+        """Adds what `state` told, within this store's limits; it has aged since. Raises `ValueError`, with
+        nothing changed, for what that cannot have been."""
         saved = [self._read(each) for each in state]
         with self._lock:
             now, date = self._clock(), self._date()
-            all_: list[tuple[float, str, Sequence[int]]] = [(now - max(0.0, date - at), key, said) for key, at, said in saved]
+            all_: list[tuple[float, str, Sequence[int]]] = [
+                (now - max(0.0, date - at), key, said) for key, at, said in saved
+            ]
             all_ += [(pool.used, key, pool.trail.tokens) for key, pool in self._pools.items()]
             self._pools = {}
             for used, key, tokens in sorted(all_, key=lambda each: each[0]):
@@ -188,7 +200,8 @@ class Pools:
 def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | None:
     """The pool of a request: that of its name, else that of its prompt's beginning; none for the empty name.
 
-    Digests, so that no file tells names; a name never equals a prompt, and no key of a tenant equals another's.
+    Digests, so that no file tells names; a name never equals a prompt, and no key of a tenant equals
+    another's.
     """
     if name == "":
         return None

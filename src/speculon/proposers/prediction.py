@@ -1,7 +1,8 @@
-"""Predicted outputs: the client says what the text will be, mostly. A cursor follows it and finds its place again.
+"""Predicted outputs: the client says what the text will be, mostly. A cursor follows it and finds its place
+again.
 
-Prediction and text are strings of one character per token, so that a search for a place is `str.find`: there is no index
-to build, and no place is missed. docs/decisions/011 has the rules' figures.
+Prediction and text are strings of one character per token, so that a search for a place is `str.find`: there
+is no index to build, and no place is missed. docs/decisions/011 has the rules' figures.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 NAME = "prediction"
 NO_MATCH = no_draft(Stop.NO_MATCH)
 LONGEST = 32  # guess: tokens of the text's end that are searched for
-NEAR = 16  # tokens beyond home where one equal token counts; never: 7 % fewer tokens per second on renames, 64: no more
-FIRST = 8  # drafts after a deviation, doubled while all agrees; 32 at once: 14 % slower on edited files, 2: 10 % on renames
+# tokens beyond home where one equal token counts; never: 7 % fewer tokens per second on renames, 64: no more
+NEAR = 16
+# drafts after a deviation, doubled while all agrees; 32 at once: 14 % slower on edited files, 2: 10 % on
+# renames
+FIRST = 8
 
 
 def spell(tokens: Iterable[int]) -> str:
@@ -40,10 +44,14 @@ class Cursor:
         self._home = 0  # where the text last agreed; a place that was only found may be the wrong one
         self.window = FIRST
         self._tail = ""  # the text's end
-        self.match = 0  # tokens of that end, LONGEST at most, that stand before `at`: nowhere in the prediction do more of them
+        # tokens of that end, LONGEST at most, that stand before `at`: nowhere in the prediction do more of
+        # them
+        self.match = 0
 
     def follow(self, written: list[int]) -> None:
-        """Moves on over new tokens; where they are not the expected ones, to the place whose past is most like theirs."""
+        """Moves on over new tokens; where they are not the expected ones, to the place whose past is most
+        like theirs.
+        """
         new = spell(written)
         agreed = 0
         if self.at is not None and (agreed := common(new, self._prediction[self.at : self.at + len(new)])):
@@ -59,10 +67,16 @@ class Cursor:
 
     def draft(self, k: int) -> tuple[int, ...]:
         """What comes next, up to `k` tokens and the window; nothing while lost or at the prediction's end."""
-        return () if self.at is None else tuple(map(ord, self._prediction[self.at : self.at + min(k, self.window)]))
+        return (
+            ()
+            if self.at is None
+            else tuple(map(ord, self._prediction[self.at : self.at + min(k, self.window)]))
+        )
 
     def _find(self, new: int) -> int | None:
-        """The place after the longest end of the text that stands in the prediction: the first beyond home, else the last."""
+        """The place after the longest end of the text that stands in the prediction: the first beyond home,
+        else the last.
+        """
         text, tail = self._prediction, self._tail
         most = min(self.match + new, len(tail))  # a longer match would have been one before
         self.match = n = bisect(range(1, most + 1), False, key=lambda n: tail[-n:] not in text)

@@ -38,7 +38,8 @@ def known_methods() -> list[str]:
 
 def check_method(name: str) -> str:
     """The name itself, or `UnknownMethod` with the names there are."""
-    built_in = name in (OFF, AUTO) or name in TABLE or name in _registered  # reading all entry points takes milliseconds
+    # reading all entry points takes milliseconds
+    built_in = name in (OFF, AUTO) or name in TABLE or name in _registered
     if not built_in and name not in known_methods():
         raise UnknownMethod(f"method = {name!r}: known are {', '.join(known_methods())}")
     return name

@@ -1,4 +1,6 @@
-"""Suffix decoding: what most often followed the longest end of the text, in it or in earlier answers (Oliaro 2025)."""
+"""Suffix decoding: what most often followed the longest end of the text, in it or in earlier answers (Oliaro
+2025).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "suffix"
 NO_MATCH = no_draft(Stop.NO_MATCH)
-LEAD = 8  # tokens of the prompt kept before an answer: they find its beginning; none: 1 to 4 % fewer tokens per call
+# tokens of the prompt kept before an answer: they find its beginning; none: 1 to 4 % fewer tokens per call
+LEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,9 @@ class Limits:
 
 
 def choose(found: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
-    """The longest match after which some token came `min_hits` times: its length, and what followed it wherever it stands."""
+    """The longest match after which some token came `min_hits` times: its length, and what followed it
+    wherever it stands.
+    """
     for length in sorted({length for length, _ in found}, reverse=True):
         following = [what for match, what in found if match >= length]
         if max(count(following, 0).values()) >= min_hits:
@@ -39,27 +44,39 @@ def choose(found: Found, min_hits: int) -> tuple[int, list[Sequence[int]]]:
     return 0, []
 
 
-def descend(length: int, following: list[Sequence[int]], k: int, limits: Limits) -> tuple[list[int], list[float], Stop]:
-    """Down the tree of what followed, to the child most often taken, the newest among equals: tokens, confidences, stop."""
+def descend(
+    length: int, following: list[Sequence[int]], k: int, limits: Limits
+) -> tuple[list[int], list[float], Stop]:
+    """Down the tree of what followed, to the child most often taken, the newest among equals: tokens,
+    confidences, stop.
+    """
     tokens: list[int] = []
     confidence: list[float] = []
     fewest = max(limits.min_hits, limits.min_probability * len(following))
     most = min(k, max(1, int(limits.factor * length)))
     stop = Stop.LIMIT if most == k else Stop.FACTOR
     for i in range(most):
-        if following.count(following[0]) == len(following):  # all agree to the end: 22 us a look-up instead of 28
+        # all agree to the end: 22 us a look-up instead of 28
+        if following.count(following[0]) == len(following):
             tokens += following[0][i:most]
-            confidence += [len(following) / (len(following) + 1 / (length + j)) for j in range(i, len(tokens))]
+            confidence += [
+                len(following) / (len(following) + 1 / (length + j)) for j in range(i, len(tokens))
+            ]
             stop = stop if len(tokens) == most else Stop.SOURCE_END
             break
         counts = count(following, i)
         token = max(counts, key=counts.__getitem__, default=None)
         if token is None or counts[token] < fewest:
-            few = Stop.MIN_HITS if token is not None and counts[token] < limits.min_hits else Stop.MIN_PROBABILITY
+            few = (
+                Stop.MIN_HITS
+                if token is not None and counts[token] < limits.min_hits
+                else Stop.MIN_PROBABILITY
+            )
             stop = Stop.SOURCE_END if token is None else few
             break
         tokens.append(token)
-        confidence.append(counts[token] / (sum(counts.values()) + 1 / (length + i)))  # one place is not certainty
+        # one place is not certainty
+        confidence.append(counts[token] / (sum(counts.values()) + 1 / (length + i)))
         following = [what for what in following if len(what) > i and what[i] == token]
     return tokens, confidence, stop
 
@@ -74,19 +91,31 @@ def count(following: list[Sequence[int]], i: int) -> dict[int, int]:
 
 
 class Suffix:
-    """Drafts from a sequence's own prompt and output, and from earlier answers of the same user or to the same prompt."""
+    """Drafts from a sequence's own prompt and output, and from earlier answers of the same user or to the
+    same prompt.
+    """
 
     def __init__(self, limits: Limits, pools: Pools):
         self.needs = Needs()
         self.pools = pools
         self._limits = limits
-        self._trails: dict[int, tuple[Trail, str | None]] = {}  # sequence id -> its text and the key of its pool
+        # sequence id -> its text and the key of its pool
+        self._trails: dict[int, tuple[Trail, str | None]] = {}
 
     @classmethod
-    def build(cls, config: SpeculationConfig, target: TargetFacts, clock: Callable[[], float] = monotonic) -> Suffix:
+    def build(
+        cls, config: SpeculationConfig, target: TargetFacts, clock: Callable[[], float] = monotonic
+    ) -> Suffix:
         limits = Limits(config.suffix_max_factor, config.suffix_min_probability, config.suffix_min_hits)
         return cls(
-            limits, Pools(config.suffix_pools, config.suffix_pool_tokens, config.suffix_pool_ttl, target.vocab_size, clock)
+            limits,
+            Pools(
+                config.suffix_pools,
+                config.suffix_pool_tokens,
+                config.suffix_pool_ttl,
+                target.vocab_size,
+                clock,
+            ),
         )
 
     def admit(self, seq: Text) -> None:

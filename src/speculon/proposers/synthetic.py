@@ -1,7 +1,8 @@
 """Drafts of a wanted acceptance, for capacity tests.
 
-It remembers the texts that the engine has written. When the same prompt comes again (greedy, or with the same seed)
-it drafts the remembered text, and lies at each position with probability 1 - acceptance. So: run the load twice.
+It remembers the texts that the engine has written. When the same prompt comes again (greedy, or with the same
+seed) it drafts the remembered text, and lies at each position with probability 1 - acceptance. So: run the
+load twice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Key = tuple[tuple[int, ...], int, int]
 
 
 class Synthetic:
-    """Tells the remembered truth with probability `acceptance` per position, given that the position before was true."""
+    """Tells the remembered truth with probability `acceptance` per position, given that the position before
+    was true.
+    """
 
     def __init__(self, acceptance: float, vocab_size: int, max_texts: int = 4096):
         self.needs = Needs()
@@ -55,7 +58,10 @@ class Synthetic:
         truth = self._truth.get(self._keys[seq.id])
         if truth is None:
             return no_draft(Stop.NO_MATCH)
-        drafts = [self._lie(token) if self._chance.random() >= self.acceptance else token for token in truth[at : at + k]]
+        drafts = [
+            self._lie(token) if self._chance.random() >= self.acceptance else token
+            for token in truth[at : at + k]
+        ]
         stop = Stop.LIMIT if len(drafts) == k else Stop.SOURCE_END
         return Draft(tuple(drafts), ("synthetic",) * len(drafts), stop=stop)
 

@@ -1,4 +1,7 @@
-"""From the engine's events to OpenAI's answers. A whole answer is the sum of the pieces that a stream would have sent."""
+"""From the engine's events to OpenAI's answers.
+
+A whole answer is the sum of the pieces that a stream would have sent.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +63,14 @@ class Text:
         deltas = self._reply.push(echo + text)
         if event.finish:
             deltas += self._reply.end()
-            self.reason = "tool_calls" if event.finish.reason == "stop" and self._reply.called else event.finish.reason
+            self.reason = (
+                "tool_calls" if event.finish.reason == "stop" and self._reply.called else event.finish.reason
+            )
         if self._job.asked:
             self.said += deltas
-        return Piece(self.index, deltas, logprobs, self.reason, event.finish.matched if event.finish else None)
+        return Piece(
+            self.index, deltas, logprobs, self.reason, event.finish.matched if event.finish else None
+        )
 
     def _echo(self) -> tuple[str, Any]:
         """The prompt's text and log-probabilities, once; the first token has none, since nothing precedes it."""
@@ -84,15 +91,27 @@ class Text:
         return {key: echoed[key] + table[key] for key in table} if echoed else table
 
     def _token(self, lp: TokenLogprobs) -> dict[str, Any]:
-        return {**self._one(lp.token, lp.logprob), "top_logprobs": [self._one(token, logprob) for token, logprob in lp.top]}
+        return {
+            **self._one(lp.token, lp.logprob),
+            "top_logprobs": [self._one(token, logprob) for token, logprob in lp.top],
+        }
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         known = self._tokenizer
-        return {"token": known.token_text(token), "logprob": max(logprob, LOWEST), "bytes": known.token_bytes(token)}
+        return {
+            "token": known.token_text(token),
+            "logprob": max(logprob, LOWEST),
+            "bytes": known.token_bytes(token),
+        }
 
     def _table(self, lps: Iterable[TokenLogprobs], starts: list[int]) -> dict[str, list[Any]]:
         """The completions' form: lists beside each other; of tokens that show alike the likelier one stays."""
-        table: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": starts}
+        table: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": starts,
+        }
         for lp in lps:
             shown = self._tokenizer.token_text(lp.token)
             top = {self._tokenizer.token_text(token): max(value, LOWEST) for token, value in reversed(lp.top)}
@@ -115,7 +134,9 @@ class Answer:
     @classmethod
     def to(cls, job: Job, request_id: str, model: str, tokenizer: Tokenizer) -> Answer:
         n = job.params.n
-        return cls(request_id, model, job, [Text(i, job, tokenizer, job.prompts[i // n]) for i in range(job.texts)])
+        return cls(
+            request_id, model, job, [Text(i, job, tokenizer, job.prompts[i // n]) for i in range(job.texts)]
+        )
 
     def push(self, event: Event) -> Piece | None:
         """What an event adds; None where it has nothing to show."""
@@ -130,7 +151,9 @@ class Answer:
 
     def abort(self) -> list[Piece]:
         """The last pieces of texts that are ended from outside."""
-        return [text.push(Event("", 0, (), finish=Finish("abort"))) for text in self.texts if text.finish is None]
+        return [
+            text.push(Event("", 0, (), finish=Finish("abort"))) for text in self.texts if text.finish is None
+        ]
 
     @property
     def stats(self) -> RequestStats:
@@ -147,12 +170,15 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         prompt, stats = sum(map(len, self.job.prompts)), self.stats
-        first = (text.stats for text in self.texts[:: self.job.params.n])  # the other samples find the first one's pages
+        # the other samples find the first one's pages
+        first = (text.stats for text in self.texts[:: self.job.params.n])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
             "total_tokens": prompt + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(found.cached_tokens for found in first if found is not None)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(found.cached_tokens for found in first if found is not None)
+            },
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,
@@ -174,7 +200,11 @@ class Answer:
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """A piece as the stream sends it."""
-        end = {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        end = {
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
         if self.job.kind == "text_completion":
             text = "".join(delta["content"] for delta in piece.deltas)
             return self._chunk([{"index": piece.index, "text": text, **end}])
@@ -191,7 +221,9 @@ class Answer:
         return [{**self._chunk([]), **usage, **stats}] if usage or stats else []
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        choices = [self._choice([piece for piece in pieces if piece.index == text.index]) for text in self.texts]
+        choices = [
+            self._choice([piece for piece in pieces if piece.index == text.index]) for text in self.texts
+        ]
         stats = {"speculation": self.account()} if self.job.stats else {}
         return {**self._head(self.job.kind), "choices": choices, "usage": self.usage(), **stats}
 

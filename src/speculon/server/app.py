@@ -26,7 +26,10 @@ from speculon.server.job import Job, pool_of
 from speculon.server.record import Record
 
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Whole, or with stream = true as server-sent events", "content": {"text/event-stream": {}}}
+    200: {
+        "description": "Whole, or with stream = true as server-sent events",
+        "content": {"text/event-stream": {}},
+    }
 }
 T = TypeVar("T")
 LAST_WORDS = 1.0  # guess: seconds that a request out of time waits for the engine's account of it
@@ -35,11 +38,16 @@ log = logging.getLogger("speculon.server")
 
 
 def create_app(server: Server, version: str) -> FastAPI:
-    app = FastAPI(title="speculon", version=version, lifespan=server.lifespan, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="speculon", version=version, lifespan=server.lifespan, redoc_url=None, redirect_slashes=False
+    )
     app.add_middleware(Door, config=server.config, finish=server.finish)
     if server.config.cors_origins:  # outermost: an answer of the door's own must carry its headers, too
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(server.config.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(server.config.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
         )
     add_errors(app)
     add_operations(app, server)
@@ -74,7 +82,9 @@ def add_texts(app: FastAPI, server: Server) -> None:
         def read() -> list[int]:
             if body.messages is not None:
                 return house.tokenizer.encode(render(body.messages, [], house), add_special_tokens=False)
-            return house.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            return house.tokenizer.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
 
         tokens = await server.read(read)
         return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=house.max_context)
@@ -93,27 +103,38 @@ def add_texts(app: FastAPI, server: Server) -> None:
 
 
 def add_pools(app: FastAPI, server: Server) -> None:
-    responses: dict[int | str, dict[str, Any]] = {**RESPONSES, 404: {**RESPONSES[404], "description": "Nothing is remembered"}}
+    responses: dict[int | str, dict[str, Any]] = {
+        **RESPONSES,
+        404: {**RESPONSES[404], "description": "Nothing is remembered"},
+    }
 
     @app.delete("/v1/speculation/pools", status_code=204, responses=responses)
     async def forget(request: Request, pool: str | None = None) -> Response:
         """Delete the earlier answers that drafts may come from: those to a user, or all to this API key."""
         server.check_ready()
-        if len(said := request.query_params.multi_items()) > (pool is not None):  # a slip of the pen must not delete all
+        # a slip of the pen must not delete all
+        if len(said := request.query_params.multi_items()) > (pool is not None):
             raise InvalidParameter("query", [name for name, _ in said], "takes pool, once, or nothing")
-        if not await server.engine.forget_pools(request.state.tenant, None if pool is None else pool_of(pool)):
+        if not await server.engine.forget_pools(
+            request.state.tenant, None if pool is None else pool_of(pool)
+        ):
             raise HTTPException(404, "nothing is remembered under this name and API key")
         return Response(status_code=204)
 
 
 def add_capture(app: FastAPI, server: Server) -> None:
-    responses: dict[int | str, dict[str, Any]] = {**RESPONSES, 404: {**RESPONSES[404], "description": "Nothing is captured"}}
+    responses: dict[int | str, dict[str, Any]] = {
+        **RESPONSES,
+        404: {**RESPONSES[404], "description": "Nothing is captured"},
+    }
 
     @app.delete("/v1/speculation/capture", status_code=204, responses=responses)
     async def forget(request: Request) -> Response:
         """Delete the texts that were captured of this API key."""
         if request.query_params:  # who names a user must not think that his texts alone are deleted
-            raise InvalidParameter("query", list(request.query_params), "takes nothing: all of this API key is deleted")
+            raise InvalidParameter(
+                "query", list(request.query_params), "takes nothing: all of this API key is deleted"
+            )
         try:
             if server.capture is None or not await server.capture.forget(request.state.tenant):
                 raise HTTPException(404, "nothing is captured of this API key")
@@ -126,7 +147,11 @@ def add_models(app: FastAPI, server: Server) -> None:
     def card() -> schemas.ModelCard:
         house = server.house
         return schemas.ModelCard(
-            id=house.name, object="model", created=server.began, owned_by="speculon", max_model_len=house.max_context
+            id=house.name,
+            object="model",
+            created=server.began,
+            owned_by="speculon",
+            max_model_len=house.max_context,
         )
 
     @app.get("/v1/models", responses=RESPONSES)
@@ -153,14 +178,18 @@ def add_operations(app: FastAPI, server: Server) -> None:
         server.check_ready()
         return schemas.Health(status="ready")
 
-    @app.get("/metrics", response_class=Response, responses={**RESPONSES, 200: {"content": {"text/plain": {}}}})
+    @app.get(
+        "/metrics", response_class=Response, responses={**RESPONSES, 200: {"content": {"text/plain": {}}}}
+    )
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(*server.metrics.page())
 
 
 def add_errors(app: FastAPI) -> None:
-    def refuse(request: Request, status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
+    def refuse(
+        request: Request, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> JSONResponse:
         request.state.record.reason = message
         return failure(status, message, code, param)
 
@@ -209,7 +238,8 @@ class Session:
         ending = False
         while True:
             try:
-                async with asyncio.timeout_at(self._until):  # never around a yield: it would strike whoever reads
+                # never around a yield: it would strike whoever reads
+                async with asyncio.timeout_at(self._until):
                     events = await self._mailbox.take()
             except TimeoutError:
                 if ending:
@@ -285,7 +315,11 @@ class EventStream(StreamingResponse):
 
 
 def line(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        + b"\n\n"
+    )
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

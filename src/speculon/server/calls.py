@@ -1,4 +1,6 @@
-"""Answers of a chat: plain text, or calls of tools, forced by a grammar or recognised in what a template makes a model write."""
+"""Answers of a chat: plain text, or calls of tools, forced by a grammar or recognised in what a template
+makes a model write.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +160,9 @@ def begun(text: str, mark: str) -> int:
 
 
 def read_calls(text: str) -> list[tuple[str, str]]:
-    """(name, arguments as JSON) of every call in a JSON object or array; none when any of it is something else."""
+    """(name, arguments as JSON) of every call in a JSON object or array; none when any of it is something
+    else.
+    """
     try:
         found = json.loads(text)
     except ValueError:
@@ -201,7 +205,9 @@ def calls_schema(functions: Seq[Mapping[str, Any]], parallel: bool) -> dict[str,
 
 
 def call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """One call; what its parameters define for themselves moves into `definitions`, under the function's name."""
+    """One call; what its parameters define for themselves moves into `definitions`, under the function's
+    name.
+    """
     name = function["name"]
     parameters = dict(function.get("parameters") or {"type": "object"})
     for key in ("$defs", "definitions"):
@@ -209,7 +215,12 @@ def call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dic
         for part, schema in own.items() if isinstance(own, Mapping) else ():
             definitions[f"{name}.{part}"] = moved(schema, name)
     properties = {"name": {"const": name}, "arguments": moved(parameters, name)}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def moved(schema: Any, name: str) -> Any:
@@ -218,7 +229,10 @@ def moved(schema: Any, name: str) -> Any:
         return [moved(part, name) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {key: moved_reference(part, name) if key == "$ref" else moved(part, name) for key, part in schema.items()}
+    return {
+        key: moved_reference(part, name) if key == "$ref" else moved(part, name)
+        for key, part in schema.items()
+    }
 
 
 def moved_reference(reference: Any, name: str) -> Any:

@@ -1,6 +1,8 @@
-"""A server's own traffic, kept as lines that drafters are trained on. It may cost its own lines, and never an answer.
+"""A server's own traffic, kept as lines that drafters are trained on. It may cost its own lines, and never an
+answer.
 
-A folder per API key, named by a digest of it, holds files of lines; a line is whole or, after a kill, cut off at the start.
+A folder per API key, named by a digest of it, holds files of lines; a line is whole or, after a kill, cut off
+at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from speculon.server.lines import ended_well, lines_of
 GB = 2**30
 PART = 2**26  # bytes of a file, at most; and a sixteenth of all, since the oldest file goes as a whole
 BLOCK = 2**12
-MOST_HELD = 2**26  # bytes that wait for a slow disk, as far as they are known; beyond, texts are lost and counted
+# bytes that wait for a slow disk, as far as they are known; beyond, texts are lost and counted
+MOST_HELD = 2**26
 LABEL = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"\d{8,}\.jsonl")
 
@@ -42,7 +45,8 @@ def label_of(tenant: str) -> str:
 class Files:
     """The folder, within its bound: beyond it the file that was written longest ago goes, whose ever it is.
 
-    Touches nothing but files of its own naming. What the disk refuses is an `OSError`, and leaves no half a line behind.
+    Touches nothing but files of its own naming. What the disk refuses is an `OSError`, and leaves no half a
+    line behind.
     """
 
     def __init__(self, root: Path, limit: int):
@@ -53,7 +57,11 @@ class Files:
         root.mkdir(mode=0o700, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        found = [path for path in root.glob("*/*.jsonl") if LABEL.fullmatch(path.parent.name) and NAME.fullmatch(path.name)]
+        found = [
+            path
+            for path in root.glob("*/*.jsonl")
+            if LABEL.fullmatch(path.parent.name) and NAME.fullmatch(path.name)
+        ]
         for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             self._note(path, mend(path))
         self._number = max((int(path.stem) for path in found), default=0)
@@ -98,7 +106,9 @@ class Files:
 
 
 class Capture:
-    """What has been asked and answered goes to files, in a thread of its own; all accounts are kept on the event loop."""
+    """What has been asked and answered goes to files, in a thread of its own; all accounts are kept on the
+    event loop.
+    """
 
     @classmethod
     def of(cls, config: ServeConfig) -> Capture | None:
@@ -108,7 +118,9 @@ class Capture:
         try:
             files = Files(config.capture, int(config.capture_gb * GB))
         except OSError as error:
-            raise ConfigError(f"capture: {error.filename or config.capture}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"capture: {error.filename or config.capture}: {error.strerror or error}"
+            ) from None
         return cls(files, frozenset(tenant_of(key.get_secret_value().encode()) for key in config.capture_key))
 
     def __init__(self, files: Files, only: frozenset[str] = frozenset()):
@@ -133,12 +145,18 @@ class Capture:
             self.lost += job.texts
             return
         self._held += size
-        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, answer, label_of(tenant))
+        writing = asyncio.get_running_loop().run_in_executor(
+            self._writer, self._write, answer, label_of(tenant)
+        )
         writing.add_done_callback(partial(self._settle, size))
 
     async def forget(self, tenant: str) -> int:
-        """Deletes all that was captured of a tenant, what waits for the disk included; how many files that were."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._files.forget, label_of(tenant))
+        """Deletes all that was captured of a tenant, what waits for the disk included; how many files that
+        were.
+        """
+        return await asyncio.get_running_loop().run_in_executor(
+            self._writer, self._files.forget, label_of(tenant)
+        )
 
     async def close(self) -> None:
         """Writes what waits."""
@@ -160,7 +178,11 @@ class Capture:
             return self._files.append(label, line)
         except OSError as error:
             self.open = False
-            log.warning("no more texts are captured: %s: %s", error.filename or self._files.root, error.strerror or error)
+            log.warning(
+                "no more texts are captured: %s: %s",
+                error.filename or self._files.root,
+                error.strerror or error,
+            )
             return False
 
     def _settle(self, size: int, writing: Future[Written]) -> None:
@@ -174,7 +196,9 @@ class Capture:
 
 
 def blocks(size: int) -> int:
-    """Bytes that a file and its part of a folder take on the disk: many keys with a line each must not pass the bound."""
+    """Bytes that a file and its part of a folder take on the disk: many keys with a line each must not pass
+    the bound.
+    """
     return (size // BLOCK + 2) * BLOCK
 
 

@@ -1,4 +1,7 @@
-"""`/v1/completions` and `/v1/chat/completions`: what a body asks for, as a `Job`. Everything is judged here, by name."""
+"""`/v1/completions` and `/v1/chat/completions`: what a body asks for, as a `Job`.
+
+Everything is judged here, by name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from speculon.server.job import DEFAULT_TOKENS, House, Job, sampling_of, shared,
 from speculon.server.lines import ask_chat, ask_completion
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 
-TOOLS_TOLD = "You can call these functions. Answer with a JSON array of calls, each with its name and arguments:"  # where a
+# where a
+TOOLS_TOLD = (
+    "You can call these functions. Answer with a JSON array of calls, each with its name and arguments:"
+)
 # checkpoint's template has no words of its own for tools
 
 
@@ -25,7 +31,8 @@ def read_completion(body: CompletionRequest, house: House) -> Job:
     max_tokens = house.length_of(body.max_tokens, prompts, DEFAULT_TOKENS)
     params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
     if echoed is not None and max_tokens == 1:
-        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an end of text, too.
+        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an
+        # end of text, too.
         params = params.model_copy(update={"ignore_eos": True})
     asked = ask_completion(body, prompts, house)
     return Job("text_completion", prompts, params, echo=bool(body.echo), asked=asked, **shared(body, house))
@@ -39,8 +46,14 @@ def read_prompts(prompt: Any, house: House) -> list[list[int]]:
 
 def read_chat(body: ChatRequest, house: House) -> Job:
     house.check_model(body.model)
-    if body.max_tokens is not None and body.max_completion_tokens is not None and body.max_tokens != body.max_completion_tokens:
-        raise InvalidParameter("max_tokens", body.max_tokens, f"max_completion_tokens says {body.max_completion_tokens}")
+    if (
+        body.max_tokens is not None
+        and body.max_completion_tokens is not None
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise InvalidParameter(
+            "max_tokens", body.max_tokens, f"max_completion_tokens says {body.max_completion_tokens}"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     reply, forced = read_tools(body, house)
@@ -48,7 +61,9 @@ def read_chat(body: ChatRequest, house: House) -> Job:
     prompt = house.encode(text, add_special_tokens=False)
     params = sampling_of(
         body,
-        max_tokens=house.length_of(body.max_completion_tokens if body.max_tokens is None else body.max_tokens, [prompt]),
+        max_tokens=house.length_of(
+            body.max_completion_tokens if body.max_tokens is None else body.max_tokens, [prompt]
+        ),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=forced,
     )
@@ -68,15 +83,21 @@ def read_tools(body: ChatRequest, house: House) -> tuple[Any, dict[str, Any] | N
             raise InvalidParameter("tool_choice", shown(choice), "needs tools")
         return Spoken, None
     if body.response_format is not None and body.response_format.type != "text" and choice != "auto":
-        raise InvalidParameter("response_format", body.response_format.type, "cannot be joined with a forced tool call")
+        raise InvalidParameter(
+            "response_format", body.response_format.type, "cannot be joined with a forced tool call"
+        )
     functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
     if isinstance(choice, NamedTool):
         wanted = next((function for function in functions if function["name"] == choice.function.name), None)
         if wanted is None:
-            raise InvalidParameter("tool_choice.function.name", choice.function.name, "is not among the tools")
+            raise InvalidParameter(
+                "tool_choice.function.name", choice.function.name, "is not among the tools"
+            )
         return lambda: Named(wanted["name"]), {"json_schema": wanted.get("parameters") or {"type": "object"}}
     if choice == "required":
-        return Required, {"json_schema": calls_schema(functions, parallel=body.parallel_tool_calls is not False)}
+        return Required, {
+            "json_schema": calls_schema(functions, parallel=body.parallel_tool_calls is not False)
+        }
     reply = recognise(house.tokenizer.chat_template)
     if reply is None:
         limit = "this checkpoint's chat template has no form of tool calls that is known here; use required, none or a name"
@@ -88,12 +109,16 @@ def shown(choice: Any) -> Any:
     return choice.model_dump() if isinstance(choice, NamedTool) else choice
 
 
-def render(messages: Seq[Message], tools: Seq[Tool], house: House, variables: dict[str, Any] | None = None) -> str:
+def render(
+    messages: Seq[Message], tools: Seq[Tool], house: House, variables: dict[str, Any] | None = None
+) -> str:
     """The conversation as the checkpoint's template writes it."""
     told = [as_template(message) for message in messages]
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
     if functions and "tools" not in house.tokenizer.chat_template:
-        text = "\n".join([TOOLS_TOLD, *(json.dumps(tool["function"], ensure_ascii=False) for tool in functions)])
+        text = "\n".join(
+            [TOOLS_TOLD, *(json.dumps(tool["function"], ensure_ascii=False) for tool in functions)]
+        )
         told, functions = [{"role": "system", "content": text}, *told], []
     return house.tokenizer.render_chat(told, functions, variables)
 

@@ -61,7 +61,9 @@ class Door:
             await self._pass(scope, headers, token, record, receive, told)
         except ClientGone:
             record.status = CLIENT_GONE
-        except asyncio.CancelledError:  # the server ends, and this client has read nothing for the whole time it was given
+        except (
+            asyncio.CancelledError
+        ):  # the server ends, and this client has read nothing for the whole time it was given
             record.status = CLIENT_GONE
         except Exception as error:
             log.exception("%s: a fault inside the server", record.request_id)
@@ -72,10 +74,14 @@ class Door:
         finally:
             self._finish(record)
 
-    async def _pass(self, scope: Message, headers: Headers, token: bytes, record: Record, receive: Receive, send: Send) -> None:
+    async def _pass(
+        self, scope: Message, headers: Headers, token: bytes, record: Record, receive: Receive, send: Send
+    ) -> None:
         async def refuse(status: int, message: str, code: str) -> None:
             record.reason = message
-            await failure(status, message, code)(scope, receive, lingering(receive, send, self._config.body_timeout))
+            await failure(status, message, code)(
+                scope, receive, lingering(receive, send, self._config.body_timeout)
+            )
 
         if not self._may_enter(scope, token):
             return await refuse(401, "a valid API key is needed, as a bearer token", "invalid_api_key")
@@ -83,15 +89,20 @@ class Door:
             async with asyncio.timeout(self._config.body_timeout):
                 body = await self._read(headers, receive)
         except TimeoutError:
-            return await refuse(408, f"the body did not arrive within {self._config.body_timeout:g} s", "body_timeout")
+            return await refuse(
+                408, f"the body did not arrive within {self._config.body_timeout:g} s", "body_timeout"
+            )
         if body is None:
-            return await refuse(413, f"the body is larger than {self._config.max_body_mb:g} MB", "body_too_large")
+            return await refuse(
+                413, f"the body is larger than {self._config.max_body_mb:g} MB", "body_too_large"
+            )
         await self._app(scope, replay(body, receive), send)
 
     def _may_enter(self, scope: Message, token: bytes) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
-        fits = [hmac.compare_digest(token, key) for key in self._keys]  # all of them: how long it takes tells of no key
+        # all of them: how long it takes tells of no key
+        fits = [hmac.compare_digest(token, key) for key in self._keys]
         return any(fits)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
@@ -111,7 +122,9 @@ class Door:
 
 
 def lingering(receive: Receive, send: Send, seconds: float) -> Send:
-    """Keeps the connection, once all is said, until the body has come: closed before, the answer could be lost with it."""
+    """Keeps the connection, once all is said, until the body has come: closed before, the answer could be
+    lost with it.
+    """
 
     async def patient(message: Message) -> None:
         if message["type"] != "http.response.body" or message.get("more_body", False):

@@ -33,7 +33,8 @@ TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
     (EngineError, 500, "engine_error"),
     (SpeculonError, 500, None),
 )
-FIELDS = ((UnknownModel, "model"), (UnknownMethod, "speculation.method"), (EmptyPrompt, "prompt"))  # what they speak of
+# what they speak of
+FIELDS = ((UnknownModel, "model"), (UnknownMethod, "speculation.method"), (EmptyPrompt, "prompt"))
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
 HEADERS: dict[int, dict[str, str]] = {
@@ -43,7 +44,8 @@ HEADERS: dict[int, dict[str, str]] = {
     429: {"retry-after": "1"},
     503: {"retry-after": "5"},
 }
-BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")  # of a union
+# of a union
+BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text}
@@ -85,11 +87,18 @@ def param_of(error: SpeculonError) -> str | None:
 
 
 def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema; of a union the branch of the right type, or that came furthest."""
+    """(message, field) of a body that does not fit its schema; of a union the branch of the right type, or
+    that came furthest.
+    """
 
     def rank(error: Any) -> tuple[bool, int, bool, bool]:
         kind = error["type"]
-        return kind.startswith("too_"), len(error["loc"]), kind != "extra_forbidden", not kind.endswith("_type")
+        return (
+            kind.startswith("too_"),
+            len(error["loc"]),
+            kind != "extra_forbidden",
+            not kind.endswith("_type"),
+        )
 
     found = max(errors, key=rank)
     parts = [str(part) for part in found["loc"] if part != "body"]

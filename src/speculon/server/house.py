@@ -28,7 +28,10 @@ log = logging.getLogger("speculon.server")
 
 
 class Server:
-    """One model behind HTTP. `settings` are the fields of `EngineConfig`; the model loads while the port is open already."""
+    """One model behind HTTP.
+
+    `settings` are the fields of `EngineConfig`; the model loads while the port is open already.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,8 @@ class Server:
         self.draining = False
         self.loaded = asyncio.Event()
         self._house: House | None = None
-        self._reader = ThreadPoolExecutor(1, "speculon-read")  # templates and long prompts: not on the event loop
+        # templates and long prompts: not on the event loop
+        self._reader = ThreadPoolExecutor(1, "speculon-read")
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -108,7 +112,9 @@ class Server:
         most = self.facts.max_num_seqs + self.config.max_queue
         room = most - self.engine.open_texts
         if job.texts > most:
-            raise InvalidParameter("n", job.params.n, f"{job.texts} texts in all, and this server holds at most {most}")
+            raise InvalidParameter(
+                "n", job.params.n, f"{job.texts} texts in all, and this server holds at most {most}"
+            )
         if job.texts > room:
             raise QueueFull(f"{job.texts} texts asked for, {max(0, room)} may still wait: ask again later")
         speculation = job.speculation.model_copy(update={"tenant": tenant})
@@ -116,7 +122,9 @@ class Server:
         return await self.engine.submit(asked)
 
     def keep(self, answer: Answer, tenant: str) -> None:
-        """An answer has been given; its texts are captured where the settings, the client and its key allow it."""
+        """An answer has been given; its texts are captured where the settings, the client and its key allow
+        it.
+        """
         if self.capture is not None:
             self.capture.take(answer, tenant)
 
@@ -138,7 +146,9 @@ class Server:
         except Exception as error:
             log.exception("the model could not be loaded")
             return self.engine.lose(EngineError(f"{type(error).__name__}: {error}"))
-        self._house = House(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config)
+        self._house = House(
+            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config
+        )
         self.loaded.set()
 
     def _load_tokenizer(self) -> Tokenizer:

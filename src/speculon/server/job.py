@@ -34,16 +34,22 @@ class House:
             raise UnknownModel(f"model = {shorten(asked)}: this server serves {self.name!r}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. One that is far too long is refused by its beginning: others wait while it is read."""
+        """Token ids of a prompt.
+
+        One that is far too long is refused by its beginning: others wait while it is read.
+        """
         part = 4 * self.max_context
         while part < len(text):
-            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:  # whatever a cut in a word may have changed
+            # whatever a cut in a word may have changed
+            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:
                 raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
             part *= 4
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def length_of(self, asked: int | None, prompts: list[list[int]], usual: int | None = None) -> int:
-        """`max_tokens` of a request; of one that does not say, the usual or all that the context and the server's limit leave."""
+        """`max_tokens` of a request; of one that does not say, the usual or all that the context and the
+        server's limit leave.
+        """
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
         if longest > self.max_context:  # told before it travels; the engine judges the rest
             raise TooLong(f"prompt {longest} > context {self.max_context} tokens")
@@ -76,11 +82,16 @@ class Job:
 
 
 def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
-    """The fields both surfaces share; a field that is not said keeps our default. Raises `InvalidParameter`."""
+    """The fields both surfaces share; a field that is not said keeps our default.
+
+    Raises `InvalidParameter`.
+    """
     names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
     said = {name: value for name in names if (value := getattr(body, name)) is not None}
     biases = {"logit_bias": read_biases(body.logit_bias)} if body.logit_bias else {}
-    return SamplingParams(**{**said, **biases, **structured_of(body), **{k: v for k, v in more.items() if v is not None}})
+    return SamplingParams(
+        **{**said, **biases, **structured_of(body), **{k: v for k, v in more.items() if v is not None}}
+    )
 
 
 def read_biases(said: dict[str, float]) -> dict[int, float]:
@@ -113,8 +124,10 @@ def speculation_of(body: Sampling, house: House) -> RequestSpeculation:
     said |= {} if name is None else {"pool": pool_of(name)}
     if body.prediction is None:
         return RequestSpeculation(**said)
-    speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))  # refuses one that is too long
-    ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)  # here, where no step waits for it
+    # refuses one that is too long
+    speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))
+    # here, where no step waits for it
+    ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)
     return speculation.model_copy(update={"prediction": ids})
 
 
@@ -124,7 +137,10 @@ def callers(body: Sampling) -> tuple[str | None, ...]:
 
 
 def pool_of(name: str) -> str:
-    """A caller's name for a pool as the engine hears it; the empty name is nobody's. Names go no further than here."""
+    """A caller's name for a pool as the engine hears it; the empty name is nobody's.
+
+    Names go no further than here.
+    """
     return name and hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -1,7 +1,8 @@
-"""What is written of a request that was answered: a line of JSON per text, as trainers read chats and completions.
+"""What is written of a request that was answered: a line of JSON per text, as trainers read chats and
+completions.
 
-The question is kept as bytes, open at its end, where each text's answer goes on: held as objects while the answer is
-written, a long conversation would take many times its size.
+The question is kept as bytes, open at its end, where each text's answer goes on: held as objects while the
+answer is written, a long conversation would take many times its size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def ask_chat(body: ChatRequest, tools: list[Tool], house: House) -> tuple[bytes,
 
 def ask_completion(body: CompletionRequest, prompts: list[list[int]], house: House) -> tuple[bytes, ...]:
     """Each prompt as text; nothing where nothing is to be kept."""
-    known = all(token < house.vocab_size for ids in prompts for token in ids)  # or the engine refuses the request
+    # or the engine refuses the request
+    known = all(token < house.vocab_size for ids in prompts for token in ids)
     if not known or not may_be_kept(body, house):
         return ()
     said: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -39,20 +41,28 @@ def ask_completion(body: CompletionRequest, prompts: list[list[int]], house: Hou
 
 
 def may_be_kept(body: Sampling, house: House) -> bool:
-    """Neither against the server's settings nor against the client's word: `store`, or a pool that is nobody's."""
+    """Neither against the server's settings nor against the client's word: `store`, or a pool that is
+    nobody's.
+    """
     unremembered = body.speculation is not None and body.speculation.pool == ""
     return house.config.capture is not None and body.store is not False and not unremembered
 
 
 def message_of(message: Message) -> dict[str, Any]:
-    """Text and calls; of the fields beyond OpenAI's only what templates read as text: a field may hold anything, and be large."""
+    """Text and calls; of the fields beyond OpenAI's only what templates read as text: a field may hold
+    anything, and be large.
+    """
     told = message.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
     told["content"] = None if message.content is None else text_of(message.content)
     if isinstance(thought := (message.model_extra or {}).get("reasoning_content"), str):
         told["reasoning_content"] = thought
     if message.tool_calls:
         told["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
             for call in message.tool_calls
         ]
     return told

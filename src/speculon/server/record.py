@@ -48,7 +48,9 @@ class Record:
         if self.answer is None:
             return "refused"
         cut = "error" if self.reason else "abort"
-        return "+".join(dict.fromkeys(text.finish.reason if text.finish else cut for text in self.answer.texts))
+        return "+".join(
+            dict.fromkeys(text.finish.reason if text.finish else cut for text in self.answer.texts)
+        )
 
     @property
     def per_token(self) -> float | None:
@@ -76,7 +78,11 @@ class Record:
             told["reason"] = self.reason
         if self.answer is not None:
             usage, done = self.answer.usage(), self.answer.account()
-            told |= {"answer_id": self.answer.id, "prompt_tokens": usage["prompt_tokens"], "tokens": usage["completion_tokens"]}
+            told |= {
+                "answer_id": self.answer.id,
+                "prompt_tokens": usage["prompt_tokens"],
+                "tokens": usage["completion_tokens"],
+            }
             told |= {"first_token_s": self.first and round(self.first, 4), "speculation": done}
         return json.dumps(told, ensure_ascii=False)
 

@@ -1,7 +1,8 @@
-"""Bodies of the HTTP surface: OpenAI's fields, the sampling fields that other servers added, and our `speculation`.
+"""Bodies of the HTTP surface: OpenAI's fields, the sampling fields that other servers added, and our
+`speculation`.
 
-What is unknown is refused by name. What OpenAI takes without any effect on the text is taken and ignored (`Ignored`).
-Ranges are judged once, by `SamplingParams`; here stand the types and what bounds a list.
+What is unknown is refused by name. What OpenAI takes without any effect on the text is taken and ignored
+(`Ignored`). Ranges are judged once, by `SamplingParams`; here stand the types and what bounds a list.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ MAX_TOOLS = 128  # as OpenAI
 MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-AS_WHOLE = BeforeValidator(lambda said: int(said) if isinstance(said, float) and said.is_integer() else said)  # 5.0 is 5
+# 5.0 is 5
+AS_WHOLE = BeforeValidator(lambda said: int(said) if isinstance(said, float) and said.is_integer() else said)
 Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
-FIRST = Field(fail_fast=True)  # of a list's faults: a list of a million would hold up every stream while its errors are written
+# of a list's faults: a list of a million would hold up every stream while its errors are written
+FIRST = Field(fail_fast=True)
 
 
 def few(said: Any) -> Any:
@@ -81,7 +84,9 @@ class Speculation(Body):
     )
     acceptance: Acceptance | None = None
     join: bool | None = Field(None, description="whether look-ups go on where another method's draft ends")
-    policy: str | None = Field(None, description="how far to speculate: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`")
+    policy: str | None = Field(
+        None, description="how far to speculate: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"
+    )
     pool: str | None = Field(
         None,
         max_length=256,
@@ -111,13 +116,15 @@ class ResponseFormat(Body):
 class Ignored(Body):
     """Taken for the sake of clients that always send them; they have no effect on the text.
 
-    The first of `safety_identifier`, `user` and `prompt_cache_key` that is not blank says whose earlier answers drafts may
-    come from.
+    The first of `safety_identifier`, `user` and `prompt_cache_key` that is not blank says whose earlier
+    answers drafts may come from.
     """
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = Field(None, description="false: this request is not captured, where the server captures its traffic")
+    store: bool | None = Field(
+        None, description="false: this request is not captured, where the server captures its traffic"
+    )
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -217,7 +224,9 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the checkpoint's template")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables for the checkpoint's template"
+    )
 
 
 class TokenizeRequest(Body):
@@ -290,7 +299,9 @@ class Change(Open):
 
 
 class SpeculationAccount(Open):
-    """What speculation did for this request; there are no counts where no round ran and none was watched, `reasons` say why."""
+    """What speculation did for this request; there are no counts where no round ran and none was watched,
+    `reasons` say why.
+    """
 
     method: str
     reasons: dict[str, int]

@@ -1,4 +1,6 @@
-"""The course of a run: batches, optimizer, learning rate, checkpoints, log, measurements; whatever is trained."""
+"""The course of a run: batches, optimizer, learning rate, checkpoints, log, measurements; whatever is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ from speculon.train.regenerate import whole_lines
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Batch, Looks
 
-FREE = frozenset({"out", "work", "steps", "minutes", "cache_gb", "save_minutes", "eval_prompts", "eval_tokens"})
+FREE = frozenset(
+    {"out", "work", "steps", "minutes", "cache_gb", "save_minutes", "eval_prompts", "eval_tokens"}
+)
 ROWS = "rows_hash"  # known last: the target may have to write them
 FIRST, LAST = 20, 50  # losses that are kept for the record: of the first steps and of the last ones
-REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3  # drafter-scale AdamW at 1e-4 is usual for 4096 wide heads
+# drafter-scale AdamW at 1e-4 is usual for 4096 wide heads
+REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3
 
 
 class Student(Protocol):
@@ -94,11 +99,18 @@ class Course:
             optimizer.zero_grad()
         self.step += 1
         self.losses = [*self.losses[:FIRST], *self.losses[FIRST:][1 - LAST :], loss.item()]
-        return {"step": self.step, "loss": self.losses[-1], "rate": round(rate, 6), "batch": self.looks.rows.hash(chosen)}
+        return {
+            "step": self.step,
+            "loss": self.losses[-1],
+            "rate": round(rate, 6),
+            "batch": self.looks.rows.hash(chosen),
+        }
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any]:
-        """On held-out rows, where something counts: share of right guesses at each step, and of steps with all before right."""
+        """On held-out rows, where something counts: share of right guesses at each step, and of steps with
+        all before right.
+        """
         assert self.held is not None
         right: list[Tensor] = []
         for first in range(0, len(self.held.rows), self.settings.rows):
@@ -118,10 +130,15 @@ class Course:
 
     def save(self) -> None:
         """Replaces the checkpoint at once, so that a killed run finds the old one or the new one."""
-        tensors = {f"model/{name}": value.detach().contiguous() for name, value in self.student.named_parameters()}
+        tensors = {
+            f"model/{name}": value.detach().contiguous() for name, value in self.student.named_parameters()
+        }
         for name, parameter in self.student.named_parameters():
             for optimizer in self.optimizers:
-                tensors |= {f"optim/{key}/{name}": torch.as_tensor(v) for key, v in optimizer.state.get(parameter, {}).items()}
+                tensors |= {
+                    f"optim/{key}/{name}": torch.as_tensor(v)
+                    for key, v in optimizer.state.get(parameter, {}).items()
+                }
         facts = {"step": self.step, "elapsed": self.elapsed, "losses": self.losses, "measured": self.measured}
         temporary = self.checkpoint.with_suffix(".tmp")
         save_file(tensors, temporary, {"facts": json.dumps(facts)})
@@ -137,24 +154,35 @@ class Course:
                     parameters[rest].copy_(file.get_tensor(name))
                 else:
                     key, _, of = rest.partition("/")
-                    owner[parameters[of]].state[parameters[of]][key] = file.get_tensor(name).to(parameters[of].device)
+                    owner[parameters[of]].state[parameters[of]][key] = file.get_tensor(name).to(
+                        parameters[of].device
+                    )
             facts = json.loads(file.metadata()["facts"])
-        self.step, self.elapsed, self.losses, self.measured = (facts[k] for k in ("step", "elapsed", "losses", "measured"))
+        self.step, self.elapsed, self.losses, self.measured = (
+            facts[k] for k in ("step", "elapsed", "losses", "measured")
+        )
 
 
 def same_run(settings: TrainSettings, identity: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the work folder holds a run of other settings or data; `identity` is what else it is known by.
+    """Raises ConfigError where the work folder holds a run of other settings or data; `identity` is what else
+    it is known by.
 
     Asked once before anything is written there, and again when its rows are known.
     """
     settings.folder.mkdir(parents=True, exist_ok=True)
     file = settings.folder / "run.json"
-    now = {name: value for name, value in settings.model_dump(mode="json").items() if name not in FREE} | dict(identity)
+    now = {
+        name: value for name, value in settings.model_dump(mode="json").items() if name not in FREE
+    } | dict(identity)
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for name in {**now, **before} if before else ():
-        if before.get(name) != now.get(name) and not (name == ROWS and None in (before.get(name), now.get(name))):
+        if before.get(name) != now.get(name) and not (
+            name == ROWS and None in (before.get(name), now.get(name))
+        ):
             was = f"{name} = {before.get(name)!r}, now {now.get(name)!r}"
-            raise ConfigError(f"{settings.folder} holds a run with {was}: name another work folder, or delete it")
+            raise ConfigError(
+                f"{settings.folder} holds a run with {was}: name another work folder, or delete it"
+            )
     if before.keys() != before.keys() | now.keys():
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -170,7 +198,10 @@ def schedule(progress: float, warmup: float) -> float:
 
 def grouped(parameters: list[nn.Parameter], rate: float, decay: float) -> list[dict[str, Any]]:
     matrices, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
-    made = [{"params": matrices, "weight_decay": decay, "peak": rate}, {"params": others, "weight_decay": 0.0, "peak": rate}]
+    made = [
+        {"params": matrices, "weight_decay": decay, "peak": rate},
+        {"params": others, "weight_decay": 0.0, "peak": rate},
+    ]
     return [group for group in made if group["params"]]
 
 
@@ -185,15 +216,25 @@ def muon(student: nn.Module, settings: TrainSettings, width: int) -> list[torch.
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer = 'muon': PyTorch has it from 2.9 on, this is {torch.__version__}")
     named = {name: p for name, p in student.named_parameters() if p.requires_grad}
-    inner = [p for name, p in named.items() if p.ndim == 2 and not any(word in name for word in ("lm_head", "embed"))]
+    inner = [
+        p
+        for name, p in named.items()
+        if p.ndim == 2 and not any(word in name for word in ("lm_head", "embed"))
+    ]
     ours = {id(p) for p in inner}
     rate = settings.lr or min(MOST_LR, REFERENCE_LR * REFERENCE_WIDTH / width)
     rest = grouped([p for p in named.values() if id(p) not in ours], rate, settings.weight_decay)
     matrices = [{"params": inner, "peak": settings.muon_lr, "weight_decay": settings.weight_decay}]
-    return [torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True)]
+    return [
+        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True),
+    ]
 
 
-OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainSettings, int], list[torch.optim.Optimizer]]] = {"adamw": adamw, "muon": muon}
+OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainSettings, int], list[torch.optim.Optimizer]]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
 
 
 @contextmanager

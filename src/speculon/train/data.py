@@ -1,4 +1,6 @@
-"""From files to rows of tokens: a function of the data, the seed and the step, so that a resumed run reads what it would have."""
+"""From files to rows of tokens: a function of the data, the seed and the step, so that a resumed run reads
+what it would have.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,20 @@ class Tokens(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def render_chat(
-        self, messages: Messages, tools: Messages = (), variables: Mapping[str, Any] | None = None, *, answer_follows: bool = True
+        self,
+        messages: Messages,
+        tools: Messages = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answer_follows: bool = True,
     ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, which of them are answers, and where the first answer begins (0: a plain text, all of which is learned)."""
+    """Token ids, which of them are answers, and where the first answer begins (0: a plain text, all of which
+    is learned).
+    """
 
     ids: tuple[int, ...]
     answer: tuple[bool, ...]
@@ -43,8 +52,16 @@ class Document:
 
 
 def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> list[Document]:
-    """Every document of files and folders, in the order of their names. Raises DataError with file and line."""
-    found = [one for path in paths for file in files_of(path) for one in documents_in(file, tokens, named=file == path)]
+    """Every document of files and folders, in the order of their names.
+
+    Raises DataError with file and line.
+    """
+    found = [
+        one
+        for path in paths
+        for file in files_of(path)
+        for one in documents_in(file, tokens, named=file == path)
+    ]
     if not found:
         raise DataError(f"{', '.join(map(str, paths))}: not one text in it")
     most = max(max(document.ids) for document in found)
@@ -59,7 +76,11 @@ def files_of(path: Path) -> list[Path]:
         raise DataError(f"{path}: no such file or folder")
     if path.is_file():
         return [path]
-    below = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    below = (
+        file
+        for file in path.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     return sorted(file for file in below if file.is_file())
 
 
@@ -72,7 +93,8 @@ def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
             return
         raise DataError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if file.suffix == ".jsonl":
-        for number, line in enumerate(text.split("\n"), 1):  # a string may hold other ends of lines as they are
+        # a string may hold other ends of lines as they are
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield from read_line(line, f"{file}:{number}", tokens)
     elif text.strip():
@@ -101,7 +123,9 @@ def read_line(line: str, place: str, tokens: Tokens) -> Iterator[Document]:
 
 
 def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    """What the assistant says is the answer: the text that rendering gains by its message, opening words excepted."""
+    """What the assistant says is the answer: the text that rendering gains by its message, opening words
+    excepted.
+    """
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("messages must be a list of objects with a role")
@@ -110,7 +134,8 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
     answer: list[bool] = []
     shown, prompt = "", 0
     for number, message in enumerate(messages, 1):
-        if message["role"] != "assistant" or number == 1:  # a greeting answers nobody: it is read with what follows
+        # a greeting answers nobody: it is read with what follows
+        if message["role"] != "assistant" or number == 1:
             continue
         if message.get("content") is None and not message.get("tool_calls"):
             raise ValueError(f"message {number} has neither content nor tool_calls")
@@ -186,16 +211,20 @@ def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Documents laid end to end and cut into rows: ids [n, T], and what each row's token's *successor* counts [n, T].
+    """Documents laid end to end and cut into rows: ids [n, T], and what each row's token's *successor* counts
+    [n, T].
 
-    A document ends with `end`, where the target has such a token. Attention runs across the border of two documents in a row.
+    A document ends with `end`, where the target has such a token. Attention runs across the border of two
+    documents in a row.
     """
 
     ids: Ints
     weights: Floats
 
     @classmethod
-    def of(cls, documents: Seq[Document], length: int, end: int | None, prompt_weight: float, seed: int) -> Rows:
+    def of(
+        cls, documents: Seq[Document], length: int, end: int | None, prompt_weight: float, seed: int
+    ) -> Rows:
         """Raises DataError where all documents together do not fill one row."""
         order = random.Random(f"{seed}:pack").sample(range(len(documents)), len(documents))
         tail = [] if end is None else [end]
@@ -206,7 +235,9 @@ class Rows:
         rows = len(ids) // length
         if not rows:
             raise DataError(f"{len(ids)} tokens in all: one row takes {length}")
-        whole = cls(ids[: rows * length].reshape(rows, length), following[: rows * length].reshape(rows, length))
+        whole = cls(
+            ids[: rows * length].reshape(rows, length), following[: rows * length].reshape(rows, length)
+        )
         useful = whole.weights.sum(-1) > 0
         if not useful.any():
             raise DataError("no answer to learn in any row")

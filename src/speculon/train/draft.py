@@ -82,7 +82,11 @@ class SmallDraft:
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
         """Settings under which `LLM` drafts with what was written."""
-        return {"method": "draft_model", "draft": {"draft_model": str(folder)}, "num_speculative_tokens": DRAFTS}
+        return {
+            "method": "draft_model",
+            "draft": {"draft_model": str(folder)},
+            "num_speculative_tokens": DRAFTS,
+        }
 
 
 def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
@@ -98,18 +102,29 @@ def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": getattr(theirs, "head_dim", None) or teacher.width // theirs.num_attention_heads,
-        "intermediate_size": settings.intermediate or getattr(theirs, "intermediate_size", None) or 4 * hidden,
+        "intermediate_size": settings.intermediate
+        or getattr(theirs, "intermediate_size", None)
+        or 4 * hidden,
     }
     if theirs.model_type in FAMILIES:
         known = {name: value for name, value in theirs.to_dict().items() if name != "layer_types"}
         return type(theirs)(**{**known, **numbers})
-    same = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+    same = (
+        "vocab_size",
+        "max_position_embeddings",
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "tie_word_embeddings",
+    )
     return LlamaConfig(**{name: getattr(theirs, name) for name in same if hasattr(theirs, name)}, **numbers)
 
 
 @torch.no_grad()
 def copy_alike(target: nn.Module, draft: nn.Module, layers: int, depth: int) -> None:
-    """Copies parameters of one shape: those of the first half of the layers from the bottom, of the others from the top."""
+    """Copies parameters of one shape: those of the first half of the layers from the bottom, of the others
+    from the top.
+    """
     sources = dict(target.named_parameters())
     for name, parameter in draft.named_parameters():
         source = sources.get(source_name(name, layers, depth))

@@ -41,7 +41,9 @@ class Eagle3:
     def student(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
         """Random layers between the target's own embeddings and scores."""
         teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
-        head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(teacher.device)
+        head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
+            teacher.device
+        )
         head.start_from(teacher.embed, teacher.norm, teacher.head.weight, teacher.used)
         return head
 
@@ -50,7 +52,11 @@ class Eagle3:
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
         """Settings under which `LLM` drafts with what was written."""
-        return {"method": self.method, "draft": {self.method: str(folder)}, "num_speculative_tokens": self.settings.ttt}
+        return {
+            "method": self.method,
+            "draft": {self.method: str(folder)},
+            "num_speculative_tokens": self.settings.ttt,
+        }
 
 
 def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:

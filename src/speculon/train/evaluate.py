@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 MOST = 8  # drafts of a round, at most
 
 
-def evaluate(speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], watch: Watch) -> dict[str, Any]:
-    """Greedy texts after held-out prompts, one at a time, each up to where it begins to repeat itself: loops are easy."""
+def evaluate(
+    speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], watch: Watch
+) -> dict[str, Any]:
+    """Greedy texts after held-out prompts, one at a time, each up to where it begins to repeat itself: loops
+    are easy.
+    """
     watch.tell("drafting on held-out texts")
-    asked = {**speculation, "policy": "fixed", "num_speculative_tokens": min(MOST, speculation["num_speculative_tokens"])}
+    asked = {
+        **speculation,
+        "policy": "fixed",
+        "num_speculative_tokens": min(MOST, speculation["num_speculative_tokens"]),
+    }
     llm = LLM(settings.target, device=settings.device, speculation=asked)
     room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
     total = RequestStats()
@@ -54,5 +62,7 @@ def evaluate(speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[
 
 def first_loop(llm: LLM, prompt: list[int], most: int) -> int:
     """Tokens that the target writes before it begins to repeat itself."""
-    written = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=most), speculation={"method": "off"})[0]
+    written = llm.generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=most), speculation={"method": "off"}
+    )[0]
     return len(unlooped(written.token_ids))

@@ -21,7 +21,9 @@ from speculon.train.teacher import Teacher
 def write_head(head: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
     """config.json and model.safetensors (bf16). Embeddings are the target's own, so they are not written."""
     form = head.form
-    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.named_parameters()}
+    tensors = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.named_parameters()
+    }
     if form.draft_vocab_size < form.vocab_size:
         used = head.used.cpu()
         tensors["d2t"] = used - torch.arange(len(used))  # an offset: target id = draft id + d2t
@@ -60,9 +62,13 @@ def head_config(head: Eagle3Head, teacher: Teacher, target: str) -> dict[str, An
             "algorithm": "eagle3",
             "proposal_methods": [greedy],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": target, "architectures": list(teacher.model.config.architectures or ())},
+            "verifier": {
+                "name_or_path": target,
+                "architectures": list(teacher.model.config.architectures or ()),
+            },
         },
-        "transformer_layer_config": layer.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": form.layers},
+        "transformer_layer_config": layer.to_diff_dict()
+        | {"model_type": "llama", "num_hidden_layers": form.layers},
         "draft_vocab_size": form.draft_vocab_size,
         "target_hidden_size": teacher.width,
         "norm_before_residual": form.norm_before_residual,
@@ -70,7 +76,8 @@ def head_config(head: Eagle3Head, teacher: Teacher, target: str) -> dict[str, An
         "fc_norm": form.fc_norm,
         "norm_output": form.norm_output,
         "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps],  # the format counts what enters a layer
+        # the format counts what enters a layer
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps],
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,
     }

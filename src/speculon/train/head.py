@@ -55,12 +55,17 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(form.heads * self.dim, form.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [B, N, width] of this step; `past` holds the keys and values of the earlier ones, and gets this one's."""
+        """x [B, N, width] of this step; `past` holds the keys and values of the earlier ones, and gets this
+        one's.
+        """
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         widths = [part.out_features for part in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (t.unflatten(-1, (-1, self.dim)).transpose(1, 2) for t in F.linear(x, weight).split(widths, -1))
+        q, k, v = (
+            t.unflatten(-1, (-1, self.dim)).transpose(1, 2) for t in F.linear(x, weight).split(widths, -1)
+        )
         past.append((rotate(k, *rope), v))  # [B, KV, N, D]
-        mixed = attention(rotate(q, *rope), [key for key, _ in past], [value for _, value in past])  # [B, H, N, D]
+        # [B, H, N, D]
+        mixed = attention(rotate(q, *rope), [key for key, _ in past], [value for _, value in past])
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -88,7 +93,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(form.hidden, form.eps)
         self.mlp = MLP(form)
 
-    def forward(self, x: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        self, x: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         if self.hidden_norm is None:
             residual, seen = x, self.input_layernorm(x)
         else:
@@ -141,8 +148,8 @@ class Eagle3Head(nn.Module):
     def hiddens(self, ids: Tensor, taps: Tensor) -> Iterator[Tensor]:
         """What is scored at each step [B, N, H], N = T - steps. ids [B, T], taps [B, T, k * H].
 
-        Row i of step k pairs the feature of position i (k = 0), or the head's own output of the step before, with token
-        i + 1 + k, at rotary position i + k; it guesses token i + 2 + k.
+        Row i of step k pairs the feature of position i (k = 0), or the head's own output of the step before,
+        with token i + 1 + k, at rotary position i + k; it guesses token i + 2 + k.
         """
         rows = ids.shape[1] - self.steps
         past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
@@ -162,19 +169,31 @@ class Eagle3Head(nn.Module):
         for k, (normed, p, entropy, weights) in enumerate(self.aligned(batch)):
             at = self.decay**k
             total = total + at * kl(
-                normed.flatten(0, 1), self.lm_head.weight, p.flatten(0, 1), entropy.flatten(), weights.flatten()
+                normed.flatten(0, 1),
+                self.lm_head.weight,
+                p.flatten(0, 1),
+                entropy.flatten(),
+                weights.flatten(),
             )
         return total
 
     def guesses(self, batch: Batch) -> Tensor:
-        """Whether the best token of each step is the target's, from each row whose first guess counts [steps, M]."""
+        """Whether the best token of each step is the target's, from each row whose first guess counts [steps,
+        M].
+        """
         rows = batch.ids.shape[1] - self.steps
         counts = batch.weights[:, 1 : 1 + rows] > 0  # [B, N]
-        guessed = [self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)]
-        return torch.stack([(guess == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, guess in enumerate(guessed)])
+        guessed = [
+            self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)
+        ]
+        return torch.stack(
+            [(guess == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, guess in enumerate(guessed)]
+        )
 
     def aligned(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-        """At each step the hidden states [B, N, H] and, of the position they guess from, p [B, N, Vd], its entropy, weights."""
+        """At each step the hidden states [B, N, H] and, of the position they guess from, p [B, N, Vd], its
+        entropy, weights.
+        """
         rows = batch.ids.shape[1] - self.steps
         for k, normed in enumerate(self.hiddens(batch.ids, batch.taps)):
             at = slice(k + 1, k + 1 + rows)

@@ -1,4 +1,6 @@
-"""The losses of a drafter, twice: as the formula says, to read and to test against; and fast, with the gradient written out."""
+"""The losses of a drafter, twice: as the formula says, to read and to test against; and fast, with the
+gradient written out.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,21 @@ def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
 
 
 def kl(hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
-    """`kl_reference` of hidden [N, D] @ head [V, D].T, with the entropy of p [N] known. Products run in p's type."""
+    """`kl_reference` of hidden [N, D] @ head [V, D].T, with the entropy of p [N] known.
+
+    Products run in p's type.
+    """
     return HeadKL.apply(hidden, head, p, entropy, weights)
 
 
 class HeadKL(torch.autograd.Function):
-    """d KL / d logits = (q - p) w is known before the loss is: both products of the backward pass run in the forward one,
-    so that no [N, V] outlives it."""
+    """d KL / d logits = (q - p) w is known before the loss is: both products of the backward pass run in the
+    forward one, so that no [N, V] outlives it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor
+    ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(p.dtype), head.to(p.dtype)
             logits = (h @ w.T).float()  # [N, V]
@@ -46,7 +53,8 @@ class HeadKL(torch.autograd.Function):
 
 
 def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of step k of the training-time test (Li 2025): row i sees rows j <= i of step 0, of later steps row i.
+    """Attention of step k of the training-time test (Li 2025): row i sees rows j <= i of step 0, of later
+    steps row i.
 
     q [B, H, N, D]; keys, values: k + 1 of [B, KV, N, D], of step 0 first -> [B, H, N, D]
     """
@@ -78,10 +86,16 @@ class Attention(torch.autograd.Function):
         for start in range(0, rows, Attention.BLOCK):
             stop = min(start + Attention.BLOCK, rows)
             part = q[:, :, :, start:stop].reshape(batch, kv, -1, dim)  # [B, KV, G * n, D]
-            scores = (part @ key[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, -1, stop - start, stop)
+            scores = (
+                (part @ key[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, -1, stop - start, stop)
+            )
             scores[..., start:] += torch.full((stop - start,) * 2, float("-inf"), device=q.device).triu(1)
-            own = [(q[:, :, :, start:stop] * k[:, :, None, start:stop]).sum(-1, keepdim=True).float() for k in own_keys]
-            p = torch.cat([scores, *own], -1).mul_(dim**-0.5).softmax(-1).to(q.dtype)  # [B, KV, G, n, stop + s]
+            own = [
+                (q[:, :, :, start:stop] * k[:, :, None, start:stop]).sum(-1, keepdim=True).float()
+                for k in own_keys
+            ]
+            # [B, KV, G, n, stop + s]
+            p = torch.cat([scores, *own], -1).mul_(dim**-0.5).softmax(-1).to(q.dtype)
             mixed = p[..., :stop].reshape(batch, kv, -1, stop) @ value[:, :, :stop]
             mixed = mixed.view(batch, kv, -1, stop - start, dim)
             for s, v in enumerate(own_values):
@@ -107,14 +121,26 @@ class Attention(torch.autograd.Function):
             block = slice(start, stop)
             part, grad = (t[:, :, :, block].reshape(batch, kv, -1, dim) for t in (q, gradient))
             seen = p[..., :stop]
-            slope = (grad @ value[:, :, :stop].transpose(-1, -2)).float().view(batch, kv, groups, stop - start, stop)
-            slope = (slope.sub_(inner[:, :, :, block]).mul_(seen) * dim**-0.5).to(q.dtype).view(batch, kv, -1, stop)
+            slope = (
+                (grad @ value[:, :, :stop].transpose(-1, -2))
+                .float()
+                .view(batch, kv, groups, stop - start, stop)
+            )
+            slope = (
+                (slope.sub_(inner[:, :, :, block]).mul_(seen) * dim**-0.5)
+                .to(q.dtype)
+                .view(batch, kv, -1, stop)
+            )
             moved = (slope @ key[:, :, :stop]).view(batch, kv, groups, stop - start, dim).float()
             sums[0][:, :, :stop] += slope.transpose(-1, -2) @ part
             sums[ctx.steps][:, :, :stop] += seen.reshape(batch, kv, -1, stop).transpose(-1, -2) @ grad
             for s, (k, v) in enumerate(zip(own_keys, own_values, strict=True)):
                 k, v, own = k[:, :, None, block], v[:, :, None, block], p[..., stop + s, None].float()
-                rise = own * ((gradient[:, :, :, block] * v).sum(-1, keepdim=True) - inner[:, :, :, block]) * dim**-0.5
+                rise = (
+                    own
+                    * ((gradient[:, :, :, block] * v).sum(-1, keepdim=True) - inner[:, :, :, block])
+                    * dim**-0.5
+                )
                 moved += rise * k
                 sums[1 + s][:, :, block] = (rise * q[:, :, :, block]).sum(2)
                 sums[ctx.steps + 1 + s][:, :, block] = (own * gradient[:, :, :, block]).sum(2)

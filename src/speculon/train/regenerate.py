@@ -22,16 +22,24 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
 def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch) -> list[Document]:
-    """What the target writes after each prompt, or after a beginning of a plain text; kept in the work folder, so done once."""
+    """What the target writes after each prompt, or after a beginning of a plain text; kept in the work
+    folder, so done once.
+    """
     file = settings.folder / "regenerated.jsonl"
     done = [json.loads(line) for line in whole_lines(file)]
     if len(done) < settings.regenerate:
         watch.tell("loading the target, to write")
         llm = LLM(
-            settings.target, device=settings.device, max_num_seqs=CROWD, speculation={"method": "auto", "policy": "goodput"}
+            settings.target,
+            device=settings.device,
+            max_num_seqs=CROWD,
+            speculation={"method": "auto", "policy": "goodput"},
         )
         room = min(settings.length, llm.engine.target.max_context) - settings.regenerate_tokens
-        with watch.counting("writing texts", settings.regenerate, "texts") as advance, file.open("a", encoding="utf-8") as out:
+        with (
+            watch.counting("writing texts", settings.regenerate, "texts") as advance,
+            file.open("a", encoding="utf-8") as out,
+        ):
             advance(len(done))
             for first in range(len(done), settings.regenerate, CROWD):
                 numbers = range(first, min(first + CROWD, settings.regenerate))
@@ -70,7 +78,9 @@ def beginning(documents: Seq[Document], seed: int, number: int, room: int) -> li
 
 def how(settings: TrainSettings, number: int) -> SamplingParams:
     rng = random.Random(f"{settings.seed}:how:{number}")
-    return SamplingParams(temperature=rng.choice(TEMPERATURES), max_tokens=settings.regenerate_tokens, seed=rng.randrange(2**32))
+    return SamplingParams(
+        temperature=rng.choice(TEMPERATURES), max_tokens=settings.regenerate_tokens, seed=rng.randrange(2**32)
+    )
 
 
 def written(ids: list[int], prompt: int) -> Document:

@@ -34,7 +34,8 @@ class Kind(Protocol):
     def settings(self) -> Any: ...
     @property
     def spare(self) -> int: ...
-    def check(self, teacher: Teacher) -> None: ...  # raises InvalidParameter for a form that does not fit the target
+    # raises InvalidParameter for a form that does not fit the target
+    def check(self, teacher: Teacher) -> None: ...
     def student(self, teacher: Teacher, rows: Rows) -> nn.Module: ...
     def write(self, student: Any, teacher: Teacher, target: str, folder: Path) -> None: ...
     def speculation(self, folder: Path) -> Mapping[str, Any]: ...
@@ -60,7 +61,9 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     """Trains a drafter and writes its folder; goes on where an earlier run in the same work folder was."""
     made_with = circumstances()  # now: the code on disk may change while it runs
     if settings.out.resolve() == locate(settings.target).resolve():
-        raise InvalidParameter("out", str(settings.out), "the target's own folder, which would be overwritten")
+        raise InvalidParameter(
+            "out", str(settings.out), "the target's own folder, which would be overwritten"
+        )
     watch.tell("loading the target")
     teacher = Teacher(settings.target, kind.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, kind.spare, teacher)
@@ -68,7 +71,11 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     tokens = Tokenizer(load_tokenizer(settings.target))
     watch.tell("reading the texts")
     documents, held = documents_of(settings, tokens, teacher)
-    identity = {"method": kind.method, **kind.settings.model_dump(mode="json"), "target_hash": teacher.fingerprint}
+    identity = {
+        "method": kind.method,
+        **kind.settings.model_dump(mode="json"),
+        "target_hash": teacher.fingerprint,
+    }
     if settings.regenerate:
         same_run(settings, identity)  # texts are no other run's
         documents = regenerate(settings, documents, watch)
@@ -100,7 +107,9 @@ def train(kind: Kind, settings: TrainSettings, watch: Watch) -> Done:
     return Done(course.step, record)
 
 
-def documents_of(settings: TrainSettings, tokens: Tokenizer, teacher: Teacher) -> tuple[list[Document], list[Document]]:
+def documents_of(
+    settings: TrainSettings, tokens: Tokenizer, teacher: Teacher
+) -> tuple[list[Document], list[Document]]:
     """Texts to learn from, and held-out ones."""
     documents = read_documents(settings.data, tokens, teacher.vocab_size)
     if not settings.eval_data:
@@ -132,7 +141,11 @@ def end_of(teacher: Teacher, tokens: Tokenizer) -> int | None:
 
 
 def facts_of(
-    settings: TrainSettings, course: Course, identity: Mapping[str, Any], documents: list[Document], rows: Rows
+    settings: TrainSettings,
+    course: Course,
+    identity: Mapping[str, Any],
+    documents: list[Document],
+    rows: Rows,
 ) -> dict[str, Any]:
     """What the record says of the run."""
     first, last = course.losses[:FIRST], course.losses[-LAST:]

@@ -1,4 +1,6 @@
-"""The target as a teacher: its hidden states over rows of tokens, taken once and kept, and what follows from them."""
+"""The target as a teacher: its hidden states over rows of tokens, taken once and kept, and what follows from
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ class Teacher:
             place = pick_device(device)
             exact = precision == "fp32" or path == "demo"  # otherwise as `LLM` would run it
             number = pick_dtype("float32" if exact else "auto", checkpoint.dtype, place)
-            self.model = load_model(checkpoint, config, number, place, trust_remote_code=False).eval().requires_grad_(False)
+            self.model = (
+                load_model(checkpoint, config, number, place, trust_remote_code=False)
+                .eval()
+                .requires_grad_(False)
+            )
         self.device, self.number = place, NUMBERS[precision]
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
@@ -76,11 +82,17 @@ class Teacher:
         return digest(*(weight.detach().float().cpu().numpy() for weight in weights)).hex()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.number) if self.number is not torch.float32 else nullcontext()
+        return (
+            torch.autocast(self.device.type, self.number)
+            if self.number is not torch.float32
+            else nullcontext()
+        )
 
     @torch.no_grad()
     def look(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> taps and the last hidden states beside each other [B, T, (k + 1) * Ht], in the run's precision."""
+        """ids [B, T] -> taps and the last hidden states beside each other [B, T, (k + 1) * Ht], in the run's
+        precision.
+        """
         caught: dict[int, Tensor] = {}
 
         def keep(tap: int, value: Any) -> None:
@@ -110,7 +122,10 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, ids: Tensor, weights: Tensor, looked: Tensor) -> Batch:
-        """Everything a drafter learns from. A position counts where the target's own choice can be drafted."""
+        """Everything a drafter learns from.
+
+        A position counts where the target's own choice can be drafted.
+        """
         taps, last = looked[..., : -self.width], looked[..., -self.width :]
         logits = self.scores(last)
         best = logits.float().argmax(-1)
@@ -130,11 +145,15 @@ class Teacher:
             expected = self.model(ids, use_cache=False).logits.float()
             got = self.scores(self.base(ids, use_cache=False).last_hidden_state).float()
         if (expected - got).abs().max() > 0.05 * expected.abs().max():
-            raise UnsupportedModel(f"{type(self.model).__name__}: its scores are not its head's over its last hidden state")
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: its scores are not its head's over its last hidden state"
+            )
 
 
 def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
-    found = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    found = [
+        module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     if not found:
         raise UnsupportedModel(f"{type(base).__name__}: its {count} layers are not found")
     return found[0]
@@ -150,25 +169,33 @@ def tap_ids(asked: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
 
 
 def free_for(file: Path) -> float:
-    """Bytes that a file may grow to: a disk that is full while pages are written to it ends the process without a word."""
+    """Bytes that a file may grow to: a disk that is full while pages are written to it ends the process
+    without a word.
+    """
     taken = file.stat().st_blocks * 512 if file.exists() else 0
     return 0.9 * (shutil.disk_usage(file.parent).free + taken)
 
 
 class Looks:
-    """What the target makes of rows: looked at once for the first ones, in a file of at most `limit` bytes; anew for others."""
+    """What the target makes of rows: looked at once for the first ones, in a file of at most `limit` bytes;
+    anew for others.
+    """
 
     def __init__(self, teacher: Teacher, rows: Rows, file: Path, limit: float):
         self.teacher, self.rows = teacher, rows
         width = (len(teacher.taps) + 1) * teacher.width
         length = rows.ids.shape[1]
-        self.room = min(len(rows), int(min(limit, free_for(file)) // (length * width * teacher.number.itemsize)))
+        self.room = min(
+            len(rows), int(min(limit, free_for(file)) // (length * width * teacher.number.itemsize))
+        )
         self.kept, self.seen = torch.empty(0), torch.empty(0)
         if self.room:
             shape, seen = (self.room, length, width), file.with_suffix(".seen")
             if not file.exists():
                 seen.unlink(missing_ok=True)  # it spoke of a file that somebody deleted
-            self.kept = torch.from_file(str(file), True, self.room * length * width, dtype=teacher.number).view(shape)
+            self.kept = torch.from_file(
+                str(file), True, self.room * length * width, dtype=teacher.number
+            ).view(shape)
             self.seen = torch.from_file(str(seen), True, self.room, dtype=torch.uint8)
 
     def batch(self, chosen: Seq[int]) -> Batch:
@@ -188,4 +215,9 @@ class Looks:
         if fresh is not None and len(new) == len(chosen):
             return fresh
         parts = dict(zip(new, () if fresh is None else fresh, strict=True))
-        return torch.stack([parts[i] if i in parts else self.kept[row].to(self.teacher.device) for i, row in enumerate(chosen)])
+        return torch.stack(
+            [
+                parts[i] if i in parts else self.kept[row].to(self.teacher.device)
+                for i, row in enumerate(chosen)
+            ]
+        )
