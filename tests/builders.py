@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
 from speculon.config import SamplingParams
-from speculon.core import Sequence
+from speculon.control.fixed import Fixed
+from speculon.core import Ask, Decision
+from speculon.engine.drafting import Drafting
+from speculon.proposers.compose import Proposers
+from speculon.sequence import Attempt, Ending, Request, Sequence, Span
 from speculon.telemetry import RequestStats
 
 _ids = count()
+OF_REQUEST = {field.name for field in fields(Request)}
 
 
 def make_sequence(
-    tokens: list[int], max_tokens: int = 100, output: list[int] | None = None, **fields: Any
+    tokens: list[int],
+    max_tokens: int = 100,
+    output: list[int] | None = None,
+    methods: tuple[str, ...] = ("ngram",),
+    k: int = 4,
+    **given: Any,
 ) -> Sequence:
-    """A sequence with prompt `tokens` that has already written `output`."""
-    params = fields.pop("params", None) or SamplingParams(temperature=0, max_tokens=max_tokens)
+    """A sequence with prompt `tokens` that has generated `output`; K drafts of each method in a round.
+
+    Further keywords are fields of the request, with `request_id` for its id, or of the sequence.
+    """
     number = next(_ids)
-    defaults: dict[str, Any] = {
-        "id": number,
-        "request_id": f"t-{number}",
-        "seed": 0,
-        "rules": cast(Any, None),
-        "ending": cast(Any, SimpleNamespace(stop_ids=frozenset(), min_tokens=0, find_stop=None)),
-        "stats": RequestStats(),
-        "method": "ngram",
-        "k": 4,
-    }
-    merged = defaults | fields
-    merged.setdefault("methods", tuple(name for name in (*merged.get("given", ()), merged["method"]) if name))
-    return Sequence(
-        tokens=[*tokens, *(output or ())],
+    request = Request(
+        id=given.pop("request_id", f"t-{number}"),
         prompt_len=len(tokens),
-        params=params,
+        params=given.pop("params", None) or SamplingParams(temperature=0, max_tokens=max_tokens),
+        seed=given.pop("seed", 0),
         max_len=len(tokens) + max_tokens,
-        **merged,
+        rules=given.pop("rules", cast(Any, None)),
+        ending=given.pop("ending", Ending()),
+        limits=given.pop("limits", dict.fromkeys(methods, k)),
     )
+    request = replace(request, **{name: given.pop(name) for name in [*given] if name in OF_REQUEST})
+    fresh: dict[str, Any] = {"id": number, "stats": RequestStats()}
+    return Sequence(request=request, tokens=[*tokens, *(output or ())], **fresh | given)
+
+
+def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Attempt, Drafting]:
+    """What a round proposes for one sequence, with the lease of proposers that have no layers."""
+    decision = Decision.of(Ask(method, k) for method, k in asks.items())
+    lease: Any = SimpleNamespace(granted=[decision.k], refusals=[None], of=lambda first_layer: None)
+    drafting = Drafting.of(proposers, Fixed(), lease, [Span(seq, len(seq.tokens) - 1, 1)], [decision])
+    drafting.ask_lookups()
+    drafting.ask_models()
+    return drafting.attempts[0], drafting

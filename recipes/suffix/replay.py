@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from speculon.bench import workloads
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.core import Sequence
+from speculon.sequence import Sequence
 from speculon.demo import corpus
 from speculon.models.load import SHIPPED, load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculon.core import Span
+from speculon.sequence import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The nouns. No torch here: plans, drafts and verdicts are plain integers.
+"""The nouns below requests: drafts, verdicts, decisions, costs. Plain data; no torch here.
 
 Shape letters used everywhere: B sequences, T tokens of a flat batch, R scored rows, K drafts,
 V vocabulary, D hidden (or head) width, L layers, H heads.
@@ -10,16 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-    from speculon.config import SamplingParams
-    from speculon.grammar import Matcher
-    from speculon.sampling import Rules
-    from speculon.telemetry import RequestStats
-    from speculon.verify import Ending
 
 
 class Reason(StrEnum):
@@ -87,16 +81,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed tokens of one sequence for one round. A chain, for now.
+    """Draft tokens of one sequence for one round, one after the other.
 
-    `match` and `stop` describe the proposal: they stay as they are where a draft is cut or joined, unless the
-    cut says why.
+    `match` and `stop` describe the proposal: cutting and chaining keep them, unless the cut gives a new stop.
     """
 
     tokens: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()  # one per token: drafts may be joined
-    probs: Tensor | None = None  # q [K, V]; None when the guess is one-hot
-    confidence: tuple[float, ...] | None = None  # in (0, 1); 0 of a token whose drafter says nothing
+    sources: tuple[str, ...] = ()  # the method of each token: drafts may be chained
+    probs: Tensor | None = None  # q [K, V]; None where q is one-hot
+    confidence: tuple[float, ...] | None = None  # in (0, 1); 0 where the drafter gives none
     # tokens of context that a lookup matched; 0 for all other drafters
     match: int = field(default=0, compare=False)
     # why the proposal ends here; None where its drafter does not say
@@ -122,34 +115,28 @@ class Draft:
             stop,
         )
 
-    def own(self, methods: tuple[str, ...]) -> int:
-        """How many of its first tokens come from one proposal, where drafts of `methods` may have been
-        joined.
-        """
-        first = self.sources[:1]
-        return next(
-            (i for i, s in enumerate(self.sources) if (s,) != first and s in methods), len(self.sources)
-        )
+    def unchained(self, methods: tuple[str, ...]) -> int:
+        """How many of its first tokens come from one proposal, where drafts of `methods` may be chained."""
+        first, sources = self.sources[:1], self.sources
+        return next((i for i, s in enumerate(sources) if (s,) != first and s in methods), len(sources))
 
-    def join(self, tail: Draft) -> Draft:
-        """Both, one behind the other. The tail is one-hot: where this draft has q, so has each of its tokens,
-        all of it.
+    def chain(self, tail: Draft) -> Draft:
+        """This draft with another behind it, which has no q: a one-hot q stands for it where this draft has q.
 
-        Match and stop are those of this draft: what follows its end is another proposal.
+        Match and stop are those of this draft: the tail is another proposal.
         """
-        assert tail.probs is None, "what is drawn behind a draft must know the draft's own luck"
+        assert tail.probs is None, "a drawn tail would need the noise of this draft"
         q, k, more = self.probs, len(self.tokens), len(tail.tokens)
-        probs = q
         if q is not None and more:
-            probs = q.new_zeros((k + more, q.shape[1]))
-            probs[:k] = q
-            probs[range(k, k + more), tail.tokens] = 1
+            longer = q.new_zeros((k + more, q.shape[1]))
+            longer[:k] = q
+            longer[range(k, k + more), tail.tokens] = 1
+            q = longer
         confidence = None
-        if self.confidence or tail.confidence:  # 0: says nothing
+        if self.confidence or tail.confidence:  # 0: the drafter gives none
             confidence = (self.confidence or (0.0,) * k) + (tail.confidence or (0.0,) * more)
-        return Draft(
-            self.tokens + tail.tokens, self.sources + tail.sources, probs, confidence, self.match, self.stop
-        )
+        tokens, sources = self.tokens + tail.tokens, self.sources + tail.sources
+        return Draft(tokens, sources, q, confidence, self.match, self.stop)
 
 
 @lru_cache(256)
@@ -192,13 +179,12 @@ class Verdict:
 
 
 class Proposal(NamedTuple):
-    """What one call of a method was, for all texts that asked it."""
+    """One call of a method, for all sequences that it drafts for."""
 
-    texts: int
-    k: int  # the most drafts of one text
+    sequences: int
+    k: int  # the most drafts of one sequence
     ms: float
-    # tokens of them that it had not seen, beyond the last of each: it reads them before it drafts
-    unread: int = 0
+    unread: int = 0  # tokens that it computes before it drafts, beyond the last one of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,30 +205,28 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Method and number of drafts for one sequence; k = 0 is plain decoding, and `reason` says why.
+    """The methods that are to draft for one sequence, asked in turn until one has a draft; none: `reason` says why."""
 
-    `asks` are the methods in the order they are asked, until one has a draft; look-ups may go on at its end,
-    up to `reach`.
-    """
-
-    method: str | None
-    k: int
-    reason: Reason | None = None
-    asks: tuple[Ask, ...] = field(default=(), compare=False)
-    # why there is no draft where `trim` keeps nothing of any
-    unused: Reason = field(default=Reason.COST, compare=False)
-    reach: int = field(default=0, compare=False)  # drafts in all, where drafts are joined; 0: they are not
+    asks: tuple[Ask, ...] = ()
+    reason: Reason | None = None  # why none drafts
+    unused: Reason = Reason.COST  # why there is no draft where `trim` keeps nothing of any
+    chained: int = 0  # drafts in all where lookups continue a draft at its end; 0: they do not
 
     @classmethod
-    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST, reach: int = 0) -> Decision:
-        """Drafts by the first of these that has any; there is at least one, and K is at least 1."""
-        asked = tuple(asks)
-        return cls(asked[0].method, max(reach, *(ask.k for ask in asked)), None, asked, unused, reach)
+    def plain(cls, reason: Reason) -> Decision:
+        return cls(reason=reason)
+
+    @classmethod
+    def of(cls, asks: Iterable[Ask], unused: Reason = Reason.COST, chained: int = 0) -> Decision:
+        return cls(tuple(asks), None, unused, chained)
 
     def __post_init__(self) -> None:
-        assert (self.k > 0) == (self.reason is None), self
-        if self.k and self.method and not self.asks:
-            object.__setattr__(self, "asks", (Ask(self.method, self.k),))
+        assert bool(self.asks) == (self.reason is None), self
+
+    @property
+    def k(self) -> int:
+        """The most drafts of this round; 0 is plain decoding."""
+        return max((self.chained, *(ask.k for ask in self.asks)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,130 +268,11 @@ class PromptShape:
     favourable: bool = False  # whether the answer is likely to repeat the prompt
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One text being written. Between steps: `tokens[:committed]` have their K and V in `table`'s pages."""
-
-    id: int
-    request_id: str
-    tokens: list[int]  # prompt, then output
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    max_len: int  # prompt + max_tokens
-    rules: Rules
-    ending: Ending
-    stats: RequestStats
-    sample: int = 0  # which of the request's n samples
-    method: str | None = None  # the drafting method; None where there is none, and `off` says why
-    k: int = 0
-    off: Reason | None = None
-    given: tuple[str, ...] = ()  # methods that draft from what came with the request; asked before `method`
-    given_k: int = 0  # their most drafts in a round
-    # all that may draft for it, in order: `given`, then what `method` stands for
-    methods: tuple[str, ...] = ()
-    # of these, those without weights: a proposal of theirs costs next to nothing
-    lookups: frozenset[str] = frozenset()
-    policy: str = "fixed"  # how far it is drafted for
-    join: bool | None = None  # whether drafts of several methods are joined; None: as its policy likes
-    shape: PromptShape = PromptShape()
-    # continuations that had to match before a lookup's drafts are verified, as its policy chose
-    cold_matches: int = 0
-    prediction: tuple[int, ...] = ()  # what the client expects the text to be
-    # whose earlier answers it may be drafted from; None: those to its prompt, empty: nobody's
-    pool: str | None = None
-    tenant: str = ""  # among whose pools that one is
-    grammar: Matcher | None = None  # where the text stands in its grammar: at `tokens`, always
-    rejection: bool = False  # whether drafts that carry q are judged by rejection instead of matching
-    committed: int = 0
-    # drafting method -> tokens whose K and V it has in the same pages
-    drafted: dict[str, int] = field(default_factory=dict)
-    prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
-    table: list[int] = field(default_factory=list)  # page numbers, in order
-    noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
-
-    def most(self, method: str) -> int:
-        """The most drafts of a method in one round."""
-        return self.given_k if method in self.given else self.k
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing drafts for it; `off` says why."""
-        return self.off is not None and not self.given
-
-    @property
-    def pending(self) -> int:
-        """Tokens whose K and V are not in pages yet; 1 while decoding."""
-        return len(self.tokens) - self.committed
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def room(self) -> int:
-        """Tokens it may still write."""
-        return self.max_len - len(self.tokens)
-
-
-# of one call of a method, before anything is joined to a draft or trimmed
-Proposed = tuple[str, list[Sequence], list[Draft]]
-
-
 class Estimate(NamedTuple):
     """What a policy expects of a draft that it lets through, in tokens."""
 
     tokens: float  # of the drafts, those accepted
     price: float  # what the time of their rows brings otherwise
-
-
-@dataclass(slots=True, eq=False)
-class Span:
-    """Consecutive positions of one sequence inside one flat forward: a prompt chunk, or [last token,
-    d_1..d_K].
-    """
-
-    seq: Sequence
-    start: int  # position of the first row in its sequence = tokens already in pages
-    length: int  # rows without the drafts
-    draft: Draft = NO_DRAFT
-    estimate: Estimate | None = None  # of the draft, where its policy has one
-    row: int = 0  # first row in the flat batch
-    score: range = range(0)  # its rows among the R scored ones
-    # whether it reaches the sequence's last token, so that its last rows are sampled
-    samples: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.samples = self.start + self.length == len(self.seq.tokens)
-
-    @property
-    def rows(self) -> int:
-        return self.length + len(self.draft.tokens)
-
-    @property
-    def end(self) -> int:
-        """Positions occupied once this span has run."""
-        return self.start + self.rows
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether every row is wanted, for prompt log-probabilities."""
-        seq = self.seq
-        return (
-            seq.prompt_scored < min(self.start + self.length, seq.prompt_len - 1)
-            and seq.params.prompt_logprobs is not None
-        )
-
-
-@dataclass(slots=True)
-class Plan:
-    """Who runs in this step; `decoding` are the spans that may carry a draft."""
-
-    spans: list[Span]
-    decoding: list[Span] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.decoding = [span for span in self.spans if span.length == 1 and span.samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,28 +282,6 @@ class Load:
     running: int
     waiting: int
     free_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """News of one sequence: new tokens, and how it ended if it did. Plain data."""
-
-    request_id: str
-    sample: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish: Finish | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    stats: RequestStats | None = None  # with the finish
-    sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: what guessed each
-
-    def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
-        """Pickled as what it was made of, in a third of the time: each step's news of 32 streams crosses a
-        pipe.
-        """
-        said = (self.request_id, self.sample, self.tokens)
-        more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources)
-        return Event, said if more == (None, None, None, None, ()) else (*said, *more)
 
 
 def ceil_div(a: int, b: int) -> int:

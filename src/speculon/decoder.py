@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.control.fixed import Fixed
-from speculon.core import Decision, Draft, Event, Plan, Reason, Sequence, Span, Verdict
+from speculon.core import Draft, Verdict
 from speculon.engine.admission import check_draft, read_ids
+from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
 from speculon.llm import Completion, RequestOutput, absorb
@@ -26,6 +27,7 @@ from speculon.models.choose import by_method
 from speculon.models.load import wrap_model
 from speculon.models.pairing import is_search
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
+from speculon.sequence import Event, Plan, Sequence, Span
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
 from speculon.text import Tokenizer, final_text
 from speculon.verify import read_logits, verify_given
@@ -34,6 +36,7 @@ from speculon.verify import read_logits, verify_given
 OF_CHECKPOINTS = ("model", "dtype", "device", "allow_pickle", "trust_remote_code")
 PLAIN_CALLS = 8  # guess: plain calls whose median is the plain cost
 GIVEN = "given"  # source of drafts that came from the caller
+ROUND = "round"  # id of the requests that are made for one round
 
 Ids = str | Seq[int] | Tensor
 
@@ -124,7 +127,7 @@ class SpeculativeDecoder:
         target = wrap_model(model, max_context=limit, fused=fuse, compile=compile)
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
-        self._text: Sequence | None = None  # of the last step, as the policy knows it
+        self._sequence: Sequence | None = None  # of the last step, which the policy knows
         self._ms, self._tokens = 0.0, 0  # of rounds, without prompts
         self._plain_ms: float | None = None
         self._stats = RequestStats()
@@ -153,7 +156,7 @@ class SpeculativeDecoder:
     def adaptive(self, controller: AdaptiveLookahead | None) -> None:
         if not isinstance(controller, AdaptiveLookahead | None):
             raise InvalidParameter("adaptive", controller, "takes an AdaptiveLookahead or None")
-        self._forget_text()  # the former policy has seen its last round of that sequence
+        self._forget_sequence()  # the former policy has seen its last round of that sequence
         self.engine.policy.use("adaptive", Adaptive(self.config.speculation.adaptive, controller))
         self._adaptive = controller
 
@@ -205,9 +208,11 @@ class SpeculativeDecoder:
             k = self._adaptive.lookahead
         with self._last_span(ids, params, prompt_len, k) as span:
             plan, decisions = alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
-            with self.engine.leases.reserve(plan, decisions) as lease:
-                drafts, _ = self.engine.proposers.propose(plan.decoding, lease.decisions, lease)
-        return drafts[0]
+            with self.engine.leases.reserve(plan, [decision.k for decision in decisions]) as lease:
+                drafting = Drafting.of(self.engine.proposers, Fixed(), lease, [span], decisions)
+                drafting.ask_lookups()
+                drafting.ask_models()
+        return span.draft
 
     @torch.inference_mode()
     def verify(
@@ -238,15 +243,14 @@ class SpeculativeDecoder:
             return self._verify_by(target_logits, self._prepare(ids, params, prompt_len), draft)
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
-            decision = Decision(GIVEN, k) if k else Decision(None, 0, Reason.OFF_REQUEST)
-            with self.engine.leases.reserve(alone(span), [decision]) as lease:
-                assert lease.decisions == [decision], "nobody else holds pages"
+            with self.engine.leases.reserve(alone(span), [k]) as lease:
+                assert lease.granted == [k], "no other sequence holds pages"
                 span.draft = draft
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict
 
     def _verify_by(self, target_logits: Tensor, seq: Sequence, draft: Draft) -> Verdict:
-        k, asked = len(draft.tokens), seq.params.prompt_logprobs
+        k, asked = len(draft.tokens), seq.request.params.prompt_logprobs
         check_room(seq, k)
         if asked is not None:
             raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
@@ -269,13 +273,13 @@ class SpeculativeDecoder:
         """
         with self._last_span(ids, params, prompt_len, k, goes_on=True) as span:
             seq = span.seq
-            self._last = list(seq.tokens), seq.params
+            self._last = list(seq.tokens), seq.request.params
             began = perf_counter()
-            (verdict,) = self.engine.round(alone(span), self.engine.stopwatch())
+            (verdict,) = self.engine.round(alone(span))
             ms = (perf_counter() - began) * 1e3
         self._stats.add(seq.stats)
         if verdict.finish:
-            self._forget_text()
+            self._forget_sequence()
         self._clock(ms, len(verdict.tokens))
         reason = next(iter(seq.stats.reasons), None)
         return StepResult(span.draft, verdict, reason, seq.stats.draft_ms, ms - seq.stats.draft_ms)
@@ -359,7 +363,7 @@ class SpeculativeDecoder:
 
         The controller begins anew; a lookahead that was set stays.
         """
-        self._forget_text()
+        self._forget_sequence()
         if self._adaptive is not None:
             self._adaptive.reset()
         self._stats = RequestStats()
@@ -418,14 +422,14 @@ class SpeculativeDecoder:
         """
         engine, seq = self.engine, self._prepare(ids, params, prompt_len, k)
         if goes_on:
-            self._go_on(seq)
+            seq = self._continued(seq)
         engine.pool.attach(seq)
         try:
             most = self.config.max_batch_tokens
             # a drafter that reads states waits for them
             beside = 1 if engine.target.taps else min(most, engine.pool.block_size)
             while seq.pending > beside:
-                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]), engine.stopwatch())
+                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]))
             yield Span(seq, seq.committed, seq.pending)
         finally:
             engine.proposers.release(seq)
@@ -441,33 +445,37 @@ class SpeculativeDecoder:
         if prompt_len is not None and not 0 < prompt_len <= len(tokens):
             raise InvalidParameter("prompt_len", prompt_len, f"of {len(tokens)} ids, 1 to all are the prompt")
         at = len(tokens) if prompt_len is None else prompt_len
-        (seq,) = self.engine.prepare(tokens[:at], params, self._asked(k), "round", written=tokens[at:])
+        (seq,) = self.engine.admission.admit(ROUND, tokens[:at], params, self._asked(k), written=tokens[at:])
         return seq
 
-    def _go_on(self, seq: Sequence) -> None:
-        last = self._text
-        if last and (last.prompt_len, last.params, last.tokens) == (
-            seq.prompt_len,
-            seq.params,
-            seq.tokens[: len(last.tokens)],
-        ):
-            seq.id = last.id
-        else:
-            self._forget_text()
-        self._text = seq
+    def _continued(self, seq: Sequence) -> Sequence:
+        """The sequence of the last step, holding the tokens of `seq` and asking for the same, where these continue it."""
+        last, request = self._sequence, seq.request
+        if last and continues(seq, last):
+            last.request, last.tokens, last.grammar, last.stats = request, seq.tokens, seq.grammar, seq.stats
+            return last
+        self._forget_sequence()
+        self._sequence = seq
+        return seq
 
-    def _forget_text(self) -> None:
-        """What the policy has still to say of the last step's text is counted."""
-        if self._text is not None:
-            self._text.stats = RequestStats()
-            self.engine.policy.forget(self._text)
-            self._stats.add(self._text.stats)
-            self._text = None
+    def _forget_sequence(self) -> None:
+        """Counts what the policy has still to report of the last step's sequence."""
+        if self._sequence is not None:
+            self._sequence.stats = RequestStats()
+            self.engine.policy.forget(self._sequence)
+            self._stats.add(self._sequence.stats)
+            self._sequence = None
 
     def _encode(self, ids: Ids) -> list[int]:
         if isinstance(ids, str) and self.tokenizer is not None:
             return self.tokenizer.encode(ids)
         return read_ids("ids", ids)
+
+
+def continues(seq: Sequence, last: Sequence) -> bool:
+    new, old = seq.request, last.request
+    same = (new.prompt_len, new.params) == (old.prompt_len, old.params)
+    return same and seq.tokens[: len(last.tokens)] == last.tokens
 
 
 def alone(span: Span) -> Plan:
@@ -480,4 +488,4 @@ def alone(span: Span) -> Plan:
 def check_room(seq: Sequence, k: int) -> None:
     """Raises where `k` drafts and the token after them do not fit."""
     if k > max(0, seq.room - 1):
-        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.max_len} tokens")
+        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams, Structured
-from speculon.core import Finish, Sequence, ceil_div
+from speculon.core import Finish, ceil_div
 from speculon.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -215,13 +215,11 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
     return (~allowed & allowed.any(-1, keepdim=True)).to(device)
 
 
-class Scouts:
-    """Walk ahead with the drafts of a round, for drafters that sample; the texts' own matchers stay where
-    they are.
-    """
+class LookAheadMatchers:
+    """Follow the drafts of a round, for drafters that sample; the sequences' own matchers stay as they are."""
 
-    def __init__(self, seqs: Seq[Sequence]):
-        self._ahead = {i: seq.grammar.fork() for i, seq in enumerate(seqs) if seq.grammar is not None}
+    def __init__(self, matchers: Iterable[Matcher | None]):
+        self._ahead = {i: matcher.fork() for i, matcher in enumerate(matchers) if matcher is not None}
 
     def forbid(self, which: Iterable[int], device: torch.device) -> dict[int, Tensor]:
         """By index, what the next draft must not be, [V]; no entry without a grammar."""
@@ -234,8 +232,8 @@ class Scouts:
 
     def go_on(self, i: int, token: int) -> bool:
         """Moves on over a draft; whether anything can follow it."""
-        scout = self._ahead.get(i)
-        return scout is None or (scout.consume([token]) and not scout.complete)
+        matcher = self._ahead.get(i)
+        return matcher is None or (matcher.consume([token]) and not matcher.complete)
 
 
 def source(kind: str, value: Any) -> str:

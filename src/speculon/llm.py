@@ -13,12 +13,13 @@ from typing import Any, TypeGuard
 import torch
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
-from speculon.core import Event, FinishReason, TokenLogprobs
+from speculon.core import FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
-from speculon.engine.rehearsal import rehearse
+from speculon.engine.warm_up import warm_up
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.models.choose import with_drafts
 from speculon.models.load import load_target, load_tokenizer
+from speculon.sequence import Event
 from speculon.telemetry import RequestStats, SpeculationStats
 from speculon.text import Stream, Tokenizer, check_messages, final_text
 
@@ -186,7 +187,7 @@ class LLM:
             else self.config.rehearse
         )
         if wanted and not self.engine.policy.costs.known:  # else they are those of an earlier process
-            rehearse(self.engine)
+            warm_up(self.engine)
         # news by request: who steps the engine brings them to everybody
         self._unread: dict[str, list[Event]] = {}
 

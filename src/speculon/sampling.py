@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams
-from speculon.core import Sequence, TokenLogprobs
+from speculon.core import TokenLogprobs
+from speculon.sequence import Rules, Sequence
 
 NEVER = float("-inf")
 HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
@@ -28,33 +29,6 @@ STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the 
 SHORT = 1 << 13  # guess: numbers
 CROWD = 64  # guess: rows; more of them are drawn in one call as they are
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """`SamplingParams` resolved once per sequence against the vocabulary."""
-
-    params: SamplingParams
-    greedy: bool
-    plain: bool  # greedy on the logits as they are
-    adjusts: bool  # whether any logit is changed before the temperature
-    penalises: bool
-    filters: bool
-    bad_words: tuple[tuple[int, ...], ...]
-    stop_ids: tuple[int, ...]  # forbidden below min_tokens
-
-    @classmethod
-    def of(
-        cls,
-        params: SamplingParams,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        stop_ids: tuple[int, ...] = (),
-    ) -> Rules:
-        p = params
-        penalises = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        adjusts = bool(penalises or p.logit_bias or bad_words or (p.min_tokens and stop_ids) or p.structured)
-        filters = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
-        return cls(p, p.greedy, p.greedy and not adjusts, adjusts, penalises, filters, bad_words, stop_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +122,7 @@ def penalise(x: Tensor, row: Row) -> None:
     if p.repetition_penalty != 1:
         seen = torch.tensor(sorted({*seq.tokens, *row.prefix}), device=x.device)
         x[seen] = torch.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
-    written = [*seq.tokens[seq.prompt_len :], *row.prefix]
+    written = [*seq.tokens[seq.request.prompt_len :], *row.prefix]
     if written and (p.presence_penalty or p.frequency_penalty):
         counts = torch.tensor(written, device=x.device).bincount(minlength=len(x))  # [V]
         x -= p.presence_penalty * (counts > 0) + p.frequency_penalty * counts
@@ -270,7 +244,7 @@ def toss(rows: list[Row], device: torch.device) -> Tensor:
 
 def keys_of(places: list[tuple[Sequence, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The two key halves of each place's noise, int32 [N, 1]."""
-    keys = [row_key(seq.seed, seq.sample, position, stream) for seq, position, stream in places]
+    keys = [row_key(seq.request.seed, seq.sample, position, stream) for seq, position, stream in places]
     low, high = torch.tensor(keys, dtype=torch.int32, device=device).chunk(2, 1)
     return low, high
 

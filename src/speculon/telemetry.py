@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from speculon.core import Decision, Draft, Estimate, Reason, Verdict
+from speculon.core import Draft, Estimate, Reason, Verdict
 
 PLAIN = "plain"  # how a round goes without a draft
 # why a method drafts in the place of another: it is asked before it, and had a draft again
@@ -149,22 +149,28 @@ class RequestStats:
         """One proposal, empty or not, kept or not."""
         self.proposed[method, draft.stop or "", draft.match] += 1
 
-    def record(self, decision: Decision | None, draft: Draft, verdict: Verdict) -> None:
+    def record(
+        self,
+        draft: Draft,
+        verdict: Verdict,
+        asked: tuple[str, ...] | None = None,
+        reason: Reason | None = None,
+    ) -> None:
         """One target call that sampled this sequence.
 
-        `decision` is None where a prompt chunk gave the first token.
+        `asked` are the methods that were to draft, in order; None where a prompt chunk gave the first token.
+        `reason` says why the draft is empty.
         """
         k = len(draft.tokens)
         self.target_calls += 1
         self.emitted += len(verdict.tokens)
         self.verified_positions += k + 1
-        if decision is None:
+        if asked is None:
             return
-        if decision.method:
-            self.draft_calls += 1
-        self._change(decision, draft)
-        if decision.reason is not None:
-            self.reasons[decision.reason.value] += 1
+        self.draft_calls += bool(asked)
+        self._change(draft, asked, reason)
+        if reason is not None:
+            self.reasons[reason.value] += 1
             return
         self.rounds += 1
         self.accepted += verdict.accepted
@@ -183,24 +189,23 @@ class RequestStats:
         self.watched_at.update((method, i) for i in range(drafted))
         self.stood_at.update((method, i) for i in range(accepted))
 
-    def _change(self, decision: Decision, draft: Draft) -> None:
-        """Counts it when a text goes from speculating to plain or back, or from one method to another.
+    def _change(self, draft: Draft, asked: tuple[str, ...], reason: Reason | None) -> None:
+        """Counts it when a sequence goes from speculating to plain or back, or from one method to another.
 
         To plain for that round's reason, back when the reason of the round before has passed; from a method
         to one that is asked later with `no_match`, back to one that is asked earlier with `earlier`, and with
         `cost` when the policy no longer asked the former.
         """
-        names = [ask.method for ask in decision.asks]
-        if decision.reason is not None:
-            now, why = PLAIN, decision.reason.value
+        if reason is not None:
+            now, why = PLAIN, reason.value
         else:
             source = draft.sources[0]
-            now, why = source if source in names else names[-1], ""  # a plug-in may have words of its own
+            now, why = source if source in asked else asked[-1], ""  # a plug-in may name other sources
         before, self.last = self.last, (now, why)
         if before is None or before[0] == now:
             return
         if not why:
-            why = before[1] or why_another(names, before[0], now)
+            why = before[1] or why_another(asked, before[0], now)
         self.changes[before[0], now, why] += 1
 
     def change_list(self) -> list[dict[str, Any]]:
@@ -322,7 +327,7 @@ class EngineCounters:
         }
 
 
-def why_another(asked: list[str], before: str, now: str) -> str:
+def why_another(asked: tuple[str, ...], before: str, now: str) -> str:
     """Why a text goes from one method to another, by the order in which this round asked."""
     if before not in asked:
         return Reason.COST.value

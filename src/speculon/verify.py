@@ -11,7 +11,7 @@ law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Any
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
-from speculon.core import Finish, Sequence, Span, SpanKind, Verdict
+from speculon.core import Finish, SpanKind, Verdict
 from speculon.errors import InvalidParameter
 from speculon.grammar import forbid
 from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
+from speculon.sequence import Ending, Sequence, Span
 
 COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
 
@@ -38,7 +39,11 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     `draw` and `coin` replace the keyed noise in tests.
     """
     sampled = [span for span in batch.spans if span.samples]
-    by_rejection = [span for span in sampled if span.seq.rejection and span.draft.probs is not None]
+    by_rejection = [
+        span
+        for span in sampled
+        if span.seq.request.acceptance == "rejection" and span.draft.probs is not None
+    ]
     by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
     outcomes = match(by_matching, logits, draw) | (
         reject(by_rejection, logits, draw, coin) if by_rejection else {}
@@ -61,7 +66,7 @@ def count(spans: list[Span]) -> int:
 
 def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcomes:
     """Keeps the drafts that equal the target's samples, then the correction or the bonus."""
-    if all(span.seq.rules.plain for span in spans):
+    if all(span.seq.request.rules.plain for span in spans):
         tokens = iter(best(logits_of(spans, logits)).tolist() if spans else ())
     else:
         tokens = iter(sample(*rows_of(spans, logits), draw))
@@ -125,7 +130,9 @@ def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:
     before them.
     """
     rows = [
-        Row(s.seq, s.seq.rules, s.draft.tokens[:i]) for s in spans for i in range(len(s.draft.tokens) + 1)
+        Row(s.seq, s.seq.request.rules, s.draft.tokens[:i])
+        for s in spans
+        for i in range(len(s.draft.tokens) + 1)
     ]
     bound = [(s.seq.grammar, s.draft.tokens) for s in spans if s.seq.grammar is not None]
     if bound:
@@ -142,7 +149,7 @@ def logits_of(spans: list[Span], logits: Tensor) -> Tensor:
 
 def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) -> Verdict:
     """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
-    k, top = len(span.draft.tokens), span.seq.params.logprobs
+    k, top = len(span.draft.tokens), span.seq.request.params.logprobs
     if top is None:
         return Verdict(tokens, accepted, kind_of(accepted, k))
     first = span.score[-(k + 1)]
@@ -162,10 +169,12 @@ def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdic
     if not span.scores_prompt:
         return verdict
     first = max(span.start, seq.prompt_scored)  # a prompt that is computed again is not reported again
-    following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.prompt_len)]
+    following = seq.tokens[first + 1 : min(span.start + span.length + 1, seq.request.prompt_len)]
     row = span.score.start + first - span.start
     rows = logits[row : row + len(following)]
-    return replace(verdict, prompt_logprobs=token_logprobs(rows, following, seq.params.prompt_logprobs or 0))
+    return replace(
+        verdict, prompt_logprobs=token_logprobs(rows, following, seq.request.params.prompt_logprobs or 0)
+    )
 
 
 def verify_given(span: Span, logits: Tensor) -> Verdict:
@@ -201,15 +210,6 @@ def read_logits(logits: Any, k: int, vocab_size: int) -> Tensor:  # [K + 1, V] o
                 "target_logits", largest, f"row {row} takes finite numbers and -inf, not -inf alone"
             )
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """When a sequence's text is over, besides max_tokens."""
-
-    stop_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0
-    find_stop: Callable[[list[int], tuple[int, ...]], tuple[int, str] | None] | None = None
 
 
 def cut(verdicts: list[Verdict], spans: list[Span]) -> list[Verdict]:
@@ -248,7 +248,7 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
 
 def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None]:
     """Index of the token that ends the text, and how; the earliest cause wins."""
-    ending: Ending = seq.ending
+    ending: Ending = seq.request.ending
     room = seq.room
     if room == 0:
         return 0, Finish("length")
@@ -268,9 +268,9 @@ def find_end(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, Finish | None
 
 def first_stop_string(seq: Sequence, tokens: tuple[int, ...]) -> tuple[int, str] | None:
     """(index of the completing token, stop string), at or after min_tokens."""
-    ending: Ending = seq.ending
+    ending: Ending = seq.request.ending
     if ending.find_stop is None:
         return None
     skip = max(0, ending.min_tokens - 1 - seq.num_output)
-    found = ending.find_stop([*seq.tokens[seq.prompt_len :], *tokens[:skip]], tokens[skip:])
+    found = ending.find_stop([*seq.tokens[seq.request.prompt_len :], *tokens[:skip]], tokens[skip:])
     return found and (found[0] + skip, found[1])

@@ -14,8 +14,9 @@ from speculon.bench.simulate import Way, World, play
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from speculon.control.fixed import Fixed
-from speculon.core import Draft, Load, Reason, Sequence, Span, Timing, Verdict
+from speculon.core import Draft, Load, Reason, Timing, Verdict
 from speculon.errors import ConfigError, InvalidParameter
+from speculon.sequence import Sequence, Span
 from tests.builders import make_sequence
 
 ALONE = Load(1, 0, 100)
@@ -238,7 +239,7 @@ def test_a_short_draft_that_stood_does_not_pull_the_mean_down() -> None:
         pytest.param(text(k=1), 1, None, id="a K below the minimum"),
         pytest.param(make_sequence([1], max_tokens=3, k=12), 2, None, id="what max_tokens leaves"),
         pytest.param(make_sequence([1], max_tokens=1, k=12), 0, Reason.MAX_TOKENS, id="the last token"),
-        pytest.param(text(method=None, off=Reason.OFF_REQUEST), 0, Reason.OFF_REQUEST, id="off"),
+        pytest.param(text(methods=(), off=Reason.OFF_REQUEST), 0, Reason.OFF_REQUEST, id="off"),
     ],
 )
 def test_other_limits_hold_beside_it(seq: Sequence, k: int, reason: Reason | None) -> None:

@@ -27,7 +27,7 @@ from speculon.bench.tables import (
 )
 from speculon.bench.workloads import Case, parse, side_by_side
 from speculon.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
-from speculon.core import Decision, Draft, SpanKind, Verdict
+from speculon.core import Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
 
@@ -423,9 +423,7 @@ def test_acceptance_is_counted_over_the_drafts_that_were_reached() -> None:
     ]
     for accepted_drafts, kind in rounds:
         draft = Draft((1, 2, 3, 4), ("ngram",) * 4)
-        stats.record(
-            Decision("ngram", 4), draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind)
-        )
+        stats.record(draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind), ("ngram",))
     done = stats.speculation()
     assert done is not None and reached(done) == 10 / 13
 

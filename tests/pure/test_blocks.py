@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from speculon.core import Sequence
 from speculon.kv.blocks import BlockPool
+from speculon.sequence import Sequence
 from tests.builders import make_sequence
 
 

@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from speculon.control.cost import Costs
-from speculon.core import Draft, Proposal, Span, Timing
+from speculon.core import Draft, Proposal, Timing
+from speculon.sequence import Span
 from tests.builders import make_sequence
 
 READ = 0.022  # ms of a token that a draft model has not read

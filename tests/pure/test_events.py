@@ -26,10 +26,8 @@ from speculon.core import (
     Draft,
     Finish,
     Load,
-    Plan,
     Proposal,
     Reason,
-    Span,
     SpanKind,
     Stop,
     Verdict,
@@ -39,6 +37,7 @@ from speculon.engine import events as module
 from speculon.engine.events import Events
 from speculon.errors import ConfigError, RecordError
 from speculon.events import Recording, older, read
+from speculon.sequence import Attempt, Round, Span
 from tests.builders import make_sequence
 
 FACTS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_context": 128, "pages": 8}
@@ -58,12 +57,13 @@ def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
     one is accepted.
     """
     span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
-    proposed = [("ngram", [span.seq], [no_draft(Stop.NO_MATCH)]), ("model", [span.seq], [DRAFT])]
+    proposals = [("ngram", 4, no_draft(Stop.NO_MATCH)), ("model", 4, DRAFT)]
     span.draft = DRAFT.cut(2)
     verdict = Verdict((SECRET, SECRET), 1, SpanKind.TAIL)
-    decided = [Decision("ngram", 4, None, ASKS)], [Decision("ngram", 2, None, ASKS)]
+    attempt = Attempt(span, Decision.of(ASKS), 4, None, proposals)
     calls = {"model": Proposal(1, 4, 0.5, 7)}
-    events.round(Load(1, 2, 3), Plan([span]), *decided, proposed, [verdict], calls, ms, {"forward": ms})
+    done = Round(Load(1, 2, 3), [span], [verdict], [attempt], calls, 0.5, ms, decoding_only=True)
+    events.round(done, {"forward": ms})
 
 
 def written(path: Path, rounds: int = 3, **settings: Any) -> Recording:
@@ -108,8 +108,8 @@ def test_plain_rounds_prompts_and_ends_are_told(path: Path) -> None:
     prompt, plain = (make_sequence([1] * 6, sample=2, methods=()) for _ in range(2))
     spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
     verdicts = [Verdict((1,)), Verdict((2,), finish=Finish("length"))]
-    decided = [Decision(None, 0, Reason.COST)]
-    events.round(Load(2, 0, 1), Plan(spans), decided, decided, [], verdicts, {}, 1.0, {})
+    attempts = [Attempt(spans[1], Decision.plain(Reason.COST), 0, Reason.COST)]
+    events.round(Round(Load(2, 0, 1), spans, verdicts, attempts, {}, 0.0, 1.0, decoding_only=False), {})
     events.close()
     (round_,) = read(path).rounds
     first, second = round_.texts

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from speculon.config import SpeculationConfig
-from speculon.core import Sequence
 from speculon.proposers.base import Extending, Proposer, TargetFacts
 from speculon.proposers.registry import find_factory
+from speculon.sequence import Sequence
 from tests.builders import make_sequence
 
 LOOKUPS = ("suffix", "ngram", "prediction")

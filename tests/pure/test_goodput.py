@@ -220,7 +220,7 @@ class Gaps(World):
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
         fate = tuple(int(random.random() < self.stands) for _ in range(k))
-        return draft.join(Draft(fate, ("lookup",) * k, confidence=(0.5,) * k))
+        return draft.chain(Draft(fate, ("lookup",) * k, confidence=(0.5,) * k))
 
 
 class Wrong(Gaps):
@@ -232,7 +232,7 @@ def chained(scene: type[Gaps], join: bool | None = None) -> Played:
         def crowds(self) -> Any:
             for running in super().crowds():
                 for text in running:
-                    text.join = join
+                    text.chained = join
                 yield running
 
     ways = {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True), "model": Way(lambda *_: 0.8, MODEL)}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.config import MAX_PREDICTION, RequestSpeculation, SpeculationConfig
-from speculon.core import Decision, Draft, Verdict
+from speculon.core import Draft, Verdict
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter
 from speculon.proposers.base import TargetFacts
@@ -280,7 +280,7 @@ def test_the_samples_of_a_request_share_a_spelling_and_keep_their_own_place() ->
 def test_tokens_beyond_the_end_count_as_rejected() -> None:
     stats = RequestStats()
     draft = Draft((1, 2, 3, 4), ("prediction",) * 3 + ("ngram",))
-    stats.record(Decision("prediction", 4), draft, Verdict((1, 2), accepted=2))
+    stats.record(draft, Verdict((1, 2), accepted=2), ("prediction",))
     assert (stats.accepted_prediction_tokens, stats.rejected_prediction_tokens) == (2, 1)
     assert stats.drafted_from["ngram"] == 1
     assert (RequestStats().accepted_prediction_tokens, RequestStats().rejected_prediction_tokens) == (0, 0)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, Reason, Span
+from speculon.core import NO_DRAFT, Reason
 from speculon.errors import UnknownMethod
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import known_methods
-from tests.builders import make_sequence
+from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=10, max_context=100)
 
@@ -47,28 +47,20 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-class NoPages:
-    """The lease of proposers without layers."""
-
-    def of(self, first_layer: int) -> None:
-        assert first_layer == 0
-
-
-def propose(proposers: Proposers, method: str, k: int = 4) -> tuple[list[Draft], list[Decision]]:
-    seq = make_sequence([1, 2, 3], method=method)
-    spans = [Span(seq, 2, 1)]
-    outcome = proposers.propose(spans, [Decision(method, k)], lease=NoPages())  # type: ignore[arg-type]
+def propose(proposers: Proposers, method: str, k: int = 4) -> Attempt:
+    seq = make_sequence([1, 2, 3], methods=(method,))
+    attempt, _ = draft_once(proposers, seq, {method: k})
     proposers.release(seq)
-    return outcome
+    return attempt
 
 
 def test_an_installed_package_adds_a_method_by_its_entry_point(plugin: None):
     assert "constant" in known_methods()
     proposers = Proposers(SpeculationConfig(options={"token": 7}), FACTS)
     assert proposers.lacking("constant") is None
-    drafts, decisions = propose(proposers, "constant")
-    assert drafts[0].tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
-    assert decisions == [Decision("constant", 4)]
+    attempt = propose(proposers, "constant")
+    assert attempt.span.draft.tokens == (7, 7, 7, 7), "a draft beyond its budget is cut"
+    assert attempt.asked and attempt.why_plain is None
     import constant_plugin  # type: ignore[import-not-found]
 
     assert [what for what, _ in constant_plugin.Constant.log] == ["admit", "release"]
@@ -79,8 +71,8 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
 ):
     proposers = Proposers(SpeculationConfig(options={"token": 10}), FACTS)
     proposers.lacking("constant")
-    drafts, decisions = propose(proposers, "constant")
-    assert drafts == [NO_DRAFT] and decisions == [Decision(None, 0, Reason.ERROR)]
+    attempt = propose(proposers, "constant")
+    assert attempt.span.draft == NO_DRAFT and attempt.why_plain is Reason.ERROR
     assert "outside the vocabulary of 10" in caplog.text
 
 

@@ -4,11 +4,12 @@ import pytest
 
 from speculon.config import SamplingParams
 from speculon.control.fixed import Fixed
-from speculon.core import Decision, Finish, Load, Plan, Reason, Sequence, Verdict
+from speculon.core import Ask, Decision, Finish, Load, Reason, Verdict
 from speculon.engine.admission import check_request
 from speculon.engine.scheduler import Scheduler
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 from speculon.kv.blocks import BlockPool
+from speculon.sequence import Plan, Sequence
 from tests.builders import make_sequence
 
 LOAD = Load(1, 0, 10)
@@ -78,23 +79,31 @@ def test_abort_ends_running_waiting_and_not_yet_started_samples():
     run(scheduler, scheduler.plan())
     events, ended = scheduler.abort("r")
     assert len(ended) == 3 and all(event.finish and event.finish.reason == "abort" for event in events)
-    assert [seq.request_id for seq in scheduler.running] == ["other"]
+    assert [seq.request.id for seq in scheduler.running] == ["other"]
     scheduler.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        pytest.param({}, Decision("ngram", 4), id="as set"),
-        pytest.param({"max_tokens": 3}, Decision("ngram", 2), id="no further than max_tokens"),
+        pytest.param({}, Decision.of([Ask("ngram", 4)]), id="as set"),
+        pytest.param({"max_tokens": 3}, Decision.of([Ask("ngram", 2)]), id="no further than max_tokens"),
         pytest.param(
-            {"max_tokens": 1}, Decision(None, 0, Reason.MAX_TOKENS), id="the last token needs no draft"
+            {"max_tokens": 1}, Decision.plain(Reason.MAX_TOKENS), id="the last token needs no draft"
         ),
-        pytest.param({"off": Reason.OFF_REQUEST}, Decision(None, 0, Reason.OFF_REQUEST), id="off by request"),
-        pytest.param({"given": ("given",), "given_k": 9}, Decision("given", 9), id="the longer of two"),
         pytest.param(
-            {"off": Reason.MEMORY, "method": None, "k": 0, "given": ("given",), "given_k": 9},
-            Decision("given", 9),
+            {"methods": (), "off": Reason.OFF_REQUEST},
+            Decision.plain(Reason.OFF_REQUEST),
+            id="off by request",
+        ),
+        pytest.param(
+            {"limits": {"brought": 9, "ngram": 4}},
+            Decision.of([Ask("brought", 9), Ask("ngram", 4)]),
+            id="each with its own limit",
+        ),
+        pytest.param(
+            {"off": Reason.MEMORY, "limits": {"brought": 9}},
+            Decision.of([Ask("brought", 9)]),
             id="a lacking method is no hindrance to what came along",
         ),
     ],

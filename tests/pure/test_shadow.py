@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from speculon.commands.screen import account
 from speculon.control import shadow as shadow_module
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, SpanKind, Timing, Verdict
+from speculon.core import NO_DRAFT, Draft, Load, Reason, SpanKind, Timing, Verdict
+from speculon.sequence import Sequence, Span
 from speculon.telemetry import EngineCounters, RequestStats, log_line
 from tests.builders import make_sequence
 
@@ -230,7 +231,7 @@ def test_it_asks_as_fixed_does_and_says_why_nothing_is_verified() -> None:
 
 def watched_stats() -> RequestStats:
     stats = RequestStats()
-    stats.record(Decision("suffix", 0, Reason.SHADOW), NO_DRAFT, Verdict((1,)))
+    stats.record(NO_DRAFT, Verdict((1,)), ("suffix",), Reason.SHADOW)
     stats.watch("suffix", 4, 3)
     stats.watch("suffix", 2, 0)
     stats.watch("model", 1, 1)
@@ -267,7 +268,7 @@ def test_the_account_in_words() -> None:
     assert said.startswith(
         "no speculation: drafts were only watched (1x); suffix in shadow: 50% of 6 drafts would have stood, 2.50"
     )
-    stats.record(Decision("suffix", 2), guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL))
+    stats.record(guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL), ("suffix",))
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in said
     assert (

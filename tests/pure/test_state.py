@@ -19,13 +19,14 @@ import pytest
 
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.control.policies import Policies
-from speculon.core import Draft, Load, PromptShape, Proposal, Span, SpanKind, Timing, Verdict
+from speculon.core import Draft, Load, PromptShape, Proposal, SpanKind, Timing, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State
 from speculon.errors import ConfigError
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.suffix import Suffix
+from speculon.sequence import Span
 from tests.builders import make_sequence
 
 FACTS = TargetFacts(50, 1000, device="cpu", dtype="float32")

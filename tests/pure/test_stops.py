@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Decision, Draft, Reason, Sequence, Span, Stop, no_draft
+from speculon.core import NO_DRAFT, Draft, Reason, Stop, no_draft
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.pools import key_of
 from speculon.proposers.prediction import LONGEST, Cursor, spell
 from speculon.proposers.registry import TABLE, find_factory
 from speculon.proposers.suffix import Suffix
-from tests.builders import make_sequence
+from speculon.sequence import Sequence
+from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
 LEASE = cast(Any, SimpleNamespace(of=lambda first_layer: None))
@@ -208,8 +209,8 @@ def test_a_cut_may_say_why_and_says_nothing_where_nothing_is_cut() -> None:
 
 def test_a_joined_draft_is_of_its_first_proposal() -> None:
     tail = Draft((4,), ("b",), None, None, 2, Stop.SOURCE_END)
-    assert told(WHOLE.join(tail)) == (4, 7, Stop.FACTOR)
-    assert told(no_draft(Stop.CHOICE).join(tail)) == (1, 0, Stop.CHOICE)
+    assert told(WHOLE.chain(tail)) == (4, 7, Stop.FACTOR)
+    assert told(no_draft(Stop.CHOICE).chain(tail)) == (1, 0, Stop.CHOICE)
 
 
 def test_an_empty_draft_is_the_same_object_each_time() -> None:
@@ -236,16 +237,16 @@ class Fixed:
 
 def proposed(
     monkeypatch: pytest.MonkeyPatch, draft: Draft, k: int = 2, **fields: Any
-) -> tuple[list[Told], Decision]:
-    """What the proposers note of a round in which `fixed` drafts this, and what the round came to."""
+) -> tuple[list[Told], Reason | None]:
+    """The proposals of a round in which `fixed` drafts this, and why it is plain."""
     monkeypatch.setattr(
         "speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)}
     )
     proposers = Proposers(SpeculationConfig(method="fixed"), FACTS)
-    seq = make_sequence([1, 2, 3], method="fixed", **fields)
-    _, (decision,) = proposers.propose([Span(seq, 2, 1)], [Decision("fixed", k)], LEASE)
-    assert all(method == "fixed" and seqs == [seq] for method, seqs, _ in proposers.proposed)
-    return [told(one) for _, _, drafts in proposers.proposed for one in drafts], decision
+    seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)
+    attempt, _ = draft_once(proposers, seq, {"fixed": k})
+    assert all((method, most) == ("fixed", k) for method, most, _ in attempt.proposals)
+    return [told(draft) for _, _, draft in attempt.proposals], attempt.why_plain
 
 
 def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,15 +256,15 @@ def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposed(monkeypatch, WHOLE, 3, grammar=grammar)[0] == [(2, 7, Stop.GRAMMAR)]
     assert proposed(monkeypatch, WHOLE, 1, grammar=grammar) == (
         [(0, 7, Stop.GRAMMAR)],
-        Decision("fixed", 0, Reason.NO_MATCH),
+        Reason.NO_MATCH,
     )
 
 
 def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for stop in (None, *Stop):
-        told, decision = proposed(monkeypatch, no_draft(stop, 3))
+        told, reason = proposed(monkeypatch, no_draft(stop, 3))
         assert told == [(0, 3, stop)]
-        assert decision.reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
+        assert reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
 
 
 WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop": "limit"}, {"stop": 3}]
@@ -273,21 +274,20 @@ WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop"
 def test_a_wrong_match_or_stop_is_a_drafters_fault(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told, decision = proposed(monkeypatch, Draft((1,), ("a",), **fields))
-    assert not told and decision.reason is Reason.ERROR and "is a number of tokens" in caplog.text
+    told, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
+    assert not told and reason is Reason.ERROR and "is a number of tokens" in caplog.text
 
 
-def test_a_failed_call_leaves_no_proposal_and_the_next_round_begins_anew(
+def test_a_failed_call_leaves_no_proposal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     proposers = Proposers(SpeculationConfig(method="ngram"), FACTS)
     seq = make_sequence([1, 2, 1, 2])
-    for _ in range(2):
-        proposers.propose([Span(seq, 3, 1)], [Decision("ngram", 2)], LEASE)
-        assert [method for method, _, _ in proposers.proposed] == ["ngram"]
+    attempt, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert [method for method, _, _ in attempt.proposals] == ["ngram"]
     monkeypatch.setattr(proposers.find("ngram"), "propose", lambda *_: 1 / 0)
-    proposers.propose([Span(seq, 3, 1)], [Decision("ngram", 2)], LEASE)
-    assert proposers.proposed == [] and seq.off is Reason.ERROR
+    attempt, _ = draft_once(proposers, seq, {"ngram": 2})
+    assert attempt.proposals == [] and seq.off is Reason.ERROR
 
 
 def test_every_stop_is_seen_here_or_where_models_draft() -> None:

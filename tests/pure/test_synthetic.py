@@ -7,9 +7,10 @@ from typing import Any, cast
 import pytest
 
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.core import Draft, Sequence
+from speculon.core import Draft
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.synthetic import Synthetic
+from speculon.sequence import Sequence
 from tests.builders import make_sequence
 
 VOCAB = 50

@@ -10,29 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Ask, Decision, Draft, Reason, SpanKind, Stop, Verdict, no_draft
+from speculon.core import Draft, Reason, SpanKind, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
 KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
 
 
-def speculative(accepted: int, k: int = 4, source: str = "ngram") -> tuple[Decision, Draft, Verdict]:
+# of one call of `RequestStats.record`
+Told = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | None]
+
+
+def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Told:
     verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanKind.FULL))
-    return Decision(source, k), Draft(tuple(range(k)), (source,) * k), verdict
+    return Draft(tuple(range(k)), (source,) * k), verdict, (source,), None
 
 
-def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> tuple[Decision, Draft, Verdict]:
-    return Decision(method, 0, reason), Draft(), Verdict((7,))
+def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Told:
+    return Draft(), Verdict((7,)), (method,) if method else (), reason
 
 
-def recorded(*rounds: tuple[Decision | None, Draft, Verdict]) -> RequestStats:
+def recorded(*rounds: Told) -> RequestStats:
     stats = RequestStats()
     for one in rounds:
         stats.record(*one)
     return stats
 
 
-PROMPT = (None, Draft(), Verdict((1,)))
+PROMPT = (Draft(), Verdict((1,)))
 ROUNDS = st.lists(
     st.one_of(
         st.integers(0, 4).map(speculative),
@@ -68,12 +72,12 @@ def test_the_figures_of_known_rounds() -> None:
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 
-def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> tuple[Decision, Draft, Verdict]:
+def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Told:
     """A round in which `ngram` was asked, then `model`; `source` had the draft, or nobody."""
-    asks = (Ask("ngram", 4), Ask("model", 2))
+    asked = ("ngram", "model")
     if source is None:
-        return Decision("ngram", 0, reason, asks), Draft(), Verdict((7,))
-    return Decision("ngram", 2, None, asks), Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY)
+        return Draft(), Verdict((7,)), asked, reason
+    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY), asked, None
 
 
 CHANGES = [
@@ -124,7 +128,7 @@ def test_changes_of_mind_are_counted_by_their_reason(
 
 def test_a_joined_draft_is_credited_token_by_token() -> None:
     draft = Draft((1, 2, 3, 4), ("ngram", "ngram", "model", "model"))
-    stats = recorded((Decision("ngram", 4), draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL)))
+    stats = recorded((draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL), ("ngram",), None))
     assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
 
 
@@ -169,12 +173,12 @@ def test_the_account_of_rounds_has_the_stops() -> None:
 
 
 @given(ROUNDS)
-def test_what_is_recorded_adds_up(rounds: list[tuple[Decision | None, Draft, Verdict]]) -> None:
+def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
     stats = recorded(*rounds)
-    assert stats.emitted == sum(len(verdict.tokens) for _, _, verdict in rounds)
+    assert stats.emitted == sum(len(verdict.tokens) for _, verdict, *_ in rounds)
     assert stats.kinds.total() == stats.rounds
     assert (
-        stats.rounds + stats.reasons.total() + sum(1 for d, _, _ in rounds if d is None)
+        stats.rounds + stats.reasons.total() + sum(one == PROMPT for one in rounds)
         == stats.target_calls
         == len(rounds)
     )
@@ -186,7 +190,7 @@ def test_what_is_recorded_adds_up(rounds: list[tuple[Decision | None, Draft, Ver
 
 @given(st.lists(ROUNDS, max_size=4))
 def test_sums_of_accounts_are_accounts_of_all_rounds(
-    parts: list[list[tuple[Decision | None, Draft, Verdict]]],
+    parts: list[list[Told]],
 ) -> None:
     total = RequestStats()
     for part in parts:

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
-from speculon.core import Event, Finish, Load, Reason, TokenLogprobs
+from speculon.core import Finish, Load, Reason, TokenLogprobs
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.proposers.pools import Pools, key_of
+from speculon.sequence import Event
 from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from speculon.core import Event, Finish, TokenLogprobs
+from speculon.core import Finish, TokenLogprobs
+from speculon.sequence import Event
 from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion

@@ -14,11 +14,12 @@ import pytest
 
 from speculon.config import SamplingParams
 from speculon.control.policies import POLICIES
-from speculon.core import Event, Reason
+from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
 from speculon.models.target import Output
 from speculon.proposers import registry
+from speculon.sequence import Event
 from tests.tiny.conftest import CONTEXT, tiny_target
 from tests.tiny.dialects import write_eagle3
 from tests.tiny.drafting import DRAFT, Doubting, use_draft
@@ -145,7 +146,7 @@ class Crowd:
             if steps % 5 == 0:
                 self.engine.check_integrity()
             alive = [
-                seq.request_id for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]
+                seq.request.id for seq in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]
             ]
             if alive and self.chance.random() < 0.03:
                 self.abort(self.chance.choice(alive))

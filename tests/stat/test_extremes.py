@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from speculon.config import SamplingParams
-from speculon.sampling import Row, Rules, keep_likely, sample
+from speculon.sampling import Row, keep_likely, sample
+from speculon.sequence import Rules
 from tests.builders import make_sequence
 
 LOGITS = [0.5, 1.0, 5.0, 2.0]
@@ -17,7 +18,7 @@ LOGITS = [0.5, 1.0, 5.0, 2.0]
 def sampled(logits: list[float], **params: Any) -> int:
     p = SamplingParams(max_tokens=5, **params)
     seq = make_sequence([1, 2], params=p, seed=3, rules=Rules.of(p))
-    return sample(torch.tensor([logits]), [Row(seq, seq.rules)])[0]
+    return sample(torch.tensor([logits]), [Row(seq, seq.request.rules)])[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-46, 1e-40, 1e-6])

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from speculon import sampling
 from speculon.config import SamplingParams
-from speculon.sampling import Row, Rules, exponential, race, row_key, sample, uniform
+from speculon.sampling import Row, exponential, race, row_key, sample, uniform
+from speculon.sequence import Rules
 from tests.builders import make_sequence
 
 Key = tuple[int, int, int]  # seed, sample, position
@@ -225,7 +226,7 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
         seq = make_sequence(
             [1, 2, 3], output=[4] * (i % 5), params=params, seed=i // 3, sample=i % 2, rules=Rules.of(params)
         )
-        rows.append(Row(seq, seq.rules, (5, 6)[: i % 3]))
+        rows.append(Row(seq, seq.request.rules, (5, 6)[: i % 3]))
     logits = torch.randn(70, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
     together = sample(logits, rows)
@@ -242,7 +243,7 @@ def ahead(text: int, steps: int = 40) -> tuple[list[Tensor], list[Tensor]]:
     seq = make_sequence([1, 2], seed=text, sample=1, rules=Rules.of(SamplingParams()))
     cpu, handed, alone = torch.device("cpu"), [], []
     for step in range(steps):
-        rows = [Row(seq, seq.rules, (7,) * i) for i in range(step % 4 + 1)]
+        rows = [Row(seq, seq.request.rules, (7,) * i) for i in range(step % 4 + 1)]
         handed.append(sampling.noise_of(rows, 11, cpu).view(-1, 11))
         alone.append(sampling.draw_noise([(seq, row.position, 0) for row in rows], 11, cpu))
         seq.tokens.extend([3] * (step % 5 + 1))

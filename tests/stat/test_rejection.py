@@ -14,8 +14,9 @@ from torch import Tensor
 
 from speculon import verify as verifying
 from speculon.batch import Batch
-from speculon.core import Draft, Span, Verdict
+from speculon.core import Draft, Verdict
 from speculon.sampling import Row, race
+from speculon.sequence import Span
 from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
 from tests.builders import make_sequence
 from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written
@@ -51,8 +52,7 @@ def one_round(
     draft = Draft(chain, ("toy",) * k, probs)
     spans = []
     for _ in outcomes:
-        seq = written(case, output)
-        seq.rejection = True
+        seq = written(case, output, acceptance="rejection")
         spans.append(Span(seq, len(seq.tokens) - 1, 1, draft))
     chances = torch.ones(len(outcomes), dtype=torch.float64)
 
@@ -168,8 +168,7 @@ def test_spans_with_and_without_q_stand_in_one_batch() -> None:
     q = torch.tensor([drafter(case, ()), drafter(case, (1,))])
     spans = []
     for probs, rejects in ((q, True), (None, True), (q, False), (q[:1], True)):
-        seq = written(case, ())
-        seq.rejection = rejects
+        seq = written(case, (), acceptance="rejection" if rejects else "matching")
         k = 2 if probs is None else len(probs)
         spans.append(Span(seq, len(seq.tokens) - 1, 1, Draft((1, 2)[:k], ("toy",) * k, probs)))
     batch = Batch.pack(spans, torch.device("cpu"))

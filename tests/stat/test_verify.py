@@ -16,9 +16,10 @@ from speculon import sampling
 from speculon import verify as verifying
 from speculon.batch import Batch
 from speculon.config import SamplingParams
-from speculon.core import Draft, Sequence, Span, Verdict
-from speculon.sampling import Row, Rules
-from speculon.verify import Ending, cut, verify
+from speculon.core import Draft, Verdict
+from speculon.sampling import Row
+from speculon.sequence import Ending, Rules, Sequence, Span
+from speculon.verify import cut, verify
 from tests.builders import make_sequence
 from tests.stat.toy import Case, Distribution, V, distance, reference_probs, reference_texts, toy_logits
 
@@ -61,7 +62,7 @@ def drafts_after(case: Case, output: tuple[int, ...], k: int) -> list[tuple[floa
     return [(weight / sum(q), chain) for weight, chain in zip(q, chains, strict=True)] if k else [(1.0, ())]
 
 
-def written(case: Case, output: tuple[int, ...]) -> Sequence:
+def written(case: Case, output: tuple[int, ...], **fields: Any) -> Sequence:
     return make_sequence(
         list(case.prompt),
         output=list(output),
@@ -69,6 +70,7 @@ def written(case: Case, output: tuple[int, ...]) -> Sequence:
         max_tokens=case.params.max_tokens or 0,
         rules=Rules.of(case.params, case.bad_words, tuple(case.stop_ids)),
         ending=Ending(case.stop_ids, case.params.min_tokens),
+        **fields,
     )
 
 

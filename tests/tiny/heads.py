@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculon.core import Draft, Sequence
+from speculon.core import Draft
 from speculon.kv.lease import DraftLease
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
 from speculon.proposers.chain import Piece
 from speculon.proposers.eagle3 import NAME, Eagle3Drafter
 from speculon.proposers.registry import register
+from speculon.sequence import Sequence
 from tests.tiny.conftest import VOCAB, build
 from tests.tiny.dialects import Head, make_head
 from tests.tiny.eagle_reference import reference_chain, reference_rows
@@ -85,7 +86,7 @@ class Watched(Eagle3Drafter):
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         drafts = super().propose(seqs, budgets, lease)
         for seq, draft in zip(seqs, drafts, strict=True):
-            self.watch.rounds.append(Round((seq.request_id, seq.sample), len(seq.tokens), draft.tokens))
+            self.watch.rounds.append(Round((seq.request.id, seq.sample), len(seq.tokens), draft.tokens))
         return (
             [self._told(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
             if self.truth
@@ -97,7 +98,7 @@ class Watched(Eagle3Drafter):
         row = 0
         for seq, start, end in pieces:
             states = self.last[row : row + end - start].cpu().clone()
-            self.watch.rows.append(Rows((seq.request_id, seq.sample), start, states))
+            self.watch.rows.append(Rows((seq.request.id, seq.sample), start, states))
             row += end - start
         return after
 
@@ -106,8 +107,8 @@ class Watched(Eagle3Drafter):
         return self.last
 
     def _told(self, seq: Sequence, draft: Draft) -> Draft:
-        rest = self.truth[seq.request_id, seq.sample][seq.num_output :]
-        chance = random.Random(f"{seq.request_id} {len(seq.tokens)}")
+        rest = self.truth[seq.request.id, seq.sample][seq.num_output :]
+        chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
         tokens = [
             true if chance.random() > self.doubt else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]
         ]

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speculon.config import EngineConfig, SamplingParams
-from speculon.core import Draft, Event, Finish, Needs, Sequence, TokenLogprobs, Verdict
+from speculon.core import Draft, Finish, Needs, TokenLogprobs, Verdict
 from speculon.engine.engine import Engine
 from speculon.kv.lease import Lease
 from speculon.models.target import Target
 from speculon.proposers.registry import register
+from speculon.sequence import Event, Sequence
 from speculon.telemetry import RequestStats
 from speculon.text import Tokenizer
 
@@ -51,8 +52,8 @@ class Scripted:
         self.known.remove(seq.id)
 
     def _draft(self, seq: Sequence, k: int) -> Draft:
-        at, truth = seq.num_output, self.truth.get((seq.request_id, seq.sample), [])
-        chance = random.Random(f"{seq.request_id} {seq.sample} {at}")
+        at, truth = seq.num_output, self.truth.get((seq.request.id, seq.sample), [])
+        chance = random.Random(f"{seq.request.id} {seq.sample} {at}")
         self._rounds[k] += 1
         true_until = self._rounds[k] // 2 % (k + 1) if self._rounds[k] % 2 else None
         tokens = []

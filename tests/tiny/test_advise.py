@@ -31,11 +31,12 @@ from speculon.cli import app
 from speculon.config import EngineConfig
 from speculon.control.acceptance import Acceptance
 from speculon.control.policies import Policies
-from speculon.core import Draft, Sequence
+from speculon.core import Draft
 from speculon.demo import corpus
 from speculon.errors import BenchError, InvalidParameter, NeverFits, TooLong
 from speculon.proposers import registry
 from speculon.proposers.compose import Proposers
+from speculon.sequence import Sequence
 from tests.pure.test_advise import rounds_of
 from tests.tiny.conftest import build
 from tests.tiny.folders import CONTEXT, make_folder, make_library

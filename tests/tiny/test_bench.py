@@ -25,13 +25,14 @@ from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
 from speculon.config import SpeculationConfig
 from speculon.control.goodput import Goodput
-from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason, Sequence
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason
 from speculon.demo import corpus
 from speculon.errors import BenchError, InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.pools import key_of
 from speculon.proposers.suffix import Suffix
+from speculon.sequence import Sequence
 from tests.tiny.folders import CONTEXT, make_folder, make_library
 
 PROMPTS, TOKENS = 2, 96
@@ -308,9 +309,7 @@ def test_users_that_would_be_forgotten_are_refused(folder: Path) -> None:
 
 
 def test_a_policy_that_holds_everything_back_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Goodput, "decide", lambda self, seqs, load: [Decision(None, 0, Reason.COST)] * len(seqs)
-    )
+    monkeypatch.setattr(Goodput, "decide", lambda self, seqs, load: [Decision.plain(Reason.COST)] * len(seqs))
     cells, _ = run(llm, small(modes=("ngram:4/goodput",)))
     found = {cell.mode: cell.diagnosis for cell in cells}
     # pays: by noise, which one text cannot exclude

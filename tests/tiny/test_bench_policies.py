@@ -15,10 +15,11 @@ from speculon.bench.plan import AGAIN, Plan
 from speculon.bench.run import run, widen
 from speculon.bench.workloads import Case
 from speculon.control.policies import COSTS, Policies
-from speculon.core import Span, Timing, Verdict
+from speculon.core import Timing, Verdict
 from speculon.demo import corpus
 from speculon.engine.engine import Engine
 from speculon.errors import BenchError
+from speculon.sequence import Span
 from tests.tiny.folders import make_folder, make_library
 from tests.tiny.test_bench import bench, small
 
@@ -156,11 +157,11 @@ def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
     llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=rehearsed)
     before, sizes = llm.engine.policy.costs, []
 
-    def rehearse(engine: Engine) -> None:
+    def warm_up(engine: Engine) -> None:
         sizes.append(engine.target.num_parameters)
         assert not engine.policy.costs.known
 
-    monkeypatch.setattr("speculon.engine.rehearsal.rehearse", rehearse)
+    monkeypatch.setattr("speculon.engine.warm_up.warm_up", warm_up)
     widen(llm, 1, fused=True)
     assert (len(sizes), llm.engine.policy.costs is before) == (rehearsed, not rehearsed)
     assert all(size > 900_000 for size in sizes)

@@ -30,11 +30,12 @@ from speculon.bench.check_texts import watched, whole
 from speculon.cli import app
 from speculon.commands import check as command
 from speculon.config import SpeculationConfig
-from speculon.core import Span, Verdict
+from speculon.core import Verdict
 from speculon.engine import engine as engine_module
 from speculon.errors import InvalidParameter, TooLong
 from speculon.llm import Completion
 from speculon.sampling import Draw, Row, sample
+from speculon.sequence import Span
 from tests.tiny.folders import make_folder
 
 PROMPTS = (

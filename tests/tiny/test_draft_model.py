@@ -14,7 +14,7 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams
-from speculon.core import Event, Proposal, Reason, SpanKind
+from speculon.core import Proposal, Reason, SpanKind
 from speculon.errors import ConfigError, InvalidRequest, ModelError
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
@@ -22,6 +22,7 @@ from speculon.models.forecast import expected_layers, forecast
 from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.proposers.draft_model import check_same_ids
+from speculon.sequence import Event
 from speculon.text import Tokenizer
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, Doubting, doubting, use_draft
@@ -290,7 +291,7 @@ def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, re
         [5, 6, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=4), asked_for, "sampled"
     )
     made.add_request([5, 6, 7], SamplingParams(temperature=0.0, seed=seed, max_tokens=4), asked_for, "greedy")
-    assert {seq.request_id: seq.rejection for seq in made.scheduler.waiting} == {
+    assert {seq.request.id: seq.request.acceptance == "rejection" for seq in made.scheduler.waiting} == {
         "sampled": rejects,
         "greedy": False,
     }

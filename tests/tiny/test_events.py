@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.core import Reason, Sequence
+from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.events import Recording, TextRound, read
+from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script

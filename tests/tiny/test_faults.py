@@ -75,7 +75,7 @@ def test_an_abort_ends_every_sample(moment: int) -> None:
     for _ in range(moment):
         engine.step()
     assert sorted(event.sample for event in engine.abort("many")) == [0, 1, 2, 3]
-    assert {seq.request_id for seq in [*engine.scheduler.running, *engine.scheduler.waiting]} == {"other"}
+    assert {seq.request.id for seq in [*engine.scheduler.running, *engine.scheduler.waiting]} == {"other"}
     engine.check_integrity()
     drain(engine)
     assert engine.abort("never heard of") == []
@@ -106,7 +106,7 @@ def test_proposers_forget_what_has_ended() -> None:
 def state_of(engine: Engine) -> Any:
     running, waiting = engine.scheduler.running, engine.scheduler.waiting
     return {
-        seq.request_id: (
+        seq.request.id: (
             list(seq.tokens),
             seq.committed if seq in running else 0,
             seq.stats.emitted,

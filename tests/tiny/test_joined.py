@@ -15,11 +15,12 @@ import torch
 from speculon.bench.replay import Replay
 from speculon.config import SamplingParams
 from speculon.control.policies import POLICIES
-from speculon.core import Draft, Sequence
+from speculon.core import Draft
 from speculon.engine.engine import Engine
 from speculon.events import read
 from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
+from speculon.sequence import Sequence
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, doubting
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
@@ -73,7 +74,7 @@ class Knowing:
             return self.says(seq, ahead, k)
         at = seq.num_output + len(ahead)
         said = [
-            t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request_id, seq.sample][at : at + k]
+            t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request.id, seq.sample][at : at + k]
         ]
         return Draft(tuple(said), ("knowing",) * len(said))
 

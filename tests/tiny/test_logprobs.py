@@ -115,7 +115,7 @@ def test_a_prompt_that_gives_way_half_scored_is_scored_once() -> None:
     engine.add_request(
         prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1), {"method": "off"}, "scored"
     )
-    (seq,) = (seq for seq in engine.scheduler.waiting if seq.request_id == "scored")
+    (seq,) = (seq for seq in engine.scheduler.waiting if seq.request.id == "scored")
     results: dict[Key, Result] = {}
     while not seq.stats.preemptions:
         for event in engine.step():

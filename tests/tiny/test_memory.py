@@ -127,7 +127,7 @@ def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(
     refused, drafted = [0], [0]
     while engine.has_work:
         for seq in engine.scheduler.running:
-            if seq.request_id == "drafts":
+            if seq.request.id == "drafts":
                 refused.append(seq.stats.reasons[Reason.NO_PAGES])
                 drafted.append(seq.stats.drafted_at.total())
         engine.step()

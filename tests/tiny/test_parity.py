@@ -19,7 +19,8 @@ from speculon.config import SamplingParams
 from speculon.engine.engine import Engine
 from speculon.kv.store import View
 from speculon.models.target import Output
-from speculon.sampling import Row, Rules, row_key, sample, uniform
+from speculon.sampling import Row, row_key, sample, uniform
+from speculon.sequence import Rules
 from tests.builders import make_sequence
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
@@ -78,7 +79,7 @@ def gap(request: Request, output: list[int], number: int = 0, name: str = "llama
     scores = []
 
     def draw(shaped: Tensor, rows: list[Row]) -> Tensor:
-        low, high = torch.tensor(row_key(seq.seed, number, seq.num_output), dtype=torch.int32)
+        low, high = torch.tensor(row_key(seq.request.seed, number, seq.num_output), dtype=torch.int32)
         v = uniform(low, high, torch.arange(shaped.shape[1], dtype=torch.int32))
         scores.append(shaped[0] - torch.log(-torch.log1p(-v)))
         return shaped.argmax(-1)

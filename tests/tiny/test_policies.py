@@ -16,7 +16,7 @@ from speculon.config import USUAL_DRAFTS, EngineConfig, SamplingParams
 from speculon.control.policies import POLICIES
 from speculon.core import Reason
 from speculon.engine.engine import Engine
-from speculon.engine.rehearsal import rehearse
+from speculon.engine.warm_up import warm_up
 from speculon.errors import InvalidParameter
 from speculon.proposers import registry
 from speculon.text import Tokenizer
@@ -150,7 +150,7 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_
     trim = engine.policy.trim
 
     def spoil(seq: Any, method: str, draft: Any) -> Any:
-        if len(seq.tokens) == seq.prompt_len + 5:
+        if len(seq.tokens) == seq.request.prompt_len + 5:
             seq.tokens[-1] ^= 1
         return trim(seq, method, draft)
 
@@ -320,7 +320,7 @@ def test_by_default_the_texts_are_the_plain_ones(
     """
     engine = Engine(tiny_target(LLAMA), Tokenizer(Letters()), EngineConfig())
     assert (engine.config.speculation.policy, engine.proposers.default) == ("goodput", "auto")
-    rehearse(engine)
+    warm_up(engine)
     assert engine.policy.costs.known
     if costs:
         engine.policy.costs.restore(costs)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.core import Needs, Reason, Sequence
+from speculon.core import Needs, Reason
 from speculon.engine.engine import Engine
 from speculon.proposers import registry
 from speculon.proposers.registry import register
+from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
 from tests.tiny.conftest import tiny_target
 from tests.tiny.dialects import write_eagle3

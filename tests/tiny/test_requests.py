@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.core import Decision, Draft, Finish, Reason, SpanKind
+from speculon.core import Ask, Decision, Draft, Finish, Reason, SpanKind
 from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
 from speculon.text import Tokenizer, final_text
@@ -186,7 +186,9 @@ def test_max_tokens_is_never_passed(limit: int) -> None:
 def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that drafts beyond the limit."""
     engine = make_engine(tiny_target("llama"))
-    monkeypatch.setattr(engine.policy, "decide", lambda seqs, load: [Decision("scripted", K) for _ in seqs])
+    monkeypatch.setattr(
+        engine.policy, "decide", lambda seqs, load: [Decision.of([Ask("scripted", K)]) for _ in seqs]
+    )
     script({("r", 0): text()}, lambda position: False)
     asked = request(max_tokens=limit)
     engine.add_request(asked.prompt, asked.params, asked.speculation, "r")

@@ -230,7 +230,7 @@ def advise(llm: LLM, split: Split, wish: Wish, advance: Advance = lambda n: None
     ways, lacking = ways_of(llm, wish)
     methods = tuple(dict.fromkeys(method for way in ways for method in way.chain))
     for case in (*split.measured, *split.held_out):  # refuses what could not be written, before anything is
-        llm.engine.prepare(case.prompt, case.params, asking(methods[0], wish.k), case.name)
+        llm.engine.admission.admit(case.name, case.prompt, case.params, asking(methods[0], wish.k))
     batch = min(SHADOW_BATCH, llm.config.max_num_seqs)
     written = [one for one in shadow(llm, split.measured, methods, wish.k, batch, advance) if one.text.drafts]
     if not written:

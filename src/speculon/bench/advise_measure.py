@@ -4,7 +4,7 @@ proposals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +15,11 @@ from speculon.bench.measure import in_place, measure
 from speculon.bench.workloads import Case
 from speculon.control.cost import Costs
 from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Reason, Span, Timing, Verdict, ceil_div
-from speculon.core import Sequence as Request
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Timing, Verdict, ceil_div
 from speculon.errors import BenchError, NeverFits, TooLong
 from speculon.proposers.registry import OFF
+from speculon.sequence import Sequence as Request
+from speculon.sequence import Span
 
 if TYPE_CHECKING:
     from speculon.kv.lease import Lease
@@ -69,14 +70,12 @@ class Shadow(Policy):
 
 def ask(seq: Request, methods: tuple[str, ...], k: int) -> Decision:
     """Every one of `methods` for K drafts, as far as the sequence has room."""
-    if seq.plain:  # it was not when it began
+    if seq.off:  # it was not when it began
         raise BenchError(
             f"one of {', '.join(methods)} failed, so nothing can be said of it; the log says which"
         )
     if seq.room <= 1 or not k or not methods:
-        return Decision(None, 0, Reason.MAX_TOKENS)
-    # so that each is told what became of the round
-    seq.methods = tuple(dict.fromkeys([*seq.methods, *methods]))
+        return Decision.plain(Reason.MAX_TOKENS)
     return Decision.of(Ask(method, min(k, seq.room - 1)) for method in methods)
 
 
@@ -147,12 +146,13 @@ class Sweep(Policy):
     def decide(self, seqs: list[Request], load: Load) -> list[Decision]:
         self._planned = bool(self.turns) and len(seqs) == self._batch and all(seq.num_output for seq in seqs)
         if not self._planned:
-            return [Decision(None, 0, Reason.COST) for _ in seqs]
+            return [Decision.plain(Reason.COST) for _ in seqs]
         turn = self.turns.pop(0)
-        return [ask(seq, turn.methods, turn.k if i % turn.stride == 0 else 0) for i, seq in enumerate(seqs)]
+        methods = (*turn.methods, PLANTED) if turn.methods else ()
+        return [ask(seq, methods, turn.k if i % turn.stride == 0 else 0) for i, seq in enumerate(seqs)]
 
     def trim(self, seq: Request, method: str, draft: Draft) -> Draft:
-        return NO_DRAFT
+        return draft if method == PLANTED else NO_DRAFT
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         """A method that keeps nothing of a sequence reads nothing before it drafts."""
@@ -183,13 +183,12 @@ class Planted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def propose(
-        self, spans: list[Span], decisions: list[Decision], lease: Lease, trim: Any, confirm: Any
-    ) -> tuple[list[Draft], list[Decision]]:
-        self._inner.propose(spans, decisions, lease, trim, confirm)
-        return [
-            self._draft(span, decision.k) for span, decision in zip(spans, decisions, strict=True)
-        ], decisions
+    def ask(
+        self, method: str, limits: Mapping[int, int], spans: list[Span], lease: Lease
+    ) -> tuple[dict[int, Draft], Proposal | None]:
+        if method == PLANTED:
+            return {i: self._draft(spans[i], k) for i, k in limits.items()}, None
+        return self._inner.ask(method, limits, spans, lease)
 
     def _draft(self, span: Span, k: int) -> Draft:
         last = span.seq.tokens[-1]

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from speculon.config import SamplingParams
-from speculon.core import Span, TokenLogprobs, Verdict
+from speculon.core import TokenLogprobs, Verdict
+from speculon.sequence import Span
 from speculon.telemetry import RequestStats, Stopwatch
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Wor
     def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
         out, verdicts = ask_target(spans, lease, watch)
         for i, (span, verdict) in enumerate(zip(spans, verdicts, strict=True)):
-            work.by_rejection += bool(span.samples and span.seq.rejection and span.draft.probs is not None)
+            work.by_rejection += bool(
+                span.samples and span.seq.request.acceptance == "rejection" and span.draft.probs is not None
+            )
             wrong = wrong_draft(span, verdict)
             if wrong is None:
                 continue
@@ -116,4 +119,4 @@ def wrong_draft(span: Span, verdict: Verdict) -> int | None:
     draft, at = span.draft.tokens, verdict.accepted
     if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
         return None
-    return None if draft[at] in span.seq.ending.stop_ids else draft[at]
+    return None if draft[at] in span.seq.request.ending.stop_ids else draft[at]

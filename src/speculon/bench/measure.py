@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from speculon.bench.workloads import Case
-from speculon.core import Event
+from speculon.sequence import Event
 from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:

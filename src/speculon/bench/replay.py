@@ -172,7 +172,8 @@ class Replay:
             done.ms += round_.target_ms + round_.ms.get("propose", 0.0)
             done.fitted_ms += self.step_ms(*batch_of(round_))
             done.fitted_ms += sum(
-                self.proposal_ms(m, call.texts, call.k, call.unread) for m, call in round_.proposals.items()
+                self.proposal_ms(m, call.sequences, call.k, call.unread)
+                for m, call in round_.proposals.items()
             )
         return done
 
@@ -181,11 +182,9 @@ class Replay:
         past = self.past[number]
         methods = tuple(method for method in past.limits if method in self.asked)
         off = Reason.OFF_REQUEST if self._k == 0 else None if methods else past.off or Reason.NO_DRAFTER
-        most = max(past.limits.values(), default=0)
-        limits = past.limits if self._k is None else {}
+        limits = {m: past.limits[m] if self._k is None else self._k for m in methods}
         prompt = [ACCEPTED] * past.prompt
-        k = most if self._k is None else self._k
-        return Text(number, methods, k, past.tokens, off, limits=limits, tokens=prompt, lookups=self._lookups)
+        return Text(number, limits, past.tokens, off, tokens=prompt, lookups=self._lookups)
 
 
 # reading the record

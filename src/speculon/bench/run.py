@@ -81,7 +81,7 @@ def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
 def widen(llm: LLM, millions: int, fused: bool) -> None:
     """The target to this many million parameters; what the engine knew of costs is measured again."""
     from speculon.bench.widen import widen_target
-    from speculon.engine.rehearsal import rehearse
+    from speculon.engine.warm_up import warm_up
     from speculon.models.fuse import fuse
 
     widen_target(llm.engine.target, millions)
@@ -89,7 +89,7 @@ def widen(llm: LLM, millions: int, fused: bool) -> None:
         fuse(llm.engine.target, share=False)
     if llm.engine.policy.costs.known:
         llm.engine.policy = Policies(llm.config.speculation)
-        rehearse(llm.engine)
+        warm_up(llm.engine)
 
 
 def policies_of(llm: LLM, plan: Plan) -> dict[str, Policies]:

@@ -25,11 +25,11 @@ from speculon.core import (
     PromptShape,
     Proposal,
     Reason,
-    Span,
     SpanKind,
     Timing,
     Verdict,
 )
+from speculon.sequence import Span
 
 ENDLESS = 1 << 30
 # tokens of drafts; what is generated is ACCEPTED, so that all can be judged
@@ -41,17 +41,14 @@ class Text:
     """What a policy, and a span, see of a sequence."""
 
     id: int
-    methods: tuple[str, ...]
-    k: int  # the most drafts of a round
+    limits: Mapping[str, int]  # methods in the order they are asked -> most drafts of a round
     room: int = ENDLESS  # tokens it may still write
     off: Reason | None = None
-    join: bool | None = None
+    chained: bool | None = None
     shape: PromptShape = PromptShape()
     cold_matches: int = 0
-    given: tuple[str, ...] = ()
+    brought: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
-    # the most drafts of some methods, where they differ
-    limits: Mapping[str, int] = field(default_factory=dict)
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # those of its prompt among them
@@ -61,11 +58,13 @@ class Text:
         return self.written
 
     @property
-    def plain(self) -> bool:
-        return self.off is not None
+    def methods(self) -> tuple[str, ...]:
+        return tuple(self.limits)
 
-    def most(self, method: str) -> int:
-        return self.limits.get(method, self.k)
+    @property
+    def request(self) -> Text:
+        """It has the fields of its request that a policy reads."""
+        return self
 
 
 class Scene(Protocol):
@@ -137,9 +136,8 @@ class World:
     def _text(self, number: int) -> Text:
         room = self.length or ENDLESS
         lookups = frozenset(name for name, way in self.ways.items() if way.lookup)
-        return Text(
-            number, tuple(self.ways), self.most, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups
-        )
+        limits = dict.fromkeys(self.ways, self.most)
+        return Text(number, limits, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups)
 
     def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
         return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
@@ -232,7 +230,7 @@ def propose(
                 unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
             draft = scene.draft(number, running[i], method, k, random)
             running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
-            if draft.tokens and (room := decisions[i].reach - len(draft.tokens)) > 0:
+            if draft.tokens and (room := decisions[i].chained - len(draft.tokens)) > 0:
                 draft = scene.join(number, running[i], draft, room, random)
             drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         return [i for i in rooms if drafts[i].tokens]

@@ -22,8 +22,8 @@ from speculon.proposers.registry import AUTO, OFF
 if TYPE_CHECKING:
     from speculon.bench.measure import Measurement
     from speculon.bench.workloads import Case
-    from speculon.core import Event
     from speculon.llm import LLM
+    from speculon.sequence import Event
 
 MAX_TOKENS = 192
 TEMPERATURE = 0.9  # of the continuation

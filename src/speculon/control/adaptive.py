@@ -10,7 +10,8 @@ from math import floor
 from speculon.config import AdaptiveConfig
 from speculon.control.fixed import ask_all
 from speculon.control.policy import Policy
-from speculon.core import Decision, Load, Sequence, Span, Timing, Verdict
+from speculon.core import Decision, Load, Timing, Verdict
+from speculon.sequence import Sequence, Span
 
 __all__ = ["Adaptive", "AdaptiveConfig", "AdaptiveLookahead"]
 

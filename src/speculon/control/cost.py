@@ -9,7 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from speculon.core import Proposal, Span, Timing
+from speculon.core import Proposal, Timing
+from speculon.sequence import Span
 
 NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; a guess
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
@@ -173,7 +174,9 @@ class Costs:
         self._step.observe((1.0, sequences, drafting, rows), batch(sequences, drafting), ms)
 
     def observe_proposal(self, method: str, call: Proposal) -> None:
-        self._proposals[method].observe((1.0, call.k, call.k * call.texts, call.unread), call.texts, call.ms)
+        self._proposals[method].observe(
+            (1.0, call.k, call.k * call.sequences, call.unread), call.sequences, call.ms
+        )
 
     def state(self) -> dict[str, tuple[float, ...]]:
         return {name: cost.parts for name, cost in {"": self._step, **self._proposals}.items() if cost.parts}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from speculon.config import MAX_DRAFTS
 from speculon.control.policy import Policy
-from speculon.core import Ask, Decision, Load, Reason, Sequence
+from speculon.core import Ask, Decision, Load, Reason
+from speculon.sequence import Sequence
 
 
 def ask_all(
-    seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, join: bool = True
+    seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, chained: bool = True
 ) -> Decision:
     """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is
     asked.
@@ -16,15 +17,15 @@ def ask_all(
     Where the request wants it, a draft that ends before that is gone on with, unless `join` is False.
     """
     if (why := unable(seq)) is not None:
-        return Decision(None, 0, why)
+        return Decision.plain(why)
     most = min(limit, seq.room - 1)
-    asks = [Ask(method, min(seq.most(method), most)) for method in seq.methods]
-    return Decision.of(asks, unused, max(ask.k for ask in asks) if join and seq.join else 0)
+    asks = [Ask(method, min(seq.request.limits[method], most)) for method in seq.methods]
+    return Decision.of(asks, unused, max(ask.k for ask in asks) if chained and seq.request.chained else 0)
 
 
 def unable(seq: Sequence) -> Reason | None:
     """Why nothing may draft for a sequence under any policy."""
-    if seq.plain:
+    if seq.off:
         return seq.off
     # the last token needs no draft: the target's own one is enough
     return Reason.MAX_TOKENS if seq.room <= 1 else None
@@ -44,4 +45,4 @@ class Solo(Fixed):
         decisions = super().decide(seqs, load)
         if load.running + load.waiting <= 1:
             return decisions
-        return [Decision(None, 0, Reason.SOLO) if decision.k else decision for decision in decisions]
+        return [Decision.plain(Reason.SOLO) if decision.asks else decision for decision in decisions]

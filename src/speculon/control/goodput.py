@@ -36,19 +36,8 @@ from speculon.control.cost import OF_LATE, Costs
 from speculon.control.fixed import unable
 from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
-from speculon.core import (
-    Ask,
-    Decision,
-    Draft,
-    Estimate,
-    Load,
-    Reason,
-    Sequence,
-    Span,
-    SpanKind,
-    Timing,
-    Verdict,
-)
+from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, SpanKind, Timing, Verdict
+from speculon.sequence import Sequence, Span
 
 # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
 # sign
@@ -103,7 +92,7 @@ class Running:
     asked: bool = False  # whether lookups were asked in this round
 
     def most(self, method: str) -> int:
-        return min(self.seq.most(method), self.seq.room - 1)
+        return min(self.seq.request.limits[method], self.seq.room - 1)
 
     def unread(self, method: str) -> int:
         return len(self.seq.tokens) - self.seq.drafted.get(method, 0) - 1
@@ -153,21 +142,20 @@ class Goodput(Policy):
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         if not self.costs.known:
-            return [Decision(None, 0, unable(seq) or Reason.COLD) for seq in seqs]
+            return [Decision.plain(unable(seq) or Reason.COLD) for seq in seqs]
         running = [self._of(seq) for seq in seqs]
         now = self._now = self._begin(running, max(len(seqs), load.running))
         if self._refused is None or now.number % WEIGH_GAP == 0:
             self._refused = self._offer(now)
-        plain = Decision(None, 0, self._refused or Reason.COOLDOWN)
+        plain = Decision.plain(self._refused or Reason.COOLDOWN)
         return [self._decision(now, one, plain) for one in running]
 
     def _of(self, seq: Sequence) -> Running:
         """A sequence begins where those of its class ended."""
         if one := self._running.get(seq.id):
-            one.seq = seq  # of one id there may be several objects, one a round
             return one
-        cls = self._classes.setdefault(seq.shape.name, PromptClass(self._methods))
-        seq.cold_matches = 0 if seq.shape.favourable or cls.added.copied > OF_LATE else COLD
+        cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
+        seq.cold_matches = 0 if seq.request.shape.favourable or cls.added.copied > OF_LATE else COLD
         # lookups are asked at first: it may repeat what they know
         added = replace(cls.added, gain=max(OF_LATE, cls.added.gain))
         return self._running.setdefault(seq.id, Running(seq, cls, added, seq.cold_matches))
@@ -182,7 +170,7 @@ class Goodput(Policy):
         now = self._priced(max(batch / plain_ms, tokens / ms), batch)
         for one in running:
             for method in one.seq.methods if unable(one.seq) is None else ():
-                if method not in one.seq.lookups:
+                if method not in one.seq.request.lookups:
                     now.models.setdefault(method, []).append(one)
                 elif method not in now.lookups:
                     now.lookups[method] = now.rate * self.costs.proposal(method, 1, one.most(method))
@@ -256,7 +244,7 @@ class Goodput(Policy):
     def _decision(self, now: Round, one: Running, plain: Decision) -> Decision:
         seq, probe = one.seq, now.probe == one.seq.id
         if (why := unable(seq)) is not None:
-            return Decision(None, 0, why)
+            return Decision.plain(why)
         asks = [
             Ask(method, one.most(method))
             for method in seq.methods
@@ -267,8 +255,10 @@ class Goodput(Policy):
             asks.append(now.offers[seq.id])
         if not asks:
             return plain
-        chained = not probe and seq.join is not False and not now.lookups.keys().isdisjoint(seq.methods)
-        return Decision.of(asks, reach=max(map(one.most, seq.methods)) if chained else 0)
+        chained = (
+            not probe and seq.request.chained is not False and not now.lookups.keys().isdisjoint(seq.methods)
+        )
+        return Decision.of(asks, chained=max(map(one.most, seq.methods)) if chained else 0)
 
     def _due(self, now: Round, one: Running, method: str) -> bool:
         """Whether a lookup is asked: in every round while it gains what it costs, then in every 2nd, 4th, ..
@@ -279,7 +269,7 @@ class Goodput(Policy):
             return False
         price, gain = now.lookups[method], max(one.added.gain, 1e-9)
         return (
-            method in one.seq.given
+            method in one.seq.request.brought
             or gain >= price
             or not now.number % int(2 ** ceil(log2(min(LONGEST_GAP, price / gain))))
         )
@@ -325,10 +315,10 @@ class Goodput(Policy):
                 best, most = k, net
         if now.probe == seq.id:
             best = len(curve)
-        if cold := lookup and one.missing > 0 and method not in seq.given:
+        if cold := lookup and one.missing > 0 and method not in seq.request.brought:
             best = 0
         if not best:
-            self._shadow.watch(seq, method, draft.cut(COLD if cold else draft.own(seq.methods)))
+            self._shadow.watch(seq, method, draft.cut(COLD if cold else draft.unchained(seq.methods)))
         now.estimates[seq.id] = Estimate(sum(curve[:best]), now.first + best * now.row)
         return draft.cut(best)
 
@@ -367,7 +357,7 @@ class Goodput(Policy):
         rows, method = now.first + len(draft.tokens) * now.row, now.kept.get(one.seq.id, draft.sources[0])
         ms, lookup = rows / now.rate, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
-            ms += self.costs.proposal(method, call.texts, call.k) / call.texts
+            ms += self.costs.proposal(method, call.sequences, call.k) / call.sequences
         gained = max(0, gained)  # -1: it ended with this round
         one.added.move(Added(gained, ms, (1 + gained) * lookup, gained - rows if lookup else gain))
 
@@ -409,7 +399,7 @@ def parts(seq: Sequence, draft: Draft, method: str) -> Iterator[tuple[str, int, 
     """(name, drafts before it, drafts) of one proposal and of what was chained to it, which is learned under
     its own name.
     """
-    own, count = draft.own(seq.methods), len(draft.tokens)
+    own, count = draft.unchained(seq.methods), len(draft.tokens)
     yield method, 0, own
     if own < count:
         yield f"{method}+{draft.sources[own]}", own, count - own

@@ -13,7 +13,8 @@ from speculon.control.fixed import Fixed, Solo
 from speculon.control.goodput import Goodput
 from speculon.control.policy import Policy
 from speculon.control.shadow import ShadowPolicy
-from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Timing, Verdict
+from speculon.core import Decision, Draft, Estimate, Load, Timing, Verdict
+from speculon.sequence import Sequence, Span
 
 Answer = TypeVar("Answer")
 COSTS = "costs"  # the name of their line in what is kept across restarts
@@ -53,30 +54,30 @@ class Policies:
         sequences.
         """
         found: dict[int, Answer] = {}
-        for name in dict.fromkeys(seq.policy for seq in seqs):
-            mine = [i for i, seq in enumerate(seqs) if seq.policy == name]
+        for name in dict.fromkeys(seq.request.policy for seq in seqs):
+            mine = [i for i, seq in enumerate(seqs) if seq.request.policy == name]
             found.update(zip(mine, call(self.of(name), mine), strict=True))
         return [found[i] for i in range(len(seqs))]
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        return self.of(seq.policy).trim(seq, method, draft)
+        return self.of(seq.request.policy).trim(seq, method, draft)
 
     def estimate(self, seq: Sequence) -> Estimate | None:
-        return self.of(seq.policy).estimate(seq)
+        return self.of(seq.request.policy).estimate(seq)
 
     def observe(self, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
         self.costs.observe(spans, timing)
-        for name in dict.fromkeys(span.seq.policy for span in spans):
+        for name in dict.fromkeys(span.seq.request.policy for span in spans):
             mine = [
                 (span, verdict)
                 for span, verdict in zip(spans, verdicts, strict=True)
-                if span.seq.policy == name
+                if span.seq.request.policy == name
             ]
             self.of(name).observe([span for span, _ in mine], [verdict for _, verdict in mine], timing)
 
     def forget(self, seq: Sequence) -> None:
-        if seq.policy in self._made:
-            self._made[seq.policy].forget(seq)
+        if seq.request.policy in self._made:
+            self._made[seq.request.policy].forget(seq)
 
     def keep_costs_alone(self) -> None:
         """Forgets all that sequences have taught."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from speculon.core import Decision, Draft, Estimate, Load, Sequence, Span, Timing, Verdict
+from speculon.core import Decision, Draft, Estimate, Load, Timing, Verdict
+from speculon.sequence import Sequence, Span
 
 
 class Policy(Protocol):

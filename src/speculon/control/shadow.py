@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from speculon.config import MAX_DRAFTS
 from speculon.control.fixed import ask_all
 from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Sequence, Span, Timing, Verdict
+from speculon.core import NO_DRAFT, Decision, Draft, Load, Reason, Timing, Verdict
+from speculon.sequence import Sequence, Span
 
 # most drafts of a method that a text can have open: settled at each token, none is open for longer
 WATCHED = MAX_DRAFTS
@@ -101,7 +102,7 @@ class ShadowPolicy(Policy):
         self.shadow = Shadow()
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
-        return [ask_all(seq, unused=Reason.SHADOW, join=False) for seq in seqs]
+        return [ask_all(seq, unused=Reason.SHADOW, chained=False) for seq in seqs]
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
         self.shadow.watch(seq, method, draft)

@@ -1,17 +1,159 @@
-"""The door: a request is judged once, by its whole lifetime, before anything is started."""
+"""A request is judged once, by its whole lifetime, and resolved into what the engine needs of it."""
 
 from __future__ import annotations
 
+import itertools
+import secrets
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from speculon.config import MAX_DRAFTS, SamplingParams
-from speculon.core import Draft, ceil_div
+from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, RequestSpeculation, SamplingParams, SpeculationConfig
+from speculon.control.gates import shape_of
+from speculon.core import Draft, PromptShape, Reason, ceil_div
 from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+from speculon.proposers.registry import OFF
+from speculon.sequence import Ending, Request, Rules, Sequence
+from speculon.telemetry import RequestStats
+from speculon.text import StopStrings, Tokenizer
 
 if TYPE_CHECKING:
-    from speculon.text import Tokenizer
+    from speculon.grammar import Grammars
+    from speculon.kv.blocks import BlockPool
+    from speculon.models.target import Target
+    from speculon.proposers.compose import Proposers
+
+SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
+
+
+class Admission:
+    """Admits requests to one engine, or refuses them by name."""
+
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        proposers: Proposers,
+        grammars: Grammars,
+        tokenizer: Tokenizer | None,
+        pool: BlockPool,
+        target: Target,
+        max_context: int,
+    ):
+        self._config, self._proposers, self._grammars, self._tokenizer = (
+            config,
+            proposers,
+            grammars,
+            tokenizer,
+        )
+        self._pool, self._max_context = pool, max_context
+        self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
+        self._ids = itertools.count()
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        speculation: RequestSpeculation | Mapping[str, Any] | None = None,
+        written: Seq[int] = (),
+        prefix_cache: bool = True,
+    ) -> list[Sequence]:
+        """The n sequences of a request, checked but not queued; `written` is the output they begin with."""
+        max_len = check_request(
+            prompt,
+            params,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            pages=self._pool.num_blocks,
+            block_size=self._pool.block_size,
+            written=written,
+        )
+        if self._tokenizer is None:
+            refuse_text(params)
+        if not isinstance(speculation, RequestSpeculation):
+            speculation = RequestSpeculation(**(speculation or {}))
+        prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
+        grammar = self._grammars.matcher(params, written)
+        limits, brought, off = self._methods(speculation, {"grammar": grammar, "prediction": prediction})
+        rules, ending = self._sampling(params)
+        request = Request(
+            id=request_id,
+            prompt_len=len(prompt),
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(64),
+            max_len=max_len,
+            rules=rules,
+            ending=ending,
+            limits=limits,
+            lookups=self._proposers.lookups(tuple(limits)),
+            brought=brought,
+            off=off,
+            policy=speculation.policy or self._config.policy,
+            chained=self._config.join if speculation.join is None else speculation.join,
+            acceptance=self._acceptance(speculation, params),
+            shape=self._shape(prompt, params, off),
+            prediction=prediction,
+            pool=speculation.pool,
+            tenant=speculation.tenant,
+            prefix_cache=prefix_cache,
+        )
+        tokens, ids = [*prompt, *written], self._ids
+        return [
+            Sequence(next(ids), request, list(tokens), RequestStats(), n, grammar=grammar and grammar.fork())
+            for n in range(params.n)
+        ]
+
+    def _methods(
+        self, asked: RequestSpeculation, brought: Mapping[str, object]
+    ) -> tuple[dict[str, int], tuple[str, ...], Reason | None]:
+        """(methods -> most drafts, those that draft from what was brought, why its own method drafts nothing)."""
+        name, k, off = self._own_method(asked)
+        first: tuple[str, ...] = ()
+        if off not in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
+            first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))
+        most = asked.num_speculative_tokens or GIVEN_DRAFTS
+        methods = self._proposers.methods_of(first, name)
+        return {method: most if method in first else k for method in methods}, first, off
+
+    def _own_method(self, asked: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
+        """(method, K, why none): what a request asks for, else what the engine is set to."""
+        name = asked.method or self._proposers.default
+        asked_k, default_k = asked.num_speculative_tokens, self._config.most(asked.policy)
+        k = default_k if asked_k is None else asked_k
+        if name != OFF and k:
+            lacking = self._proposers.lacking(name)
+            return (None, 0, lacking) if lacking else (name, k, None)
+        by_request = asked.method is not None if name == OFF else asked_k is not None
+        return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
+
+    def _sampling(self, params: SamplingParams) -> tuple[Rules, Ending]:
+        text = self._tokenizer
+        known = range(self._vocab_size)  # checkpoint and tokenizer may have ids for which there is no logit
+        words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
+        bad_words = tuple(word for word in words if all(token in known for token in word))
+        asked = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        stop_ids = frozenset(token for token in asked if token in known)
+        find_stop = None
+        if text is not None and params.stop:
+            stops = StopStrings(params.stop, text)
+            find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
+        rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
+        return rules, Ending(stop_ids, params.min_tokens, find_stop)
+
+    def _acceptance(
+        self, asked: RequestSpeculation, params: SamplingParams
+    ) -> Literal["matching", "rejection"]:
+        """The rule for drafts that carry q; with a seed the text must not depend on the drafts."""
+        rule = asked.acceptance or self._config.acceptance
+        if rule == "auto":
+            rule = "rejection" if params.seed is None else "matching"
+        return "rejection" if rule == "rejection" and not params.greedy else "matching"
+
+    def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
+        text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
+        return shape_of(params.greedy, text)
 
 
 def read_ids(name: str, ids: Any) -> list[int]:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
-from speculon.core import Event, Load
+from speculon.core import Load
 from speculon.engine.wire import (
     Abort,
     Add,
@@ -34,6 +34,7 @@ from speculon.engine.wire import (
     Stop,
 )
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, SpeculonError
+from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
 STOP_SECONDS = 10.0  # given to the engine's process to end by itself

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from speculon.batch import Batch
-from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
-from speculon.control.gates import shape_of
+from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Decision, Event, Plan, Reason, Sequence, Span, Timing, Verdict
-from speculon.engine.admission import check_request, read_prediction, refuse_text
+from speculon.core import Verdict
+from speculon.engine.accounts import account
+from speculon.engine.admission import Admission
+from speculon.engine.drafting import Drafting
 from speculon.engine.events import Events
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
@@ -31,16 +29,13 @@ from speculon.kv.lease import Lease, Leases
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
-from speculon.proposers.registry import OFF
-from speculon.sampling import Rules
+from speculon.sequence import Event, Plan, Round, Span
 from speculon.telemetry import EngineCounters, RequestStats, Stopwatch, log_line
-from speculon.text import StopStrings, Tokenizer
-from speculon.verify import Ending, cut, verify
+from speculon.text import Tokenizer
+from speculon.verify import cut, verify
 
 if TYPE_CHECKING:
     from speculon.models.target import Output, Target
-
-SHAPE_TOKENS = 512  # of a prompt's end that are looked at for its kind
 
 log = logging.getLogger("speculon")
 
@@ -55,9 +50,9 @@ class _Request:
 
 
 class Engine:
-    """Writes many texts at once with one target. One thread may use it at a time.
+    """Serves many sequences at once with one target. One thread may use it at a time.
 
-    Without a tokenizer it knows token ids alone, and refuses stop strings and bad words.
+    Without a tokenizer it takes token ids alone, and refuses stop strings and bad words.
     """
 
     def __init__(self, target: Target, tokenizer: Tokenizer | None, config: EngineConfig):
@@ -88,7 +83,10 @@ class Engine:
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
-        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
+        grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
+        self.admission = Admission(
+            config.speculation, self.proposers, grammars, tokenizer, self.pool, target, self.max_context
+        )
         self.counters = EngineCounters()
         self.events = Events.of(
             config, device=facts.device, dtype=facts.dtype, max_context=self.max_context, pages=pages
@@ -96,7 +94,7 @@ class Engine:
         self.state: State | None = None  # what is kept across restarts
         self._facts = facts
         self._requests: dict[str, _Request] = {}
-        self._ids, self._names = itertools.count(), itertools.count()
+        self._names = itertools.count()
 
     @property
     def has_work(self) -> bool:
@@ -114,94 +112,12 @@ class Engine:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        samples = self.prepare(prompt, params, speculation, request_id)
+        samples = self.admission.admit(request_id, prompt, params, speculation)
         self._requests[request_id] = _Request(perf_counter(), len(samples))
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)
         self.scheduler.add(samples)
         return request_id
-
-    def prepare(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        speculation: RequestSpeculation | Mapping[str, Any] | None,
-        request_id: str,
-        written: Seq[int] = (),
-    ) -> list[Sequence]:
-        """The sequences of a request, checked but not queued; `written` is what their texts hold already."""
-        max_len = check_request(
-            prompt,
-            params,
-            vocab_size=self.target.vocab_size,
-            max_context=self.max_context,
-            pages=self.pool.num_blocks,
-            block_size=self.pool.block_size,
-            written=written,
-        )
-        text = self.tokenizer
-        if text is None:
-            refuse_text(params)
-        if not isinstance(speculation, RequestSpeculation):
-            speculation = RequestSpeculation(**(speculation or {}))
-        method, k, off = self._speculation_of(speculation)
-        prediction = read_prediction(speculation.prediction, text, self.target.vocab_size)
-        grammar = self.grammars.matcher(params, written)
-        given = self._given(off, {"grammar": grammar, "prediction": prediction})
-        methods = self.proposers.methods_of(given, method)
-        join = self.config.speculation.join if speculation.join is None else speculation.join
-        acceptance = speculation.acceptance or self.config.speculation.acceptance
-        if acceptance == "auto":  # with a seed the text must not depend on the drafts
-            acceptance = "rejection" if params.seed is None else "matching"
-        seed = params.seed if params.seed is not None else secrets.randbits(64)
-        # a checkpoint may name, and a tokenizer may know, ids that no logit stands for
-        known = range(self.target.vocab_size)
-        words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
-        bad_words = tuple(word for word in words if all(token in known for token in word))
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.target.eos_ids
-        )
-        stop_ids = frozenset(token for token in stop_ids if token in known)
-        rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
-        find_stop = None
-        if text is not None and params.stop:
-            stops = StopStrings(params.stop, text)
-            find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
-        ending = Ending(stop_ids, params.min_tokens, find_stop)
-        shape = shape_of(
-            params.greedy, text.decode(prompt[-SHAPE_TOKENS:]) if text is not None and off is None else ""
-        )
-        return [
-            Sequence(
-                id=next(self._ids),
-                request_id=request_id,
-                tokens=[*prompt, *written],
-                prompt_len=len(prompt),
-                params=params if sample == 0 else params.model_copy(update={"prompt_logprobs": None}),
-                seed=seed,
-                max_len=max_len,
-                rules=rules,
-                ending=ending,
-                stats=RequestStats(),
-                sample=sample,
-                method=method,
-                k=k,
-                off=off,
-                given=given,
-                methods=methods,
-                lookups=self.proposers.lookups(methods),
-                policy=speculation.policy or self.config.speculation.policy,
-                join=join,
-                shape=shape,
-                given_k=(speculation.num_speculative_tokens or GIVEN_DRAFTS) if given else 0,
-                prediction=prediction,
-                pool=speculation.pool,
-                tenant=speculation.tenant,
-                grammar=grammar and grammar.fork(),
-                rejection=acceptance == "rejection" and not params.greedy,
-            )
-            for sample in range(params.n)
-        ]
 
     def step(self) -> list[Event]:
         """One round for everybody who can run. An error leaves every sequence as it was before."""
@@ -216,21 +132,22 @@ class Engine:
         return events
 
     @torch.inference_mode()
-    def round(self, plan: Plan, watch: Stopwatch) -> list[Verdict]:
-        """Drafts, judges and commits one plan; one verdict per span.
+    def round(self, plan: Plan, watch: Stopwatch | None = None, counted: bool = True) -> list[Verdict]:
+        """Drafts, verifies and commits one plan; one verdict per span.
 
-        An error leaves every sequence as it was before.
+        An error leaves every sequence as it was before. One that is not `counted` is in no counter and in no
+        record; its sequences, the drafters and the policy learn from it all the same.
         """
-        load = self.scheduler.load
+        watch = watch or (self.stopwatch() if counted else Stopwatch())
+        load, decoding = self.scheduler.load, plan.decoding
         watch.lap("prepare")
-        decisions = self.policy.decide([span.seq for span in plan.decoding], load)
+        decisions = self.policy.decide([span.seq for span in decoding], load)
         watch.lap("decide")
-        with self.leases.reserve(plan, decisions) as lease:
+        with self.leases.reserve(plan, [decision.k for decision in decisions]) as lease:
+            drafting = Drafting.of(self.proposers, self.policy, lease, decoding, decisions)
             watch.lap("prepare")
-            trim, confirm = self.policy.trim, self.policy.confirm
-            drafts, decisions = self.proposers.propose(plan.decoding, lease.decisions, lease, trim, confirm)
-            for span, draft in zip(plan.decoding, drafts, strict=True):
-                span.draft, span.estimate = draft, self.policy.estimate(span.seq) if draft.tokens else None
+            drafting.ask_lookups()
+            drafting.ask_models()
             draft_ms = watch.lap("propose")
             out, verdicts = self.ask_target(plan.spans, lease, watch)
             lease.commit(verdicts)
@@ -238,21 +155,17 @@ class Engine:
             if span.seq.grammar is not None:
                 span.seq.grammar.consume(verdict.tokens)
         watch.lap("commit")
-        verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
-        self.proposers.observe(plan.decoding, decisions, verdict_of, out.taps)
+        attempts, alone = drafting.attempts, all(span.length == 1 for span in plan.spans)
+        step_ms = watch.ms - draft_ms
+        done = Round(load, plan.spans, verdicts, attempts, drafting.calls, draft_ms, step_ms, alone)
+        self.proposers.observe([a.span.seq for a in attempts if a.asked], done.verdict_of, out.taps)
         watch.lap("settle")
-        target_ms, decoded = watch.ms - draft_ms, [verdict_of[span.seq.id] for span in plan.decoding]
-        alone = all(span.length == 1 for span in plan.spans)  # no prompt was computed beside
-        timing = Timing(target_ms if alone else None, self.proposers.timings)
-        self.policy.observe(plan.decoding, decoded, timing)
+        self.policy.observe(decoding, [done.verdict_of[span.seq.id] for span in decoding], done.timing)
         watch.lap("decide")
-        self._account(plan, decisions, verdicts)
-        self._spend(plan.decoding, decisions, decoded, draft_ms, timing.target_ms)
-        if self.events is not None:
-            asked, profile = lease.decisions, self.counters.profile
-            proposed, calls = self.proposers.proposed, timing.proposals
-            self.events.round(load, plan, asked, decisions, proposed, verdicts, calls, target_ms, profile)
-        self.proposers.proposed = []  # q of a draft is large, and the next round may be far
+        if counted:
+            account(self.counters, self.policy.costs, done)
+            if self.events is not None:
+                self.events.round(done, self.counters.profile)
         return verdicts
 
     def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
@@ -321,81 +234,21 @@ class Engine:
         """Raises AssertionError unless every page is accounted for."""
         self.scheduler.check_integrity()
 
-    def _speculation_of(self, asked: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
-        """(method, K, why none) of a request: what it asks for, else what the engine is set to."""
-        name = asked.method or self.proposers.default
-        asked_k, default_k = asked.num_speculative_tokens, self.config.speculation.most(asked.policy)
-        k = default_k if asked_k is None else asked_k
-        if name != OFF and k:
-            lacking = self.proposers.lacking(name)
-            return (None, 0, lacking) if lacking else (name, k, None)
-        by_request = asked.method is not None if name == OFF else asked_k is not None
-        return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
-
-    def _given(self, off: Reason | None, brought: Mapping[str, object]) -> tuple[str, ...]:
-        """The methods that draft from what a request brings, in the order they are asked: none where it wants
-        no drafts.
-        """
-        if off in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
-            return ()
-        return tuple(name for name, what in brought.items() if what and not self.proposers.lacking(name))
-
-    def _account(self, plan: Plan, decisions: list[Decision], verdicts: list[Verdict]) -> None:
-        rows = sum(span.rows for span in plan.spans)
-        self.counters.steps += 1
-        self.counters.rows += rows
-        for method, call in self.proposers.timings.items():
-            self.counters.proposals[method] += call.texts
-            self.counters.proposal_ms[method] += call.ms
-        for method, seqs, drafts in self.proposers.proposed:
-            for seq, draft in zip(seqs, drafts, strict=True):
-                seq.stats.propose(method, draft)
-        decided = {span.seq.id: decision for span, decision in zip(plan.decoding, decisions, strict=True)}
-        for span, verdict in zip(plan.spans, verdicts, strict=True):
-            if span.samples:
-                span.seq.stats.record(decided.get(span.seq.id), span.draft, verdict)
-
-    def _spend(
-        self,
-        spans: list[Span],
-        decisions: list[Decision],
-        verdicts: list[Verdict],
-        draft_ms: float,
-        target_ms: float | None,
-    ) -> None:
-        """Books the ms of a round in which anybody was asked for drafts, against those of plain steps of the
-        same batch size.
-
-        Without `target_ms` prompts were computed beside, which is no part of it: then the cost model says
-        what the step took.
-        """
-        batch, costs = len(spans), self.policy.costs
-        asking = sum(decision.method is not None for decision in decisions)
-        if not asking or not costs.known:
-            return
-        plain_ms, lengths = costs.plain(batch), [len(span.draft.tokens) for span in spans]
-        step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if target_ms is None else target_ms
-        for span, decision, verdict in zip(spans, decisions, verdicts, strict=True):
-            plainly = None if plain_ms is None else len(verdict.tokens) * plain_ms / batch
-            row_ms = step_ms / sum(span.rows for span in spans)
-            span.seq.stats.expect(span.estimate)
-            span.seq.stats.spend(draft_ms / asking if decision.method else 0.0, row_ms * span.rows, plainly)
-
     def _forget(self, ended: Ended) -> None:
         for seq, finish in ended:
             self.proposers.release(seq)
             self.policy.forget(seq)
             self.counters.finished[finish.reason] += 1
-            seq.stats.prompts[seq.shape.name, seq.shape.marker, seq.cold_matches] += 1
+            seq.stats.prompts[seq.request.shape.name, seq.request.shape.marker, seq.cold_matches] += 1
             self.counters.totals.add(seq.stats)
-            request = self._requests[seq.request_id]
+            request = self._requests[seq.request.id]
             request.stats.add(seq.stats)
             request.open -= 1
             if not request.open:
                 log.info(
-                    log_line(seq.request_id, request.stats, perf_counter() - request.began, finish.reason)
+                    log_line(seq.request.id, request.stats, perf_counter() - request.began, finish.reason)
                 )
-                del self._requests[seq.request_id]
+                del self._requests[seq.request.id]
         if ended:
             self._count_pools()
             if self.state is not None:

@@ -9,16 +9,17 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from speculon.core import NO_DRAFT, Decision, Draft, Load, Plan, Proposal, Proposed, Sequence, Span, Verdict
+from speculon.core import Draft, Verdict
 from speculon.errors import ConfigError
 from speculon.events import MARK, VERSION, begins_well, older
+from speculon.sequence import Attempt, Round, Span
 
 if TYPE_CHECKING:
     from speculon.config import EngineConfig
@@ -158,116 +159,82 @@ class Events:
         self._known: set[int] = set()  # texts whose methods this part tells
         self._part = 0
         self._lost = 0  # rounds since the last line
-        # (sequence, method) -> what was proposed in this round
-        self._found: dict[tuple[int, str], Draft] = {}
         self._ms: dict[str, float] = {}  # the profile at the last line
         # also at the end of the process; the writer does not know this object
         self.close = weakref.finalize(self, writer.close)
 
-    def round(
-        self,
-        load: Load,
-        plan: Plan,
-        planned: list[Decision],
-        decisions: list[Decision],
-        proposed: Iterable[Proposed],
-        verdicts: list[Verdict],
-        proposals: Mapping[str, Proposal],
-        target_ms: float,
-        profile: Mapping[str, float],
-    ) -> None:
-        """Tells of a round that was committed.
-
-        `planned` is what was reserved, `decisions` what it came to, by decoding span.
-        """
+    def round(self, done: Round, profile: Mapping[str, float]) -> None:
+        """Writes the line of a committed round; `profile` holds the ms of all steps so far, by part."""
         if not self._writer.open:
             return
         try:
             if self._part != self._writer.part:
                 self._part = self._writer.part
                 self._known.clear()
-            self._found = {
-                (seq.id, method): draft
-                for method, seqs, drafts in proposed
-                for seq, draft in zip(seqs, drafts, strict=True)
-            }
-            decided = {
-                span.seq.id: both for span, *both in zip(plan.decoding, planned, decisions, strict=True)
-            }
-            texts = [
-                self._text(s, v, *decided.get(s.seq.id, ()))
-                for s, v in zip(plan.spans, verdicts, strict=True)
-                if s.samples
-            ]
-            rows = sum(span.rows for span in plan.spans)
-            line = {
-                "time": round(time() - self._began, 4),
-                "running": load.running,
-                "waiting": load.waiting,
-                "free_pages": load.free_pages,
-                "rows": rows,
-                "prompt_rows": rows - sum(1 + len(span.draft.tokens) for span in plan.decoding),
-                "target_ms": round(target_ms, 4),
-                "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
-                "proposals": {
-                    method: call._replace(ms=round(call.ms, 4)) for method, call in proposals.items()
-                },
-                "texts": texts,
-            }
+            line = self._line(done, profile)
             self._ms = dict(profile)
             taken = self._writer.put(as_line({**line, "lost": self._lost} if self._lost else line))
             self._lost = 0 if taken else self._lost + 1
-            self._found = {}
         except Exception:
             log.exception("no more rounds are recorded: a fault in the record itself")
             self.close()
 
-    def _text(
-        self, span: Span, verdict: Verdict, planned: Decision | None = None, decision: Decision | None = None
-    ) -> dict[str, Any]:
-        seq = span.seq
-        told: dict[str, Any] = {"id": seq.request_id, "policy": seq.policy, "tokens": len(verdict.tokens)}
+    def _line(self, done: Round, profile: Mapping[str, float]) -> dict[str, Any]:
+        attempted, drafts = done.attempted, sum(len(a.span.draft.tokens) for a in done.attempts)
+        return {
+            "time": round(time() - self._began, 4),
+            "running": done.load.running,
+            "waiting": done.load.waiting,
+            "free_pages": done.load.free_pages,
+            "rows": done.rows,
+            "prompt_rows": done.rows - len(done.attempts) - drafts,
+            "target_ms": round(done.step_ms, 4),
+            "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
+            "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
+            "texts": [
+                self._sequence(span, verdict, attempted.get(span.seq.id))
+                for span, verdict in zip(done.spans, done.verdicts, strict=True)
+                if span.samples
+            ],
+        }
+
+    def _sequence(self, span: Span, verdict: Verdict, attempt: Attempt | None) -> dict[str, Any]:
+        seq, request = span.seq, span.seq.request
+        fields: dict[str, Any] = {"id": request.id, "policy": request.policy, "tokens": len(verdict.tokens)}
         if seq.sample:
-            told["sample"] = seq.sample
+            fields["sample"] = seq.sample
         if seq.id not in self._known:
             self._known.add(seq.id)
-            told["methods"] = {method: seq.most(method) for method in seq.methods}
-            told |= {
-                "prompt_class": seq.shape.name,
-                "marker": seq.shape.marker,
-                "cold_matches": seq.cold_matches,
-            }
-        if planned is None or decision is None:
-            told["prompt"] = span.length
-        elif asked := self._asked(seq, planned, bool(span.draft.tokens)):
-            told["asked"] = asked
-        if span.draft.tokens:
-            told["drafts"] = [(source, len(list(some))) for source, some in groupby(span.draft.sources)]
-            told["accepted"] = verdict.accepted
-            told |= {"estimate": [round(value, 3) for value in span.estimate]} if span.estimate else {}
-        told |= {"kind": verdict.kind} if verdict.kind else {}
-        told |= {"reason": decision.reason} if decision and decision.reason else {}
-        return told | ({"finish": verdict.finish.reason} if verdict.finish else {})
+            fields["methods"] = {method: request.limits[method] for method in seq.methods}
+            fields |= {"prompt_class": request.shape.name, "marker": request.shape.marker}
+            fields["cold_matches"] = seq.cold_matches
+        if attempt is None:
+            fields["prompt"] = span.length
+        else:
+            fields |= attempted_fields(attempt, verdict)
+        fields |= {"kind": verdict.kind} if verdict.kind else {}
+        return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})
 
-    def _asked(self, seq: Sequence, planned: Decision, drafted: bool) -> list[dict[str, Any]]:
-        """The proposals that were made for a text: those up to the one whose draft was kept."""
-        asked: list[dict[str, Any]] = []
-        last = max(
-            (i for i, ask in enumerate(planned.asks) if (seq.id, ask.method) in self._found), default=-1
-        )
-        for ask in planned.asks[: last + 1] if drafted else planned.asks:
-            draft = self._found.get((seq.id, ask.method), NO_DRAFT)
-            told: dict[str, Any] = {
-                "method": ask.method,
-                "k": min(ask.k, planned.k),
-                "found": len(draft.tokens),
-            }
-            if draft.confidence:
-                told["confidence"] = [round(value, 3) for value in draft.confidence]
-            told |= {"match": draft.match} if draft.match else {}
-            told |= {"stop": draft.stop} if draft.stop else {}
-            asked.append(told)
-        return asked
+
+def attempted_fields(attempt: Attempt, verdict: Verdict) -> dict[str, Any]:
+    """What was proposed and verified for a sequence, or why nothing was."""
+    fields: dict[str, Any] = {}
+    if attempt.proposals:
+        fields["asked"] = [proposal_fields(*proposal) for proposal in attempt.proposals]
+    if sources := attempt.span.draft.sources:
+        fields["drafts"] = [(source, len(list(some))) for source, some in groupby(sources)]
+        fields["accepted"] = verdict.accepted
+    if attempt.estimate:
+        fields["estimate"] = [round(value, 3) for value in attempt.estimate]
+    return fields | ({"reason": attempt.why_plain} if attempt.why_plain else {})
+
+
+def proposal_fields(method: str, k: int, draft: Draft) -> dict[str, Any]:
+    fields: dict[str, Any] = {"method": method, "k": k, "found": len(draft.tokens)}
+    if draft.confidence:
+        fields["confidence"] = [round(value, 3) for value in draft.confidence]
+    fields |= {"match": draft.match} if draft.match else {}
+    return fields | ({"stop": draft.stop} if draft.stop else {})
 
 
 def as_line(value: Mapping[str, Any]) -> bytes:

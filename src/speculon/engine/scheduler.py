@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from speculon.core import NO_DRAFT, Draft, Event, Finish, Load, Plan, Sequence, Span, Verdict
+from speculon.core import NO_DRAFT, Draft, Finish, Load, Verdict
 from speculon.kv.blocks import BlockPool
+from speculon.sequence import Event, Plan, Sequence, Span
 
 Ended = list[tuple[Sequence, Finish]]
 
@@ -79,7 +80,7 @@ class Scheduler:
             seq = span.seq
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
                 events.append(news(seq, verdict, span.draft))
-            if seq.committed >= seq.prompt_len:
+            if seq.committed >= seq.request.prompt_len:
                 self.waiting.extendleft(reversed(self._siblings.pop(seq.id, ())))
             if verdict.finish:
                 self._remove(seq)
@@ -89,7 +90,7 @@ class Scheduler:
     def abort(self, request_id: str) -> tuple[list[Event], Ended]:
         """Ends every sample of a request now; unknown ids are ignored."""
         everyone = [*self.running, *self.waiting, *(s for group in self._siblings.values() for s in group)]
-        aborted = [seq for seq in everyone if seq.request_id == request_id]
+        aborted = [seq for seq in everyone if seq.request.id == request_id]
         for seq in aborted:
             self._siblings.pop(seq.id, None)
             self._remove(seq)
@@ -118,7 +119,7 @@ class Scheduler:
 
 def news(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
     return Event(
-        seq.request_id,
+        seq.request.id,
         seq.sample,
         verdict.tokens,
         verdict.logprobs,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speculon.config import RequestSpeculation, SamplingParams
-from speculon.core import Event, Load
+from speculon.core import Load
 from speculon.errors import SpeculonError
+from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
 

@@ -140,7 +140,7 @@ class Worker:
         """
         self._failures = 0
         scheduler = self.engine.scheduler
-        for request_id in dict.fromkeys(seq.request_id for seq in scheduler.running or scheduler.waiting):
+        for request_id in dict.fromkeys(seq.request.id for seq in scheduler.running or scheduler.waiting):
             self.engine.abort(request_id)
             self._inbox.send(
                 Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}"))

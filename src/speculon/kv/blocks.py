@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from speculon.core import Sequence, ceil_div
+from speculon.core import ceil_div
+from speculon.sequence import Sequence
 
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
@@ -53,7 +54,7 @@ class BlockPool:
         """
         assert not seq.table and seq.committed == 0
         content, size = ROOT, self.block_size
-        if self.prefix_cache and seq.params.prompt_logprobs is None:
+        if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
             for start in range(0, (len(seq.tokens) - 1) // size * size, size):
                 page = self._index.get((content, tuple(seq.tokens[start : start + size])))
                 if page is None:
@@ -87,7 +88,7 @@ class BlockPool:
 
     def seal(self, seq: Sequence) -> None:
         """Indexes the full committed pages, so that a later prompt can find them."""
-        if not self.prefix_cache:
+        if not (self.prefix_cache and seq.request.prefix_cache):
             return
         done, content = self._sealed[seq.id]
         for i in range(done, seq.committed // self.block_size):
@@ -178,7 +179,7 @@ class BlockPool:
     # claims
 
     def _claim(self, seq: Sequence) -> None:
-        wanted = self.missing(seq, seq.max_len)
+        wanted = self.missing(seq, seq.request.max_len)
         while wanted:
             following = seq.table[-1] + 1 if seq.table else self.num_blocks
             run = bytes(wanted)  # FREE is the zero byte

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -10,16 +10,18 @@ from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS
-from speculon.core import Decision, Plan, Reason, Sequence, Span, Verdict
+from speculon.core import Reason, Verdict
 from speculon.kv.blocks import BlockPool
 from speculon.kv.store import PageStore, SpanView, View, tail_of
+from speculon.sequence import Plan, Sequence, Span
 
 
 class Lease:
     """The claim of one step. Leaving the `with` block without `commit` restores every sequence."""
 
-    def __init__(self, pool: BlockPool, store: PageStore, spans: list[Span], decisions: list[Decision]):
-        self.decisions = decisions  # as granted: K shrinks where pages are short
+    def __init__(self, pool: BlockPool, store: PageStore, spans: list[Span], granted: list[int]):
+        self.granted = granted  # drafts of each decoding span, as far as pages and memory allow
+        self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were wanted
         self._pool, self._store, self._spans = pool, store, spans
 
     def view(self, batch: Batch) -> View:
@@ -37,7 +39,9 @@ class Lease:
             assert verdict.accepted <= len(span.draft.tokens)
             seq.committed = span.start + span.length + min(verdict.accepted, len(verdict.tokens))
             seq.tokens.extend(verdict.tokens)
-            seq.prompt_scored = max(seq.prompt_scored, min(span.start + span.length, seq.prompt_len - 1))
+            seq.prompt_scored = max(
+                seq.prompt_scored, min(span.start + span.length, seq.request.prompt_len - 1)
+            )
             self._pool.seal(seq)
 
     def __enter__(self) -> Lease:
@@ -84,36 +88,32 @@ class Leases:
     def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int):
         self._pool, self._store, self._max_drafts = pool, store, max_drafts
 
-    def reserve(self, plan: Plan, decisions: list[Decision]) -> Lease:
-        """Takes the pages of the plan, all or none, then those of the drafts as far as they go.
+    def reserve(self, plan: Plan, wanted: list[int]) -> Lease:
+        """Takes the pages of the plan, all or none, then those of the drafts `wanted` by each decoding span.
 
-        At most `max_drafts` in all, for which memory was promised: beyond, the longest shrink first, to zero
-        with `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to
-        zero with `no_pages`.
+        At most `max_drafts` in all, for which memory was reserved: beyond, the longest shrink first, to zero with
+        `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to zero with
+        `no_pages`.
         """
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, plan.spans, share(decisions, self._max_drafts))
+        lease = Lease(pool, self._store, plan.spans, share(wanted, self._max_drafts))
         for span in plan.spans:
             pool.extend(span.seq, span.start + span.length)
-        for i, (span, decision) in enumerate(zip(plan.decoding, lease.decisions, strict=True)):
-            if not decision.k:
-                continue
+        for i, (span, k) in enumerate(zip(plan.decoding, lease.granted, strict=True)):
             end = span.start + span.length
             spare = (len(span.seq.table) + pool.available) * pool.block_size - end
-            if spare < decision.k:
-                lease.decisions[i] = (
-                    replace(decision, k=spare) if spare else Decision(None, 0, Reason.NO_PAGES)
-                )
-            pool.extend(span.seq, end + lease.decisions[i].k)
+            if wanted[i] and not min(k, spare):
+                lease.refusals[i] = Reason.NO_PAGES if k else Reason.LOAD
+            lease.granted[i] = min(k, spare)
+            pool.extend(span.seq, end + lease.granted[i])
         return lease
 
 
-def share(decisions: list[Decision], most: int) -> list[Decision]:
-    """The decisions with at most `most` drafts in all: under the highest limit for everybody that allows it."""
+def share(wanted: list[int], most: int) -> list[int]:
+    """The numbers with at most `most` in all: under the highest limit for everybody that allows it."""
     limit = MAX_DRAFTS
-    while limit and sum(min(decision.k, limit) for decision in decisions) > most:
+    while limit and sum(min(k, limit) for k in wanted) > most:
         limit -= 1
-    shorter = Decision(None, 0, Reason.LOAD)
-    return [d if d.k <= limit else replace(d, k=limit) if limit else shorter for d in decisions]
+    return [min(k, limit) for k in wanted]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from speculon.batch import as_tensor
-from speculon.core import LayerSpec, Span, ceil_div
+from speculon.core import LayerSpec, ceil_div
+from speculon.sequence import Span
 
 GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
 GATHER_BYTES_ELSEWHERE = 64 << 20

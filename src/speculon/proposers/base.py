@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Verdict
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from speculon.core import Draft, Sequence, Stop
-from speculon.grammar import Scouts
+from speculon.core import Draft, Stop
+from speculon.grammar import LookAheadMatchers
 from speculon.sampling import Row, pick, weigh
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +32,12 @@ def draft_chain(
     sure: list[list[float]] = [[] for _ in seqs]
     probs: list[list[Tensor]] = [[] for _ in seqs]
     stops: list[Stop | None] = [None] * len(seqs)
-    scouts = Scouts(seqs)
+    ahead = LookAheadMatchers(seq.grammar for seq in seqs)
     active = list(range(len(seqs)))
     while active:
         logits = guess(active, drafts)  # [len(active), V]
-        bans = scouts.forbid(active, logits.device)
-        rows = [Row(seqs[i], seqs[i].rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
+        bans = ahead.forbid(active, logits.device)
+        rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
         weights = weigh(logits, rows)
         tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
         chosen = torch.tensor(tokens, device=logits.device)[:, None]
@@ -44,9 +45,9 @@ def draft_chain(
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
             drafts[i].append(token)
             sure[i].append(share)
-            if seqs[i].rejection:
+            if seqs[i].request.acceptance == "rejection":
                 probs[i].append(weights[row].softmax(-1))
-            stops[i] = why_stop(len(drafts[i]) == budgets[i], scouts.go_on(i, token), share >= min_confidence)
+            stops[i] = why_stop(len(drafts[i]) == budgets[i], ahead.go_on(i, token), share >= min_confidence)
         active = [i for i in active if stops[i] is None]
     return [
         Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)

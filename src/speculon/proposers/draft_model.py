@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from speculon.batch import Batch
 from speculon.config import ModelObject, SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Verdict
+from speculon.core import Draft, Needs, Verdict
 from speculon.errors import ConfigError, ModelError
 from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer, wrap_model
@@ -27,6 +27,7 @@ from speculon.models.target import Target
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sampling import NEVER
+from speculon.sequence import Sequence
 from speculon.text import Tokenizer
 
 if TYPE_CHECKING:

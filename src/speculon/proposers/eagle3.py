@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
 from speculon.models.drafters import Eagle3, Shape, check_pair
 from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
@@ -26,6 +26,7 @@ from speculon.models.families import recognise_drafter
 from speculon.models.load import locate
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease

@@ -13,8 +13,9 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from speculon.config import MAX_DRAFTS, SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
@@ -106,8 +107,8 @@ class Prediction:
         return cls()
 
     def admit(self, seq: Sequence) -> None:
-        if self._latest[0] is not seq.prediction:
-            self._latest = seq.prediction, spell(seq.prediction)
+        if self._latest[0] is not seq.request.prediction:
+            self._latest = seq.request.prediction, spell(seq.request.prediction)
         self._cursors[seq.id] = Cursor(self._latest[1])
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
@@ -124,7 +125,7 @@ class Prediction:
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         cursor = self._cursors[seq.id]
-        cursor.follow(seq.tokens[seq.prompt_len + cursor.seen :])
+        cursor.follow(seq.tokens[seq.request.prompt_len + cursor.seen :])
         if ahead:
             cursor = copy(cursor)
             cursor.follow([*ahead])

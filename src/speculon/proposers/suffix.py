@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
-from speculon.core import Sequence as Text
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.pools import LONGEST, Found, Pools, Trail, key_of
+from speculon.sequence import Sequence as Text
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
@@ -119,7 +119,10 @@ class Suffix:
         )
 
     def admit(self, seq: Text) -> None:
-        self._trails[seq.id] = Trail(seq.max_len), key_of(seq.pool, seq.tokens[: seq.prompt_len], seq.tenant)
+        self._trails[seq.id] = (
+            Trail(seq.request.max_len),
+            key_of(seq.request.pool, seq.tokens[: seq.request.prompt_len], seq.request.tenant),
+        )
 
     def propose(self, seqs: list[Text], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
@@ -131,7 +134,7 @@ class Suffix:
         """The answer as far as it was committed enters its pool; rejected drafts were never part of it."""
         _, key = self._trails.pop(seq.id, (None, None))
         if key is not None and seq.num_output:
-            self.pools.add(key, seq.tokens[max(0, seq.prompt_len - LEAD) :])
+            self.pools.add(key, seq.tokens[max(0, seq.request.prompt_len - LEAD) :])
 
     def _draft(self, seq: Text, k: int) -> Draft:
         return self.extend(seq, (), k)

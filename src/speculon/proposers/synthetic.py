@@ -11,8 +11,9 @@ import random
 from typing import TYPE_CHECKING
 
 from speculon.config import SpeculationConfig
-from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.proposers.base import States, TargetFacts
+from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
@@ -37,8 +38,8 @@ class Synthetic:
         return cls(config.synthetic_acceptance, target.vocab_size)
 
     def admit(self, seq: Sequence) -> None:
-        prompt = tuple(seq.tokens[: seq.prompt_len])
-        self._keys[seq.id] = prompt, 0 if seq.params.greedy else seq.seed, seq.sample
+        prompt = tuple(seq.tokens[: seq.request.prompt_len])
+        self._keys[seq.id] = prompt, 0 if seq.request.params.greedy else seq.request.seed, seq.sample
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         return [self._draft(seq, k) for seq, k in zip(seqs, budgets, strict=True)]
@@ -47,7 +48,7 @@ class Synthetic:
         """Nothing to learn before the text is whole."""
 
     def release(self, seq: Sequence) -> None:
-        key, text = self._keys.pop(seq.id), tuple(seq.tokens[seq.prompt_len :])
+        key, text = self._keys.pop(seq.id), tuple(seq.tokens[seq.request.prompt_len :])
         if key not in self._truth and len(self._truth) >= self.max_texts:
             self._truth.pop(next(iter(self._truth)))
         if len(text) >= len(self._truth.get(key, ())):

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from speculon.core import Event, Finish, TokenLogprobs
+from speculon.core import Finish, TokenLogprobs
+from speculon.sequence import Event
 from speculon.server.calls import Delta, join
 from speculon.server.job import Job
 from speculon.telemetry import RequestStats

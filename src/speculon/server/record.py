@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any
 
-from speculon.core import Event
+from speculon.sequence import Event
 from speculon.server.answer import Answer
 from speculon.telemetry import log_line
 

@@ -1,4 +1,4 @@
-"""A rehearsal tells what rounds cost, and leaves nothing else behind."""
+"""A warm-up measures what rounds cost, and leaves nothing else behind."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from speculon import LLM
 from speculon.config import SamplingParams
 from speculon.control.goodput import COLD, Goodput
 from speculon.core import Reason
-from speculon.engine import rehearsal
+from speculon.engine import warm_up as warming
 from speculon.engine.engine import Engine
-from speculon.engine.rehearsal import NAME, rehearse
+from speculon.engine.warm_up import NAME, warm_up
 from speculon.proposers import registry
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
@@ -43,7 +43,7 @@ def goodput_of(engine: Engine) -> Goodput:
 def test_afterwards_costs_are_known_and_nothing_of_texts() -> None:
     new = engine()
     assert not goodput_of(new).costs.known
-    rehearse(new)
+    warm_up(new)
     policy = goodput_of(new)
     costs = policy.costs
     assert costs.known and costs.step(8) > 0 and costs.plain(1) is not None and costs.plain(8) is not None
@@ -55,7 +55,7 @@ def test_afterwards_costs_are_known_and_nothing_of_texts() -> None:
 
 def test_afterwards_no_round_is_cold() -> None:
     new, cold = engine(), engine()
-    rehearse(new)
+    warm_up(new)
     for one in (new, cold):
         one.add_request(PROMPT, GREEDY, None, "a")
     mine, theirs = drain(new)["a", 0].stats, drain(cold)["a", 0].stats
@@ -64,7 +64,7 @@ def test_afterwards_no_round_is_cold() -> None:
 
 def test_nothing_else_stays() -> None:
     new, untouched = engine(), engine()
-    rehearse(new)
+    warm_up(new)
     new.check_integrity()
     assert new.pool.available == new.pool.num_blocks and new.pool.prefix_cache and not new.has_work
     assert new.counters == untouched.counters
@@ -77,8 +77,8 @@ def test_nothing_else_stays() -> None:
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     new = engine()
-    monkeypatch.setattr(rehearsal, "SECONDS", 0.0)
-    rehearse(new)
+    monkeypatch.setattr(warming, "SECONDS", 0.0)
+    warm_up(new)
     new.check_integrity()
     assert not new.has_work and new.pool.available == new.pool.num_blocks
 
@@ -88,7 +88,7 @@ def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_engine_too_small_for_it_starts_without(settings: dict[str, int]) -> None:
     new = engine(**settings)
-    rehearse(new)
+    warm_up(new)
     new.add_request(PROMPT, SamplingParams(temperature=0.0, max_tokens=4), None, "a")
     assert drain(new)
 
@@ -97,14 +97,14 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
     new, counters = engine(), None
     counters, round_, calls = new.counters, new.round, iter(range(100))
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         if next(calls) == 5:
             raise MemoryError("planted")
-        return round_(*args)
+        return round_(*args, **options)
 
     monkeypatch.setattr(new, "round", failing)
     with pytest.raises(MemoryError, match="planted"):
-        rehearse(new)
+        warm_up(new)
     new.check_integrity()
     assert new.counters is counters and not new.has_work and new.pool.available == new.pool.num_blocks
 
@@ -120,11 +120,11 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
         (None, False, 0),
     ],
 )
-def test_who_rehearses(
+def test_who_warms_up(
     policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Engine] = []
-    monkeypatch.setattr("speculon.llm.rehearse", seen.append)
+    monkeypatch.setattr("speculon.llm.warm_up", seen.append)
     llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

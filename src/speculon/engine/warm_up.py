@@ -1,0 +1,72 @@
+"""Warm-up before the first request: up to two seconds of rounds, so that kernels are warm and costs are known.
+
+Only what steps and proposals cost is kept of it: no output, no count, no page, no acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from speculon.config import RequestSpeculation, SamplingParams
+from speculon.errors import InvalidRequest
+from speculon.proposers.registry import OFF
+from speculon.sequence import Sequence
+
+if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
+
+SECONDS = 2.0  # a guess: what matters most comes first, and a slow model has shown it by then
+BATCHES = (1, 8, 4)  # sequences at once
+DRAFTS = (4, 1)
+PROMPT, ROUNDS = 48, 6  # tokens of a prompt, and those that a sequence generates at least
+NAME = "warm-up"  # of its requests
+
+
+def warm_up(engine: Engine) -> None:
+    """Asks each method for drafts, in batches of several sizes, for `SECONDS` and a round at most."""
+    end = perf_counter() + SECONDS
+    try:
+        for batch in batches(engine):
+            run(engine, batch, end)
+            if perf_counter() >= end:
+                break
+    except InvalidRequest:
+        pass  # the model is too small for these prompts: its first requests give the costs
+    finally:
+        engine.policy.keep_costs_alone()
+
+
+def run(engine: Engine, batch: list[Sequence], end: float) -> None:
+    """Rounds of these sequences, none of them counted, until all have ended or the time is over."""
+    for seq in batch:
+        engine.scheduler.add([seq])
+    try:
+        while engine.has_work and perf_counter() < end:
+            plan = engine.scheduler.plan()
+            engine.scheduler.settle(plan.spans, engine.round(plan, counted=False))
+    finally:
+        engine.scheduler.abort(NAME)
+        for seq in batch:
+            engine.proposers.release(seq)
+            engine.policy.forget(seq)
+
+
+def batches(engine: Engine) -> Iterator[list[Sequence]]:
+    """What is tried, and in which order: all methods with one sequence first."""
+    methods = engine.proposers.methods_of((), engine.proposers.default)
+    modes = [(OFF, 0), *((method, k) for k, method in product(DRAFTS, methods))]
+    most = ROUNDS * (1 + DRAFTS[0])
+    params = SamplingParams(temperature=0.0, max_tokens=most, min_tokens=ROUNDS, ignore_eos=True)
+    sizes = dict.fromkeys(min(size, engine.config.max_num_seqs) for size in BATCHES)
+    for size, (method, k) in product(sizes, modes):
+        asked = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
+        yield [sequence(engine, number, params, asked) for number in range(size)]
+
+
+def sequence(engine: Engine, number: int, params: SamplingParams, asked: RequestSpeculation) -> Sequence:
+    prompt = [(number * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
+    (seq,) = engine.admission.admit(NAME, prompt, params, asked, prefix_cache=False)
+    return seq
