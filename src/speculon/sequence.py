@@ -210,8 +210,8 @@ class Attempt:
 
     @property
     def asked(self) -> bool:
-        """Whether its methods were to draft."""
-        return self.granted > 0
+        """Whether its methods are to draft; not where one has failed and there is no draft."""
+        return self.granted > 0 and self.why_plain is not Reason.ERROR
 
     @property
     def done(self) -> bool:

@@ -144,7 +144,9 @@ def test_the_extremes_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(keys: Iterable[Key]) -> list[Any]:
     return [
-        SimpleNamespace(seq=SimpleNamespace(seed=seed, sample=number), position=at, stream=0)
+        SimpleNamespace(
+            seq=SimpleNamespace(request=SimpleNamespace(seed=seed), sample=number), position=at, stream=0
+        )
         for seed, number, at in keys
     ]
 

@@ -224,9 +224,7 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
     doubting(doubt=0.0)
-    engine = make_engine(
-        tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.05}
-    )
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.2})
     runs, seen = watched(engine), []
     ask = engine.ask_target
 
@@ -236,8 +234,13 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
 
     engine.ask_target = looked  # type: ignore[method-assign]
     for i in range(6):
-        params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True)
-        asked = {"method": "auto", "acceptance": "rejection", "num_speculative_tokens": K}
+        params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=i)
+        asked = {
+            "method": "auto",
+            "policy": "fixed",
+            "acceptance": "rejection",
+            "num_speculative_tokens": K,
+        }
         engine.add_request([*range(20, 28)] * 4, params, asked, f"r{i}")
     results = drain(engine)
     assert all(len(result.tokens) == 60 for result in results.values()) and runs
@@ -260,5 +263,5 @@ def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Suffix, "release", released)
     requests = [replace(r, speculation={"method": "auto", "join": True}) for r in crowd("greedy")]
-    run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.05})
+    run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.2})
     assert len(trails) == len(requests) and all(held == text[: len(held)] for held, text in trails)

@@ -19,6 +19,7 @@ from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
 from speculon.errors import InvalidParameter
 from speculon.proposers import registry
+from speculon.sequence import Sequence
 from speculon.text import Tokenizer
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, doubting
@@ -384,12 +385,15 @@ def test_step_by_step_adaptive_keeps_its_mean(monkeypatch: pytest.MonkeyPatch) -
         assert decoder.stats is not None
         return len(decoder.stats.per_position)
 
-    def anew(self: SpeculativeDecoder, seq: Any) -> None:
+    def anew(self: SpeculativeDecoder, seq: Sequence) -> Sequence:
         assert self.adaptive
-        self._forget_text()
+        self._forget_sequence()
         self.adaptive.reset()
-        self._text = seq
+        self._sequence = seq
+        return seq
 
     assert longest() > 7
-    monkeypatch.setattr(SpeculativeDecoder, "_go_on", anew)  # planted: every step begins with the settings
+    monkeypatch.setattr(
+        SpeculativeDecoder, "_continued", anew
+    )  # planted: every step begins with the settings
     assert longest() == 5
