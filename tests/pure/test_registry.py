@@ -13,6 +13,7 @@ from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import known_methods
+from speculon.sequence import Attempt
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=10, max_context=100)

@@ -147,10 +147,10 @@ def test_a_draft_may_be_drawn_in_part_and_looked_up_in_part() -> None:
 def test_a_joined_draft_says_that_its_tail_was_certain() -> None:
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
     head, tail = Draft((3, 0), ("toy", "toy"), q, (0.4, 0.4)), Draft((2, 2, 1), ("looked up",) * 3)
-    whole = head.join(tail)
+    whole = head.chain(tail)
     assert whole.probs is not None and torch.equal(whole.probs[:2], q)
     assert torch.equal(whole.probs[2:], torch.eye(4)[[2, 2, 1]]) and whole.tokens == (3, 0, 2, 2, 1)
-    assert whole.confidence == (0.4, 0.4, 0, 0, 0) and whole.own(("toy", "looked up")) == 2
+    assert whole.confidence == (0.4, 0.4, 0, 0, 0) and whole.unchained(("toy", "looked up")) == 2
     for k in range(1, 5):
         short = whole.cut(k)
         assert short.probs is not None and len(short.probs) == len(short.sources) == k
