@@ -24,7 +24,7 @@ from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.worker import Worker
 from speculon.server.app import create_app
-from speculon.server.house import Server
+from speculon.server.app_state import Server
 from speculon.text import Tokenizer
 from tests.server.scripted import Bytes, ScriptedEngine
 

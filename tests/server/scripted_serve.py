@@ -40,7 +40,7 @@ def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
 def main() -> None:
     from speculon import cli
     from speculon.engine import async_engine
-    from speculon.server.house import Server
+    from speculon.server.app_state import Server
     from speculon.text import Tokenizer
     from tests.server.scripted import Bytes
 

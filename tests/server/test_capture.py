@@ -18,12 +18,12 @@ import pytest
 from speculon.errors import EngineError
 from speculon.server import capture, lines
 from speculon.server.capture import Capture, Files, label_of
-from speculon.server.door import tenant_of
+from speculon.server.middleware import tenant_of
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import started
 from tests.server.test_abuse import refusal
 from tests.server.test_answers import EMOJI, events_of, put_together
-from tests.server.test_calls import HERMES, call
+from tests.server.test_tool_calls import HERMES, call
 
 pytestmark = pytest.mark.timeout(60)
 

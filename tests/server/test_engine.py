@@ -16,7 +16,7 @@ from speculon import errors
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine, Mailbox
-from speculon.engine.wire import Abort, Add, Began, News, Pulse, Ready, Refused, Stop
+from speculon.engine.messages import Abort, Add, Began, News, Pulse, Ready, Refused, Stop
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from tests.server.inside import ThreadEngine
 from tests.server.scripted import EOS, ScriptedEngine

@@ -12,7 +12,7 @@ from speculon.core import Event, Finish, TokenLogprobs
 from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
-from speculon.server.job import House
+from speculon.server.request import House
 from speculon.server.schemas import CompletionRequest
 
 ASK: dict[str, Any] = {

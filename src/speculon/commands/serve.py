@@ -31,7 +31,7 @@ def run(given: Given, speculative_config: str | None) -> None:
     import uvicorn
 
     from speculon.server.app import create_app
-    from speculon.server.house import Server
+    from speculon.server.app_state import Server
 
     server = Server(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
     options = uvicorn.Config(

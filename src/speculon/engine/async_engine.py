@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any
 
 from speculon.core import Event, Load
-from speculon.engine.wire import (
+from speculon.engine.messages import (
     Abort,
     Add,
     Began,

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from speculon.engine.wire import (
+from speculon.engine.messages import (
     Abort,
     Add,
     Began,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speculon.core import Event, Finish, TokenLogprobs
-from speculon.server.calls import Delta, join
-from speculon.server.job import Job
+from speculon.server.tool_calls import Delta, join
+from speculon.server.request import Job
 from speculon.telemetry import RequestStats
 from speculon.text import Stream, Tokenizer
 

@@ -19,11 +19,11 @@ from speculon.errors import EngineError, InvalidParameter, SpeculonError
 from speculon.server import schemas
 from speculon.server.answer import Answer
 from speculon.server.completions import read_chat, read_completion, render
-from speculon.server.door import CLIENT_GONE, ClientGone, Door
+from speculon.server.middleware import CLIENT_GONE, ClientGone, Door
 from speculon.server.errors import RESPONSES, body_of, failure, first_of, param_of, status_of
-from speculon.server.house import Server
-from speculon.server.job import Job, pool_of
-from speculon.server.record import Record
+from speculon.server.app_state import Server
+from speculon.server.request import Job, pool_of
+from speculon.server.access_log import Record
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {

@@ -21,8 +21,8 @@ from pathlib import Path
 from speculon.errors import ConfigError
 from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
-from speculon.server.door import tenant_of
-from speculon.server.lines import ended_well, lines_of
+from speculon.server.middleware import tenant_of
+from speculon.server.capture_format import ended_well, lines_of
 
 GB = 2**30
 PART = 2**26  # bytes of a file, at most; and a sixteenth of all, since the oldest file goes as a whole

@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from speculon.errors import InvalidParameter
-from speculon.server.calls import Named, Required, Spoken, calls_schema, recognise
-from speculon.server.job import DEFAULT_TOKENS, House, Job, sampling_of, shared, text_of
-from speculon.server.lines import ask_chat, ask_completion
+from speculon.server.tool_calls import Named, Required, Spoken, calls_schema, recognise
+from speculon.server.request import DEFAULT_TOKENS, House, Job, sampling_of, shared, text_of
+from speculon.server.capture_format import ask_chat, ask_completion
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 
 # where a

@@ -16,9 +16,9 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from speculon.core import Load, Reason
-from speculon.engine.wire import Ready
+from speculon.engine.messages import Ready
 from speculon.server.capture import Capture
-from speculon.server.record import Record
+from speculon.server.access_log import Record
 from speculon.telemetry import EngineCounters
 
 MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.server.calls import Bare, Named, Reply, Required, Spoken, Tagged, calls_schema, join, recognise
+from speculon.server.tool_calls import Bare, Named, Reply, Required, Spoken, Tagged, calls_schema, join, recognise
 from tests.server.inside import served
 from tests.server.test_answers import check_alike, events_of
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine, Mailbox
-from speculon.engine.wire import Add, Ready
+from speculon.engine.messages import Add, Ready
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.capture import Capture
-from speculon.server.door import OPEN_PATHS
-from speculon.server.job import House, Job
+from speculon.server.middleware import OPEN_PATHS
+from speculon.server.request import House, Job
 from speculon.server.metrics import Metrics
-from speculon.server.record import Record
+from speculon.server.access_log import Record
 from speculon.text import Tokenizer
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from speculon.server.answer import Answer
-from speculon.server.calls import join
-from speculon.server.job import House, text_of
+from speculon.server.tool_calls import join
+from speculon.server.request import House, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
 
 ENDED = ("stop", "length", "tool_calls")  # by themselves; not `abort`, not `error`

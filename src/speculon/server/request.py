@@ -11,7 +11,7 @@ from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
 from speculon.serve_config import ServeConfig
-from speculon.server.calls import Reply, Spoken
+from speculon.server.tool_calls import Reply, Spoken
 from speculon.server.schemas import Content, Sampling
 from speculon.text import Tokenizer
 

@@ -20,7 +20,7 @@ from starlette.routing import Match
 
 from speculon.serve_config import ServeConfig
 from speculon.server.errors import failure
-from speculon.server.record import Record
+from speculon.server.access_log import Record
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
