@@ -16,7 +16,7 @@ import httpx2 as httpx
 import pytest
 
 from speculon.errors import EngineError
-from speculon.server import capture, lines
+from speculon.server import capture, capture_format
 from speculon.server.capture import Capture, Files, label_of
 from speculon.server.middleware import tenant_of
 from tests.server.inside import Inside, served, wait_until
@@ -48,8 +48,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def settle(inside: Inside) -> None:
     """Waits until all that was taken is written: the writer does one thing after the other."""
-    assert inside.server.capture
-    inside.server.capture._writer.submit(lambda: None).result(10)
+    assert inside.state.capture
+    inside.state.capture._writer.submit(lambda: None).result(10)
 
 
 # what is written
@@ -157,7 +157,7 @@ def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> Non
                         wanted.append(expected(route, body, choice) | meta | {"temperature": temperature})
         settle(inside)
         size = sum(path.stat().st_size for path in folder.glob("*/*.jsonl"))
-        wait_until(lambda: inside.metric("speculon_captured_texts_total") == len(wanted), 2)
+        wait_until(lambda: inside.metric("speculon_captured_choices_total") == len(wanted), 2)
         assert (
             inside.metric("speculon_captured_bytes_total")
             == size
@@ -165,7 +165,7 @@ def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> Non
         )
         assert (
             inside.metric("speculon_capturing") == 1
-            and inside.metric("speculon_capture_lost_texts_total") == 0
+            and inside.metric("speculon_capture_lost_choices_total") == 0
         )
     found = []
     for line in read(folder):
@@ -185,28 +185,33 @@ def test_what_is_kept_is_what_clients_asked_and_saw(tmp_path: Path) -> None:
     check_kept(tmp_path, BODIES)
 
 
-ALL = lines.lines_of
-SAID = lines.join
+LINES_OF = capture_format.lines_of
+JOIN = capture_format.join
 
 
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
         pytest.param(
-            capture, "lines_of", lambda answer, key: list(ALL(answer, key))[:1], id="a choice is lost"
+            capture, "lines_of", lambda answer, key: list(LINES_OF(answer, key))[:1], id="a choice is lost"
         ),
         pytest.param(
-            capture, "lines_of", lambda answer, key: [*ALL(answer, key)][::-1], id="choices are mixed up"
+            capture, "lines_of", lambda answer, key: [*LINES_OF(answer, key)][::-1], id="choices are mixed up"
         ),
-        pytest.param(lines, "join", lambda said: SAID(said[:-1]), id="the end of a text is lost"),
         pytest.param(
-            lines,
+            capture_format, "join", lambda deltas: JOIN(deltas[:-1]), id="the end of a text is lost"
+        ),
+        pytest.param(
+            capture_format,
             "join",
-            lambda said: {"role": "assistant", "content": SAID(said)["content"] or ""},
+            lambda deltas: {"role": "assistant", "content": JOIN(deltas)["content"] or ""},
             id="no calls",
         ),
         pytest.param(
-            lines, "text_of", lambda content: content if isinstance(content, str) else "", id="parts are lost"
+            capture_format,
+            "text_of",
+            lambda content: content if isinstance(content, str) else "",
+            id="parts are lost",
         ),
         pytest.param(Files, "append", lambda files, label, line: True, id="nothing is written"),
     ],
@@ -247,8 +252,8 @@ def check_unfinished(folder: Path) -> None:
         with inside.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2000}) as lost:
             rest = lost.iter_lines()
             assert any('finish_reason":"stop' in line for line in rest)
-            inside.server.engine.lose(EngineError("it has burnt down"))
-            assert any("it has burnt down" in line for line in rest)
+            inside.state.engine.fail(EngineError("planted"))
+            assert any("planted" in line for line in rest)
         settle(inside)
     assert [line["prompt"] for line in read(folder)] == ["say:kept"]
 
@@ -260,11 +265,11 @@ def test_aborted_and_failed_requests_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
-        pytest.param(capture, "ended_well", lambda answer: True, id="aborted texts"),
+        pytest.param(capture, "is_complete", lambda answer: True, id="aborted texts"),
         pytest.param(
             capture,
-            "ended_well",
-            lambda answer: any(text.reason == "stop" for text in answer.texts),
+            "is_complete",
+            lambda answer: any(choice.finish_reason == "stop" for choice in answer.choices),
             id="half a request",
         ),
     ],
@@ -292,7 +297,7 @@ def test_who_does_not_want_it_is_not_captured(tmp_path: Path) -> None:
 
 
 def test_a_wish_that_is_not_heard_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "may_be_kept", lambda body, house: True)
+    monkeypatch.setattr(capture_format, "may_be_captured", lambda body, model: True)
     with pytest.raises(AssertionError):
         check_opt_out(tmp_path)
 
@@ -392,12 +397,12 @@ def test_a_disk_that_refuses_ends_the_capture_and_no_request(
             settle(inside)
         monkeypatch.undo()
         write(inside, "a")
-        wait_until(lambda: inside.metric("speculon_capture_lost_texts_total") == 4)
+        wait_until(lambda: inside.metric("speculon_capture_lost_choices_total") == 4)
         assert (
-            inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_texts_total") == 1
+            inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_choices_total") == 1
         )
-        said = [record.getMessage() for record in caplog.records if "captured" in record.getMessage()]
-        assert said == [f"no more texts are captured: {tmp_path}: No space left on device"], "once"
+        said = [record.getMessage() for record in caplog.records if "capture" in record.getMessage()]
+        assert said == [f"capture ends: {tmp_path}: No space left on device"], "once"
         assert len(read(tmp_path)) == 1
         with monkeypatch.context() as patched:
             patched.setattr(Path, "unlink", refused)
@@ -414,21 +419,21 @@ def test_a_fault_of_its_own_costs_no_request(
         write(inside, "a")
         wait_until(lambda: inside.metric("speculon_capturing") == 0)
         write(inside, "a")
-    (record,) = [record for record in caplog.records if "captured" in record.getMessage()]
+    (record,) = [record for record in caplog.records if "capture" in record.getMessage()]
     assert record.levelno == logging.ERROR and record.exc_info and not read(tmp_path)
 
 
 def test_a_slow_disk_loses_texts_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MOST_HELD", 10_000)
+    monkeypatch.setattr(capture, "PENDING_BYTES", 10_000)
     with served(capture=str(tmp_path)) as inside:
-        assert isinstance(inside.server.capture, Capture)
+        assert isinstance(inside.state.capture, Capture)
         lock = threading.Event()
-        inside.server.capture._writer.submit(lock.wait, 30)
+        inside.state.capture._writer.submit(lock.wait, 30)
         for _ in range(5):
             write(inside, "a", "x" * 3000)
-        assert inside.metric("speculon_capture_lost_texts_total") == 2 and not read(tmp_path)
+        assert inside.metric("speculon_capture_lost_choices_total") == 2 and not read(tmp_path)
         lock.set()
-        wait_until(lambda: inside.metric("speculon_captured_texts_total") == 3)
+        wait_until(lambda: inside.metric("speculon_captured_choices_total") == 3)
         write(inside, "a", "say:once more")
     assert len(read(tmp_path)) == 4
 
@@ -442,8 +447,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
             assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 200
         wait_until(lambda: len(read(folder)) == 5)
         assert (
-            f"captures what clients of every API key ask and get in {folder}, 0.5 GB at most\n"
-            in server.stderr
+            f"capturing requests and answers of every API key in {folder}, at most 0.5 GB\n" in server.stderr
         )
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
@@ -454,7 +458,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
     with started(tmp_path / "second", **environment) as server:
         url = server.ready()
         assert (
-            "captures what clients of 2 API keys ask and get" in server.stderr
+            "capturing requests and answers of 2 API keys in " in server.stderr
             and "half a line" in server.stderr
         )
         for key in ("one", "three"):

@@ -142,20 +142,22 @@ def test_when_the_client_goes_the_engine_stops(stream: bool, pause: float) -> No
         wait_until(
             lambda: inside.metric('speculon_http_requests_total{route="/v1/completions",status="499"}') == 1
         )
-        wait_until(lambda: not inside.engine.has_work and inside.server.engine.open_requests == 0)
+        wait_until(lambda: not inside.engine.has_work and inside.state.engine.open_requests == 0)
         wait_until(
-            lambda: inside.metric("speculon_texts_running") == inside.metric("speculon_requests_open") == 0
+            lambda: (
+                inside.metric("speculon_sequences_running") == inside.metric("speculon_requests_open") == 0
+            )
         )
         if pause:
             assert inside.engine.aborted and inside.metric('speculon_requests_total{finish="abort"}') == 1
 
 
 def test_a_request_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: a session that does not end its mailbox runs on, and `served` says so."""
-    with pytest.raises(AssertionError, match="runs on|not come true"):
+    """The twin: an answer that does not end its requests leaves work in the engine, and `served` fails."""
+    with pytest.raises(AssertionError, match="still has work|stayed false"):
         with served(script={"step_seconds": 0.01}) as inside:
-            monkeypatch.setattr("speculon.server.app.Session.close", lambda session: None)
-            monkeypatch.setattr(inside.server.engine, "stop", no_stop)
+            monkeypatch.setattr("speculon.server.answer.Answer.close", lambda answer: None)
+            monkeypatch.setattr(inside.state.engine, "stop", no_stop)
             with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
                 next(response.iter_lines())
             wait_until(lambda: not inside.engine.has_work, seconds=0.5)
@@ -178,7 +180,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
             assert inside.client.get("/health").status_code == 200
         wait_until(lambda: not inside.engine.has_work)
         assert inside.post("completions", prompt="x").status_code == 200
-        assert inside.server.engine.open_texts == 0, "what is written holds no place, read or not"
+        assert inside.state.engine.open_sequences == 0, "what is written holds no place, read or not"
         sock.close()
 
 
@@ -271,7 +273,7 @@ def test_a_fault_of_the_server_is_an_answer(
         raise ZeroDivisionError("planted")
 
     with served() as inside:
-        monkeypatch.setattr("speculon.server.answer.Text.push", fail)
+        monkeypatch.setattr("speculon.server.choice.Choice.push", fail)
         response = inside.post("completions", prompt="x", stream=stream)
         if stream:
             assert '"type":"server_error"' in response.text and "planted" not in response.text
@@ -286,7 +288,7 @@ def test_when_the_engine_is_gone_the_server_says_so() -> None:
         with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            inside.server.engine._process.kill()
+            inside.state.engine._process.kill()
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
         for path in ("/health", "/ready"):

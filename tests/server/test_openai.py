@@ -294,7 +294,7 @@ def test_a_stream_may_be_left(client: openai.OpenAI, real: Outside) -> None:
         return sum(
             float(line.split()[1])
             for line in page
-            if line.startswith(("speculon_requests_open", "speculon_texts_running"))
+            if line.startswith(("speculon_requests_open", "speculon_sequences_running"))
         )
 
     with complete(client, stream=True, max_tokens=256, n=4) as stream:

@@ -19,7 +19,7 @@ import pytest
 from speculon.config import EngineConfig
 from speculon.engine import async_engine
 from speculon.errors import ConfigError, EngineError
-from speculon.server import door
+from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import REAL, Outside, started
 from tests.server.test_abuse import refusal
@@ -97,7 +97,7 @@ def test_no_key_draws_on_the_answers_to_another() -> None:
     ],
 )
 def test_a_pool_without_the_key_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "tenant_of", wrong)
+    monkeypatch.setattr(middleware, "tenant_of", wrong)
     with pytest.raises(AssertionError):
         check_isolation()
 
@@ -216,8 +216,8 @@ def test_who_may_not_enter_deletes_nothing(inside: Inside) -> None:
 
 
 def test_a_lost_engine_is_told(inside: Inside) -> None:
-    engine = inside.server.engine
-    engine.lose(EngineError("it has burnt down"))
+    engine = inside.state.engine
+    engine.fail(EngineError("planted"))
     assert refusal(inside.client.delete(ROUTE, headers=by(KEYS[0])), 503)["code"] == "not_ready"
 
 

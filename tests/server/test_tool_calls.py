@@ -1,6 +1,4 @@
-"""Calls of tools as templates make models write them: recognised in whatever pieces the text comes, or left
-as text.
-"""
+"""Tool calls in the forms of chat templates: parsed in whatever pieces the text comes, or left as text."""
 
 from __future__ import annotations
 
@@ -12,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.server.tool_calls import Bare, Named, Reply, Required, Spoken, Tagged, calls_schema, join, recognise
+from speculon.server.tool_calls import (
+    JsonCallParser,
+    NamedCallParser,
+    ReplyParser,
+    RequiredCallsParser,
+    TaggedCallsParser,
+    TextParser,
+    calls_schema,
+    join,
+    parser_for,
+)
 from tests.server.inside import served
 from tests.server.test_answers import check_alike, events_of
 
@@ -24,50 +32,48 @@ def call(name: str = "f", **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def read(make: Callable[[], Reply], parts: list[str]) -> tuple[Any, bool]:
-    """The message that a text in these parts adds up to, without the calls' random ids; and whether it is a
-    call.
-    """
-    reply = make()
-    message = join([delta for part in parts for delta in reply.push(part)] + reply.end())
+def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
+    """The message of a text in these parts, without the calls' random ids; and whether it is a call."""
+    parser = make()
+    message = join([delta for part in parts for delta in parser.push(part)] + parser.end())
     calls = [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
     ]
-    return (message["content"], calls), reply.called
+    return (message["content"], calls), parser.called
 
 
 @pytest.mark.parametrize(
     ("template", "kind"),
     [
-        (HERMES, Tagged),
-        (LLAMA, Bare),
+        (HERMES, TaggedCallsParser),
+        (LLAMA, JsonCallParser),
         ("{{ messages }}", None),
         ("{{ messages }}<tool_call>", None),
         ("", None),
     ],
 )
 def test_templates_tell_how_calls_are_written(template: str, kind: type | None) -> None:
-    assert recognise(template) is kind
+    assert parser_for(template) is kind
 
 
 TWO = '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"y": []}}]'
 TEXTS: dict[str, tuple[type, str, Any, bool]] = {
-    "text": (Tagged, "Hello < there", ("Hello < there", []), False),
-    "a call": (Tagged, call(x=1), (None, [("f", {"x": 1})]), True),
-    "text and a call": (Tagged, "Well:\n" + call(x="<é>"), ("Well:\n", [("f", {"x": "<é>"})]), True),
-    "two calls": (Tagged, call(x=1) + "\n" + call("g"), (None, [("f", {"x": 1}), ("g", {})]), True),
-    "no JSON": (Tagged, "<tool_call>nonsense</tool_call>", ("<tool_call>nonsense</tool_call>", []), False),
-    "not a call": (Tagged, "<tool_call>[1]</tool_call>", ("<tool_call>[1]</tool_call>", []), False),
-    "cut off": (Tagged, 'a<tool_call>{"name": "f"', ('a<tool_call>{"name": "f"', []), False),
-    "cut in the tag": (Tagged, "a<tool_ca", ("a<tool_ca", []), False),
-    "a lone object": (Bare, '{"name": "f", "parameters": {"x": 2}}', (None, [("f", {"x": 2})]), True),
-    "another object": (Bare, '{"x": 2}', ('{"x": 2}', []), False),
-    "no object": (Bare, "  {no", ("  {no", []), False),
-    "words": (Bare, "\n hello {", ("\n hello {", []), False),
-    "an array": (Required, TWO, (None, [("f", {}), ("g", {"y": []})]), True),
-    "a cut array": (Required, '[{"name": "f", "argum', ('[{"name": "f", "argum', []), False),
-    "nothing": (Required, "", ("", []), False),
-    "spoken": (Spoken, call(), (call(), []), False),
+    "text": (TaggedCallsParser, "Hello < there", ("Hello < there", []), False),
+    "a call": (TaggedCallsParser, call(x=1), (None, [("f", {"x": 1})]), True),
+    "text and a call": (TaggedCallsParser, "Well:\n" + call(x="<é>"), ("Well:\n", [("f", {"x": "<é>"})]), True),
+    "two calls": (TaggedCallsParser, call(x=1) + "\n" + call("g"), (None, [("f", {"x": 1}), ("g", {})]), True),
+    "no JSON": (TaggedCallsParser, "<tool_call>nonsense</tool_call>", ("<tool_call>nonsense</tool_call>", []), False),
+    "not a call": (TaggedCallsParser, "<tool_call>[1]</tool_call>", ("<tool_call>[1]</tool_call>", []), False),
+    "cut off": (TaggedCallsParser, 'a<tool_call>{"name": "f"', ('a<tool_call>{"name": "f"', []), False),
+    "cut in the tag": (TaggedCallsParser, "a<tool_ca", ("a<tool_ca", []), False),
+    "a lone object": (JsonCallParser, '{"name": "f", "parameters": {"x": 2}}', (None, [("f", {"x": 2})]), True),
+    "another object": (JsonCallParser, '{"x": 2}', ('{"x": 2}', []), False),
+    "no object": (JsonCallParser, "  {no", ("  {no", []), False),
+    "words": (JsonCallParser, "\n hello {", ("\n hello {", []), False),
+    "an array": (RequiredCallsParser, TWO, (None, [("f", {}), ("g", {"y": []})]), True),
+    "a cut array": (RequiredCallsParser, '[{"name": "f", "argum', ('[{"name": "f", "argum', []), False),
+    "nothing": (RequiredCallsParser, "", ("", []), False),
+    "spoken": (TextParser, call(), (call(), []), False),
 }  # fmt: skip
 
 
@@ -81,18 +87,18 @@ def test_calls_are_recognised_in_any_pieces(case: str, cuts: list[int]) -> None:
 
 @given(cuts=st.lists(st.integers(1, 30), max_size=5))
 def test_arguments_of_a_named_tool_stream_as_they_come(cuts: list[int]) -> None:
-    text, reply = json.dumps({"x": "y" * 20}), Named("f")
+    text, parser = json.dumps({"x": "y" * 20}), NamedCallParser("f")
     edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    deltas = [delta for a, b in zip(edges, edges[1:], strict=False) for delta in reply.push(text[a:b])]
-    assert len(deltas) == len(edges) - 1 and reply.called
-    (made,) = join(deltas + reply.end())["tool_calls"]
+    deltas = [delta for a, b in zip(edges, edges[1:], strict=False) for delta in parser.push(text[a:b])]
+    assert len(deltas) == len(edges) - 1 and parser.called
+    (made,) = join(deltas + parser.end())["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": text}
 
 
 def test_a_recogniser_that_loses_text_is_seen() -> None:
     """The twin: one that forgets what it held back."""
 
-    class Forgetful(Tagged):
+    class Forgetful(TaggedCallsParser):
         def end(self) -> list[Any]:
             return []
 

@@ -124,7 +124,7 @@ def test_who_rehearses(
     policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Engine] = []
-    monkeypatch.setattr("speculon.llm.rehearse", seen.append)
+    monkeypatch.setattr("speculon.engine.build.rehearse", seen.append)
     llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

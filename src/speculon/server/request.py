@@ -1,102 +1,57 @@
-"""What one HTTP request asks of the engine, and how its answer is to be written."""
+"""One HTTP request as the server works with it, and the fields that both routes share."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
-from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
-from speculon.serve_config import ServeConfig
-from speculon.server.tool_calls import Reply, Spoken
+from speculon.errors import InvalidParameter
+from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
-from speculon.text import Tokenizer
-
-DEFAULT_TOKENS = 16  # of a completion that does not say, as OpenAI
+from speculon.server.tool_calls import ReplyParser, TextParser
 
 
 @dataclass(frozen=True, slots=True)
-class House:
-    """What a request is read against."""
+class GenerationRequest:
+    """Prompts and parameters of one HTTP request; each prompt is continued `params.n` times."""
 
-    name: str  # of the model, as clients call it
-    tokenizer: Tokenizer
-    max_context: int
-    vocab_size: int
-    method: str
-    config: ServeConfig
-
-    def check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self.name:
-            raise UnknownModel(f"model = {shorten(asked)}: this server serves {self.name!r}")
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.
-
-        One that is far too long is refused by its beginning: others wait while it is read.
-        """
-        part = 4 * self.max_context
-        while part < len(text):
-            # whatever a cut in a word may have changed
-            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:
-                raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
-            part *= 4
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def length_of(self, asked: int | None, prompts: list[list[int]], usual: int | None = None) -> int:
-        """`max_tokens` of a request; of one that does not say, the usual or all that the context and the
-        server's limit leave.
-        """
-        limit, longest = self.config.max_request_tokens, max(map(len, prompts))
-        if longest > self.max_context:  # told before it travels; the engine judges the rest
-            raise TooLong(f"prompt {longest} > context {self.max_context} tokens")
-        if asked is None:
-            return min(most for most in (usual, limit, self.max_context - longest) if most is not None)
-        if limit is not None and asked > limit:
-            raise InvalidParameter("max_tokens", asked, f"this server writes at most {limit} tokens per text")
-        return asked
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request: every prompt is written `params.n` times."""
-
-    kind: Literal["text_completion", "chat.completion"]
+    chat: bool  # a chat completion, not a completion
     prompts: list[list[int]]
     params: SamplingParams
     speculation: RequestSpeculation
-    method: str  # what drafts, for the account
+    method: str  # that drafts; shown in the answer
     stream: bool = False
-    usage: bool = False  # in the stream's last chunk
-    stats: bool = False
+    include_usage: bool = False  # in the stream's last chunk
+    include_stats: bool = False
     echo: bool = False
-    asked: tuple[bytes, ...] = ()  # each prompt, as it is captured; empty: nothing is
-    reply: Callable[[], Reply] = field(default=Spoken)
+    captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
+    parser: Callable[[], ReplyParser] = field(default=TextParser)
 
     @property
-    def texts(self) -> int:
+    def sequences(self) -> int:
         return len(self.prompts) * self.params.n
 
 
 def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
-    """The fields both surfaces share; a field that is not said keeps our default.
+    """The fields that both routes share, and `more`; a field that is not set keeps our default.
 
     Raises `InvalidParameter`.
     """
     names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
-    said = {name: value for name in names if (value := getattr(body, name)) is not None}
-    biases = {"logit_bias": read_biases(body.logit_bias)} if body.logit_bias else {}
-    return SamplingParams(
-        **{**said, **biases, **structured_of(body), **{k: v for k, v in more.items() if v is not None}}
-    )
+    fields = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        fields["logit_bias"] = read_biases(body.logit_bias)
+    fields |= structured_of(body) | {name: value for name, value in more.items() if value is not None}
+    return SamplingParams(**fields)
 
 
-def read_biases(said: dict[str, float]) -> dict[int, float]:
+def read_biases(fields: dict[str, float]) -> dict[int, float]:
     biases = {}
-    for token, bias in said.items():
+    for token, bias in fields.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise InvalidParameter("logit_bias", token, "keys are token ids")
         if not -100 <= bias <= 100:
@@ -107,55 +62,53 @@ def read_biases(said: dict[str, float]) -> dict[int, float]:
 
 def structured_of(body: Sampling) -> dict[str, Any]:
     """`response_format` as the engine's `structured`."""
-    asked = body.response_format
-    if asked is None or asked.type == "text":
+    requested = body.response_format
+    if requested is None or requested.type == "text":
         return {}
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return {"structured": {"json_object": True}}
-    if asked.json_schema is None:
+    if requested.json_schema is None:
         raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
-    return {"structured": {"json_schema": asked.json_schema.schema_}}
+    return {"structured": {"json_schema": requested.json_schema.schema_}}
 
 
-def speculation_of(body: Sampling, house: House) -> RequestSpeculation:
-    asked = body.speculation
-    said = asked.model_dump(exclude={"stats"}, exclude_none=True) if asked else {}
-    name = said.get("pool", next((name for name in callers(body) if name and name.strip()), None))
-    said |= {} if name is None else {"pool": pool_of(name)}
+def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
+    requested = body.speculation
+    fields = requested.model_dump(exclude={"stats"}, exclude_none=True) if requested else {}
+    pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))
+    if pool is not None:
+        fields["pool"] = pool_of(pool)
     if body.prediction is None:
-        return RequestSpeculation(**said)
-    # refuses one that is too long
-    speculation = RequestSpeculation(**said, prediction=text_of(body.prediction.content))
-    # here, where no step waits for it
-    ids = read_prediction(speculation.prediction, house.tokenizer, house.vocab_size)
+        return RequestSpeculation(**fields)
+    # the settings refuse a prediction that is too long, before it is encoded
+    speculation = RequestSpeculation(**fields, prediction=text_of(body.prediction.content))
+    # encoded here, where no step waits for it
+    ids = read_prediction(speculation.prediction, model.tokenizer, model.vocab_size)
     return speculation.model_copy(update={"prediction": ids})
 
 
-def callers(body: Sampling) -> tuple[str | None, ...]:
-    """Who asks, in OpenAI's words; whoever names a user does not want him among all that share a cache key."""
+def user_names(body: Sampling) -> tuple[str | None, ...]:
+    """OpenAI's names of a user, the narrowest first: many users may share a cache key."""
     return body.safety_identifier, body.user, body.prompt_cache_key
 
 
 def pool_of(name: str) -> str:
-    """A caller's name for a pool as the engine hears it; the empty name is nobody's.
-
-    Names go no further than here.
-    """
+    """A digest of a pool's name, so that the engine never has the name; the empty name stays empty."""
     return name and hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def shared(body: Sampling, house: House) -> dict[str, Any]:
-    """What both surfaces say alike."""
+def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
+    """Fields of `GenerationRequest` that both routes fill alike."""
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
-    speculation = speculation_of(body, house)
+    speculation = speculation_of(body, model)
     return {
         "speculation": speculation,
-        "method": speculation.method or house.method,
+        "method": speculation.method or model.method,
         "stream": bool(body.stream),
-        "usage": options is not None and options.include_usage,
-        "stats": body.speculation is not None and body.speculation.stats,
+        "include_usage": options is not None and options.include_usage,
+        "include_stats": body.speculation is not None and body.speculation.stats,
     }
 
 
