@@ -1,7 +1,7 @@
 """`speculon serve` over a scripted engine in a process of its own.
 
-`SCRIPTED_STEP=0.01 python scripted_serve.py serve --port 0`. The command, the engine's process, its worker and
-their pipe are the real ones; only model and tokenizer are not.
+`SCRIPTED_STEP=0.01 python scripted_serve.py serve --port 0`. The command, the engine's process, its worker
+and their pipe are the real ones; only model and tokenizer are not.
 """
 
 from __future__ import annotations

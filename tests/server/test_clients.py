@@ -1,6 +1,4 @@
-"""Clients that send too much or too slowly, leave, or read nothing; limits; and faults inside: the others go
-on.
-"""
+"""Clients that send too much or too slowly, leave, or read nothing; limits; faults: other requests go on."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_large_bodies_are_refused(inside: Inside) -> None:
 def test_a_lie_about_the_length_is_no_way_in(inside: Inside) -> None:
     with connect(inside) as sock:
         sock.sendall(head("/v1/completions", "content-length: 99999999999999999999999"))
-        assert b" 413 " in (said := all_from(sock)) or b" 400 " in said
+        assert b" 413 " in (reply := all_from(sock)) or b" 400 " in reply
     for line in (
         "content-length: -5",
         "content-length: 1\r\ncontent-length: 2",
@@ -91,7 +89,7 @@ def test_no_http_at_all(inside: Inside) -> None:
 
 
 def test_slow_clients_hurt_nobody() -> None:
-    """Bodies byte by byte end at `body_timeout`; heads that never end, and idle connections, are just there."""
+    """A body byte by byte ends at `body_timeout`; endless heads and idle connections do no harm."""
     with served(body_timeout=0.6) as inside:
         idle = [connect(inside) for _ in range(50)]
         for sock in idle[25:]:
@@ -103,8 +101,8 @@ def test_slow_clients_hurt_nobody() -> None:
                 slow.sendall(b"{")
                 time.sleep(0.1)
                 assert inside.post("completions", prompt="x").status_code == 200
-            said = all_from(slow)
-            assert b" 408 " in said and b"body_timeout" in said and time.monotonic() - began < 5
+            reply = all_from(slow)
+            assert b" 408 " in reply and b"body_timeout" in reply and time.monotonic() - began < 5
         assert inside.metric('speculon_http_requests_total{route="/v1/completions",status="408"}') == 1
         for sock in idle:
             sock.close()
@@ -167,7 +165,7 @@ async def no_stop() -> None:
     pass
 
 
-def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
+def test_a_client_that_reads_nothing_delays_no_other() -> None:
     with served() as inside:
         body = json.dumps({"prompt": "x", "n": 4, "max_tokens": 4000, "stream": True, "logprobs": 2}).encode()
         sock = connect(inside)
@@ -180,7 +178,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
             assert inside.client.get("/health").status_code == 200
         wait_until(lambda: not inside.engine.has_work)
         assert inside.post("completions", prompt="x").status_code == 200
-        assert inside.state.engine.open_sequences == 0, "what is written holds no place, read or not"
+        assert inside.state.engine.open_sequences == 0, "ended sequences hold no place, read or not"
         sock.close()
 
 
@@ -193,7 +191,7 @@ def test_requests_end_when_their_time_is_over() -> None:
         choice = whole["choices"][0]
         rounds = whole["speculation"]["reasons"]["no_match"]
         assert rounds > 3 and whole["speculation"]["changes"][0]["count"] == rounds, (
-            "it comes with its account"
+            "it comes with its statistics"
         )
         assert choice["finish_reason"] == "abort" and choice["text"].startswith("abc")
         assert whole["usage"]["completion_tokens"] == len(choice["text"])
@@ -210,24 +208,24 @@ def test_requests_end_in_time_though_the_engine_has_no_time_for_them() -> None:
         began = time.monotonic()
         whole = inside.post("completions", **LONG, speculation={"stats": True}).json()
         assert time.monotonic() - began < 2.5 and whole["choices"][0]["finish_reason"] == "abort"
-        assert whole["speculation"]["reasons"] == {}, "nobody has told yet"
+        assert whole["speculation"]["reasons"] == {}, "the engine has sent none yet"
 
 
-def test_changes_of_mind_are_counted_by_way_and_reason() -> None:
+def test_changes_of_method_are_counted_by_methods_and_reason() -> None:
     with served() as inside:
-        told = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()[
+        stats = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()[
             "speculation"
         ]
-        (change,) = told["changes"]
+        (change,) = stats["changes"]
         assert change == {
             "from": "ngram",
             "to": "plain",
             "reason": "no_match",
-            "count": told["reasons"]["no_match"],
+            "count": stats["reasons"]["no_match"],
         }
         label = 'speculon_changes_total{from="ngram",reason="no_match",to="plain"}'
         inside.eventually(lambda: inside.metric(label) == change["count"])
-        assert inside.metric("speculon_changes_total{") == change["count"], "no other way was gone"
+        assert inside.metric("speculon_changes_total{") == change["count"], "there was no other change"
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:

@@ -115,7 +115,7 @@ async def test_a_request_that_is_given_up_while_it_is_submitted_leaves_nothing()
 
 
 @running
-async def test_closing_a_queue_ends_its_texts() -> None:
+async def test_closing_a_queue_ends_its_sequences() -> None:
     async with begun(step_seconds=0.01) as engine:
         queue = await engine.submit([ask("r", max_tokens=2000, n=3)])
         await queue.take()
@@ -127,7 +127,7 @@ async def test_closing_a_queue_ends_its_texts() -> None:
 
 
 @running
-async def test_abort_all_lets_everybody_know() -> None:
+async def test_abort_all_ends_every_queue() -> None:
     async with begun(step_seconds=0.01, settings={"model": "scripted", "max_num_seqs": 2}) as engine:
         queues = [await engine.submit([ask(f"r-{i}", max_tokens=2000)]) for i in range(4)]
         await queues[0].take()
@@ -229,13 +229,13 @@ async def test_a_message_that_cannot_be_read_ends_the_engine() -> None:
 
 
 @running
-async def test_a_step_that_fails_once_harms_nobody() -> None:
+async def test_a_step_that_fails_once_harms_no_request() -> None:
     async with begun(faults=[None, MemoryError("planted"), None, ValueError("planted")]) as engine:
         assert await all_of(await engine.submit([ask("r", max_tokens=26)])) == "abcdefghijklmnopqrstuvwxyz"
 
 
 @running
-async def test_a_step_that_fails_again_ends_those_who_run_and_nobody_else() -> None:
+async def test_a_step_that_fails_again_ends_the_running_requests_alone() -> None:
     settings = {"model": "scripted", "max_num_seqs": 1}
     async with begun(
         faults=[None, MemoryError("planted"), MemoryError("planted")], settings=settings
@@ -252,8 +252,8 @@ async def test_a_step_that_fails_again_ends_those_who_run_and_nobody_else() -> N
 
 
 @running
-async def test_a_step_that_always_fails_answers_everybody() -> None:
-    """Also those who wait: nobody ever gets to run."""
+async def test_a_step_that_always_fails_ends_every_request() -> None:
+    """Waiting requests, too: none ever gets to run."""
     async with begun(faults=[RuntimeError("planted")] * 1000) as engine:
         for i in range(3):
             with pytest.raises(EngineError, match="planted"):
@@ -305,7 +305,7 @@ def test_a_worker_whose_server_is_gone_ends() -> None:
 
 
 def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*asked: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise KeyError("planted")
 
     alone = WorkerAlone()
@@ -349,9 +349,9 @@ def test_every_error_passes_between_processes(kind: type[SpeculonError]) -> None
 
 
 def test_requests_and_outputs_pass_unchanged() -> None:
-    asked = ask("r", "\x00é🙂", stop=("a", "🙂"), seed=2**63, logit_bias={5: -1.5}, logprobs=3)
-    assert pickle.loads(pickle.dumps(asked)) == asked
+    add = ask("r", "\x00é🙂", stop=("a", "🙂"), seed=2**63, logit_bias={5: -1.5}, logprobs=3)
+    assert pickle.loads(pickle.dumps(add)) == add
     engine = ScriptedEngine(EngineConfig(model="scripted"))
-    engine.add_request(asked.prompt, asked.params, None, "r")
+    engine.add_request(add.prompt, add.params, None, "r")
     outputs = Outputs(engine.step())
     assert pickle.loads(pickle.dumps(outputs)) == outputs and outputs.events

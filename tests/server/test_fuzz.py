@@ -1,6 +1,4 @@
-"""The server against its own description: whatever the OpenAPI schema allows or forbids, no 5xx, no hang, and
-true answers.
-"""
+"""The server against its OpenAPI schema: for bodies it allows and forbids, no 5xx, no hang, true answers."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.server.inside import served
 from tests.server.outside import Outside
 
 SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
-# the fuzzer is to try requests, not to write texts
+# many short requests
 MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
 OPERATIONS = {
     "/v1/completions": "post",

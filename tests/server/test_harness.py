@@ -41,7 +41,7 @@ MODEL = ServedModel("m", Letters(), 100, 256, "off", ServeConfig())  # type: ign
 @pytest.mark.parametrize(
     "change, ignored",
     [({}, True), ({"echo": False}, False), ({"logprobs": None}, False), ({"max_tokens": 2}, False)],
-    ids=["asked of the prompt alone", "no echo", "no log-probabilities", "a text is wanted"],
+    ids=["the prompt alone", "no echo", "no log-probabilities", "two tokens"],
 )
 def test_the_one_token_is_there_even_where_it_ends_the_text(change: dict[str, Any], ignored: bool) -> None:
     assert read_completion(CompletionRequest(**{**ASK, **change}), MODEL).params.ignore_eos is ignored

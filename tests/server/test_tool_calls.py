@@ -56,24 +56,26 @@ def test_templates_tell_how_calls_are_written(template: str, kind: type | None) 
     assert parser_for(template) is kind
 
 
+TAGGED, JSON_CALL = TaggedCallsParser, JsonCallParser
+REQUIRED, TEXT = RequiredCallsParser, TextParser
 TWO = '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"y": []}}]'
 TEXTS: dict[str, tuple[type, str, Any, bool]] = {
-    "text": (TaggedCallsParser, "Hello < there", ("Hello < there", []), False),
-    "a call": (TaggedCallsParser, call(x=1), (None, [("f", {"x": 1})]), True),
-    "text and a call": (TaggedCallsParser, "Well:\n" + call(x="<é>"), ("Well:\n", [("f", {"x": "<é>"})]), True),
-    "two calls": (TaggedCallsParser, call(x=1) + "\n" + call("g"), (None, [("f", {"x": 1}), ("g", {})]), True),
-    "no JSON": (TaggedCallsParser, "<tool_call>nonsense</tool_call>", ("<tool_call>nonsense</tool_call>", []), False),
-    "not a call": (TaggedCallsParser, "<tool_call>[1]</tool_call>", ("<tool_call>[1]</tool_call>", []), False),
-    "cut off": (TaggedCallsParser, 'a<tool_call>{"name": "f"', ('a<tool_call>{"name": "f"', []), False),
-    "cut in the tag": (TaggedCallsParser, "a<tool_ca", ("a<tool_ca", []), False),
-    "a lone object": (JsonCallParser, '{"name": "f", "parameters": {"x": 2}}', (None, [("f", {"x": 2})]), True),
-    "another object": (JsonCallParser, '{"x": 2}', ('{"x": 2}', []), False),
-    "no object": (JsonCallParser, "  {no", ("  {no", []), False),
-    "words": (JsonCallParser, "\n hello {", ("\n hello {", []), False),
-    "an array": (RequiredCallsParser, TWO, (None, [("f", {}), ("g", {"y": []})]), True),
-    "a cut array": (RequiredCallsParser, '[{"name": "f", "argum', ('[{"name": "f", "argum', []), False),
-    "nothing": (RequiredCallsParser, "", ("", []), False),
-    "spoken": (TextParser, call(), (call(), []), False),
+    "text": (TAGGED, "Hello < there", ("Hello < there", []), False),
+    "a call": (TAGGED, call(x=1), (None, [("f", {"x": 1})]), True),
+    "text and a call": (TAGGED, "Well:\n" + call(x="<é>"), ("Well:\n", [("f", {"x": "<é>"})]), True),
+    "two calls": (TAGGED, call(x=1) + "\n" + call("g"), (None, [("f", {"x": 1}), ("g", {})]), True),
+    "no JSON": (TAGGED, "<tool_call>nonsense</tool_call>", ("<tool_call>nonsense</tool_call>", []), False),
+    "not a call": (TAGGED, "<tool_call>[1]</tool_call>", ("<tool_call>[1]</tool_call>", []), False),
+    "cut off": (TAGGED, 'a<tool_call>{"name": "f"', ('a<tool_call>{"name": "f"', []), False),
+    "cut in the tag": (TAGGED, "a<tool_ca", ("a<tool_ca", []), False),
+    "a lone object": (JSON_CALL, '{"name": "f", "parameters": {"x": 2}}', (None, [("f", {"x": 2})]), True),
+    "another object": (JSON_CALL, '{"x": 2}', ('{"x": 2}', []), False),
+    "no object": (JSON_CALL, "  {no", ("  {no", []), False),
+    "words": (JSON_CALL, "\n hello {", ("\n hello {", []), False),
+    "an array": (REQUIRED, TWO, (None, [("f", {}), ("g", {"y": []})]), True),
+    "a cut array": (REQUIRED, '[{"name": "f", "argum', ('[{"name": "f", "argum', []), False),
+    "nothing": (REQUIRED, "", ("", []), False),
+    "spoken": (TEXT, call(), (call(), []), False),
 }  # fmt: skip
 
 
@@ -136,18 +138,18 @@ def test_the_schema_of_calls_keeps_every_tools_own_definitions() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    asked: dict[str, Any] = {"tools": tools, "max_tokens": 300}
+    fields: dict[str, Any] = {"tools": tools, "max_tokens": 300}
     with served(template=HERMES) as inside:
-        for said, reason, count in (
+        for text, reason, count in (
             ("Well: " + call(x=1) + call("g"), "tool_calls", 2),
             ("no call", "stop", 0),
             ("<tool_call>{", "stop", 0),
         ):
-            body = {**asked, "messages": [{"role": "user", "content": "say:" + said}]}
+            body = {**fields, "messages": [{"role": "user", "content": "say:" + text}]}
             whole = inside.post("chat/completions", **body).json()
             (choice,) = whole["choices"]
             assert choice["finish_reason"] == reason and len(choice["message"].get("tool_calls", ())) == count
-            assert choice["message"]["content"] == ("Well: " if count else said)
+            assert choice["message"]["content"] == ("Well: " if count else text)
             if stream:
                 more = {"stream": True, "stream_options": {"include_usage": True}}
                 check_alike(whole, events_of(inside.post("chat/completions", **body, **more)))
