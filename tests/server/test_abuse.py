@@ -157,9 +157,9 @@ def test_bad_chats_are_refused_by_name(inside: Inside, more: dict[str, Any], par
     ],
 )
 def test_of_many_faults_few_are_reported(fault: dict[str, Any]) -> None:
-    kind = ChatRequest if "messages" in fault else CompletionRequest
+    schema = ChatRequest if "messages" in fault else CompletionRequest
     with pytest.raises(ValidationError) as refused:
-        kind.model_validate(fault)
+        schema.model_validate(fault)
     assert refused.value.error_count() < 10  # 900,000 of them once held up every stream for 28 s
 
 
@@ -240,18 +240,21 @@ def test_prompts_of_any_characters_are_written(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None]
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None],
 )
-def test_other_content_types_are_refused(inside: Inside, kind: str | None) -> None:
-    headers = {} if kind is None else {"content-type": kind}
+def test_other_content_types_are_refused(inside: Inside, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
     error = refusal(inside.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
     assert "content-type" in error["message"]
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
-def test_json_is_json(inside: Inside, kind: str) -> None:
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
+)
+def test_json_is_json(inside: Inside, content_type: str) -> None:
     response = inside.client.post(
-        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": content_type}
     )
     assert response.status_code == 200
 

@@ -141,7 +141,7 @@ TELLING = {
 
 def check_kept(folder: Path, requests: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Whole and streamed: what is kept is what the client saw."""
-    wanted = []
+    lines = []
     with served(HERMES, capture=str(folder)) as inside:
         for route, bodies in requests.items():
             for body in bodies.values():
@@ -149,10 +149,10 @@ def check_kept(folder: Path, requests: dict[str, dict[str, dict[str, Any]]]) -> 
                     for choice in ask(inside, route, {"max_tokens": 60, **body}, stream):
                         meta = {key: choice[key] for key in ("index", "finish_reason")}
                         temperature = body.get("temperature", 1.0)
-                        wanted.append(expected(route, body, choice) | meta | {"temperature": temperature})
+                        lines.append(expected(route, body, choice) | meta | {"temperature": temperature})
         settle(inside)
         size = sum(path.stat().st_size for path in folder.glob("*/*.jsonl"))
-        wait_until(lambda: inside.metric("speculon_captured_choices_total") == len(wanted), 2)
+        wait_until(lambda: inside.metric("speculon_captured_choices_total") == len(lines), 2)
         assert (
             inside.metric("speculon_captured_bytes_total")
             == size
@@ -173,15 +173,15 @@ def check_kept(folder: Path, requests: dict[str, dict[str, dict[str, Any]]]) -> 
             | {key: line[key] for key in ("index", "finish_reason")}
         )
         found[-1]["temperature"] = line["temperature"]
-    assert found == wanted
+    assert found == lines
 
 
-def test_what_is_kept_is_what_clients_asked_and_saw(tmp_path: Path) -> None:
+def test_lines_are_what_clients_sent_and_received(tmp_path: Path) -> None:
     check_kept(tmp_path, BODIES)
 
 
 LINES_OF = capture_format.lines_of
-JOIN = capture_format.join
+MERGE_DELTAS = capture_format.merge_deltas
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,15 @@ JOIN = capture_format.join
             capture, "lines_of", lambda answer, key: [*LINES_OF(answer, key)][::-1], id="choices are mixed up"
         ),
         pytest.param(
-            capture_format, "join", lambda deltas: JOIN(deltas[:-1]), id="the end of a text is lost"
+            capture_format,
+            "merge_deltas",
+            lambda deltas: MERGE_DELTAS(deltas[:-1]),
+            id="the end of a text is lost",
         ),
         pytest.param(
             capture_format,
-            "join",
-            lambda deltas: {"role": "assistant", "content": JOIN(deltas)["content"] or ""},
+            "merge_deltas",
+            lambda deltas: {"role": "assistant", "content": MERGE_DELTAS(deltas)["content"] or ""},
             id="no calls",
         ),
         pytest.param(

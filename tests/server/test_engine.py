@@ -1,4 +1,4 @@
-"""The asynchronous engine and its worker: races, faults, and what may pass between processes."""
+"""The asynchronous engine and its worker: concurrency, faults, and what may pass between processes."""
 
 from __future__ import annotations
 
@@ -332,19 +332,19 @@ def test_a_lost_event_is_seen() -> None:
 
 # what passes between processes
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SpeculonError)]
+ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, SpeculonError)]
 MADE: dict[str, Callable[[type], SpeculonError]] = {
-    "InvalidParameter": lambda kind: kind("stop", ["x" * 500], "too long"),
-    "MemoryExceeded": lambda kind: kind("draft_model", {"estimate": 3}),
+    "InvalidParameter": lambda cls: cls("stop", ["x" * 500], "too long"),
+    "MemoryExceeded": lambda cls: cls("draft_model", {"estimate": 3}),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_passes_between_processes(kind: type[SpeculonError]) -> None:
-    error = MADE.get(kind.__name__, lambda kind: kind("a message"))(kind)
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_passes_between_processes(cls: type[SpeculonError]) -> None:
+    error = MADE.get(cls.__name__, lambda cls: cls("a message"))(cls)
     error.__cause__ = ValueError("why")
     again = pickle.loads(pickle.dumps(Refused("r", error))).error
-    assert type(again) is kind and str(again) == str(error) and again.__dict__ == error.__dict__
+    assert type(again) is cls and str(again) == str(error) and again.__dict__ == error.__dict__
     assert isinstance(again, InvalidRequest) == isinstance(error, InvalidRequest)
 
 

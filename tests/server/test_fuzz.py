@@ -46,7 +46,7 @@ class Fuzzed:
         return self.schema[path][method.upper()].as_strategy(generation_mode=mode)
 
     def try_it(self, case: Any) -> None:
-        """Sends a case and raises where the answer is not what the description promises."""
+        """Sends a case and raises where the answer is not as the schema describes it."""
         if isinstance(case.body, dict) and case.path.startswith("/v1"):
             shorten(case.body)
         # what the schema allows may still be refused by name: one field may depend on another

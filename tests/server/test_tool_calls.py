@@ -18,7 +18,7 @@ from speculon.server.tool_calls import (
     TaggedCallsParser,
     TextParser,
     calls_schema,
-    join,
+    merge_deltas,
     parser_for,
 )
 from tests.server.inside import served
@@ -35,7 +35,7 @@ def call(name: str = "f", **arguments: Any) -> str:
 def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
     """The message of a text in these parts, without the calls' random ids; and whether it is a call."""
     parser = make()
-    message = join([delta for part in parts for delta in parser.push(part)] + parser.end())
+    message = merge_deltas([delta for part in parts for delta in parser.push(part)] + parser.end())
     calls = [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())
     ]
@@ -43,7 +43,7 @@ def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
 
 
 @pytest.mark.parametrize(
-    ("template", "kind"),
+    ("template", "parser"),
     [
         (HERMES, TaggedCallsParser),
         (LLAMA, JsonCallParser),
@@ -52,8 +52,8 @@ def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
         ("", None),
     ],
 )
-def test_templates_tell_how_calls_are_written(template: str, kind: type | None) -> None:
-    assert parser_for(template) is kind
+def test_templates_tell_how_calls_are_written(template: str, parser: type | None) -> None:
+    assert parser_for(template) is parser
 
 
 TAGGED, JSON_CALL = TaggedCallsParser, JsonCallParser
@@ -93,7 +93,7 @@ def test_arguments_of_a_named_tool_stream_as_they_come(cuts: list[int]) -> None:
     edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     deltas = [delta for a, b in zip(edges, edges[1:], strict=False) for delta in parser.push(text[a:b])]
     assert len(deltas) == len(edges) - 1 and parser.called
-    (made,) = join(deltas + parser.end())["tool_calls"]
+    (made,) = merge_deltas(deltas + parser.end())["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": text}
 
 

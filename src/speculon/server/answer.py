@@ -16,7 +16,7 @@ from speculon.engine.messages import Add
 from speculon.server.choice import Choice, ChoiceDelta
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
-from speculon.server.tool_calls import Delta, join
+from speculon.server.tool_calls import Delta, merge_deltas
 from speculon.telemetry import RequestStats
 
 # guess: seconds that a request beyond its time limit waits for the engine's last events
@@ -168,7 +168,7 @@ class Answer:
         return {**self._head(name), "choices": choices, "usage": self.usage(), **stats}
 
     def _whole_choice(self, parts: list[ChoiceDelta]) -> dict[str, Any]:
-        message, last = join([delta for part in parts for delta in part.deltas]), parts[-1]
+        message, last = merge_deltas([delta for part in parts for delta in part.deltas]), parts[-1]
         content = {"message": message} if self.request.chat else {"text": message["content"]}
         logprobs = concatenate([part.logprobs for part in parts if part.logprobs is not None])
         end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}

@@ -15,7 +15,7 @@ from speculon.server.choice import Choice
 from speculon.server.model import ServedModel
 from speculon.server.request import text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, Tool
-from speculon.server.tool_calls import join
+from speculon.server.tool_calls import merge_deltas
 
 COMPLETE = ("stop", "length", "tool_calls")  # finish reasons; not `abort`, not `error`
 
@@ -82,7 +82,7 @@ def lines_of(answer: Answer, key: str) -> Iterator[bytes]:
     for choice in answer.choices:
         if not choice.tokens:
             continue
-        prompt, message = choice.index // request.params.n, join(choice.deltas)
+        prompt, message = choice.index // request.params.n, merge_deltas(choice.deltas)
         start, meta = request.captured_prompts[prompt], as_json(meta_of(answer, choice, key))
         if request.chat:
             yield start + as_json(message) + b"], " + meta[1:] + b"\n"

@@ -181,7 +181,7 @@ def new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def join(deltas: Seq[Delta]) -> Delta:
+def merge_deltas(deltas: Seq[Delta]) -> Delta:
     """The message that a stream of deltas adds up to."""
     text = "".join(delta.get("content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
