@@ -10,6 +10,7 @@ import socket
 import sys
 import textwrap
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from speculon import __version__
 from speculon.commands.options import Given, engine_settings
@@ -17,6 +18,11 @@ from speculon.commands.screen import errors
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, SpeculonError
 from speculon.proposers.registry import check_method
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from speculon.server.app_state import AppState
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
@@ -37,61 +43,68 @@ def run(given: Given, speculative_config: str | None) -> None:
     check_method(config.speculation.method)
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
-    import uvicorn
-
-    from speculon.server.app import create_app
     from speculon.server.app_state import AppState
 
     state = AppState(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
-    options = uvicorn.Config(
-        create_app(state, __version__),
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(config.serve.drain_timeout) + CLOSE_SECONDS,
-    )
+    http = http_server(state)
+    if config.serve.capture is not None:
+        keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
+        folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
+        say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
+    host, port = listener.getsockname()[:2]
+    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
+    # uvicorn handles them, and raises them once more at its end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:  # uvloop if installed
+        if fault := runner.run(serve(state, http, listener, started)):
+            raise fault
+    say("stopped")
 
-    class Http(uvicorn.Server):
+
+def http_server(state: AppState) -> uvicorn.Server:
+    import uvicorn
+
+    from speculon.server.app import create_app
+
+    class HttpServer(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state.drain()
             if state.engine.alive and (count := state.engine.open_requests):
                 say(f"finishing {count} request{'s' if count > 1 else ''}")
             await super().shutdown(sockets)
 
-    http = Http(options)
-    if config.serve.capture is not None:
-        keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
-        folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
-        say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
+    config = uvicorn.Config(
+        create_app(state, __version__),
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(state.config.drain_timeout) + CLOSE_SECONDS,
+    )
+    return HttpServer(config)
 
-    async def serve() -> SpeculonError | None:
-        """Serves to the end; the engine's fault where that was the end."""
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        ended = asyncio.create_task(state.engine.ended.wait())
-        ready = asyncio.create_task(announce())
-        await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-        fault = None if state.draining else state.engine.error
-        http.should_exit = True
-        await serving
-        ended.cancel()
-        ready.cancel()
-        return fault
 
-    async def announce() -> None:
-        await state.loaded.wait()
-        facts, seconds = state.facts, perf_counter() - started
-        limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
-        say(f"serving {state.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
+async def serve(
+    state: AppState, http: uvicorn.Server, listener: socket.socket, started: float
+) -> SpeculonError | None:
+    """Serves to the end; returns the engine's fault where that was the end."""
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    ended = asyncio.create_task(state.engine.ended.wait())
+    ready = asyncio.create_task(announce(state, started))
+    await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+    fault = None if state.draining else state.engine.error
+    http.should_exit = True
+    await serving
+    ended.cancel()
+    ready.cancel()
+    return fault
 
-    host, port = listener.getsockname()[:2]
-    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
-    # uvicorn takes them over, ends in order, and raises them once more
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:  # uvloop where there is one
-        if fault := runner.run(serve()):
-            raise fault
-    say("stopped")
+
+async def announce(state: AppState, started: float) -> None:
+    await state.loaded.wait()
+    facts, seconds = state.facts, perf_counter() - started
+    limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
+    say(f"serving {state.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
 
 
 def listen(host: str, port: int) -> socket.socket:
