@@ -160,7 +160,7 @@ def test_of_many_faults_few_are_reported(fault: dict[str, Any]) -> None:
     schema = ChatRequest if "messages" in fault else CompletionRequest
     with pytest.raises(ValidationError) as refused:
         schema.model_validate(fault)
-    assert refused.value.error_count() < 10  # 900,000 of them once held up every stream for 28 s
+    assert refused.value.error_count() < 10  # 900,000 of them once delayed every stream by 28 s
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])

@@ -226,7 +226,7 @@ def test_what_is_kept_wrongly_is_found_out(
 
 
 def check_unfinished(folder: Path) -> None:
-    """Requests that were aborted, by whoever, or failed, leave nothing; beside them others do."""
+    """Aborted and failed requests leave nothing; others at the same time do."""
     with served(capture=str(folder), request_timeout=0.5, script={"step_seconds": 0.01}) as inside:
         late = inside.post("completions", prompt=["say:short", "x"], max_tokens=2000).json()
         assert [choice["finish_reason"] for choice in late["choices"]] == ["stop", "abort"], (
