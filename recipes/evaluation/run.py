@@ -98,7 +98,7 @@ def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
         for task, metrics in json.loads(results.read_text())["results"].items()
     }
     names = {
-        "answers": "speculon_texts_total",
+        "answers": "speculon_sequences_total",
         "rounds": "speculon_speculative_rounds_total",
         "accepted": "speculon_accepted_tokens_total",
     }

@@ -10,18 +10,13 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
-import torch
-
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core import FinishReason, TokenLogprobs
-from speculon.engine.engine import Engine
-from speculon.engine.warm_up import warm_up
+from speculon.engine.build import build_engine
 from speculon.errors import InvalidParameter, InvalidRequest
-from speculon.models.choose import with_drafts
-from speculon.models.load import load_target, load_tokenizer
 from speculon.sequence import Event
 from speculon.telemetry import RequestStats, SpeculationStats
-from speculon.text import Stream, Tokenizer, check_messages, final_text
+from speculon.text import Stream, check_messages, final_text
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -162,32 +157,10 @@ class LLM:
             settings["model"] = model
         if speculation is not None:
             settings["speculation"] = speculation
-        self.config = with_drafts(EngineConfig(**settings))
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
-        target = load_target(
-            self.config.model,
-            dtype=self.config.dtype,
-            device=self.config.device,
-            trust_remote_code=self.config.trust_remote_code,
-            allow_pickle=self.config.allow_pickle,
-            max_context=self.config.max_context,
-            fused=self.config.fuse,
-            compile=self.config.compile,
-            progress=progress,
-        )
-        self.tokenizer = Tokenizer(
-            load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code)
-        )
-        self.engine = Engine(target, self.tokenizer, self.config)
-        self.engine.keep_state()
-        wanted = (
-            self.engine.policy.default.state() is not None
-            if self.config.rehearse is None
-            else self.config.rehearse
-        )
-        if wanted and not self.engine.policy.costs.known:  # else they are those of an earlier process
-            warm_up(self.engine)
+        self.engine = build_engine(EngineConfig(**settings), progress)
+        self.config = self.engine.config
+        assert self.engine.tokenizer is not None
+        self.tokenizer = self.engine.tokenizer
         # news by request: who steps the engine brings them to everybody
         self._unread: dict[str, list[Event]] = {}
 

@@ -43,7 +43,7 @@ def check_bound(root: Path) -> None:
         assert files.append((A, B)[number % 2], line(number))
     kept = numbers(root)
     assert kept == list(range(kept[0], 3000)), "the oldest went, and only those"
-    assert on_disk(root) <= files.taken <= MB, "the bound is held"
+    assert on_disk(root) <= files.disk_bytes <= MB, "the bound is held"
     assert len(kept) > 700, "and used: a file is a sixteenth of it"
 
 
@@ -56,7 +56,7 @@ def test_the_oldest_go_beyond_the_bound(tmp_path: Path) -> None:
     [
         pytest.param(
             "_delete",
-            lambda files, path: files._sizes.pop(path) and setattr(files, "taken", 0),
+            lambda files, path: files._sizes.pop(path) and setattr(files, "disk_bytes", 0),
             id="nothing is deleted",
         ),
         pytest.param("append", lambda files, label, line: True, id="nothing is written"),
@@ -74,7 +74,7 @@ def test_a_line_each_of_many_keys_is_bounded_by_what_the_disk_takes(tmp_path: Pa
     files = Files(tmp_path, MB)
     for number in range(1000):
         files.append(f"{number:032x}", line(number, 100))
-    assert on_disk(tmp_path) <= files.taken <= MB
+    assert on_disk(tmp_path) <= files.disk_bytes <= MB
     kept = numbers(tmp_path)
     assert (
         kept == list(range(kept[0], 1000))
@@ -109,7 +109,7 @@ def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
         files.append(A, line(number))
     kept = numbers(tmp_path)
     assert kept == list(range(kept[0], 2000)) and 700 < len(kept) and on_disk(tmp_path) <= MB
-    assert Files(tmp_path, MB).taken == files.taken
+    assert Files(tmp_path, MB).disk_bytes == files.disk_bytes
     Files(tmp_path, MB // 4).append(A, line(2000))
     assert numbers(tmp_path)[-1] == 2000 and on_disk(tmp_path) <= MB // 4, "a bound that was lowered"
 
@@ -135,7 +135,7 @@ def test_who_takes_files_away_does_no_harm(tmp_path: Path) -> None:
             for path in tmp_path.glob("*/*.jsonl"):
                 path.unlink()
             (tmp_path / A).rmdir()
-    assert numbers(tmp_path)[-1] == 1499 and files.taken <= MB
+    assert numbers(tmp_path)[-1] == 1499 and files.disk_bytes <= MB
 
 
 def test_files_are_their_owners(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_is_forgotten_is_gone_and_the_rest_is_not(tmp_path: Path) -> None:
     assert files.forget(A) == 4 and files.forget(A) == 0 and not (tmp_path / A).exists()
     assert numbers(tmp_path) == list(range(1, 400, 2))
     files.append(A, line(1000))
-    assert numbers(tmp_path)[-1] == 1000 and files.taken == Files(tmp_path, MB).taken
+    assert numbers(tmp_path)[-1] == 1000 and files.disk_bytes == Files(tmp_path, MB).disk_bytes
 
 
 # kills and disks
@@ -174,7 +174,7 @@ def check_mended(root: Path, left: bytes) -> None:
         file.write(left)
     files = Files(root, MB)
     files.append(A, line(20))
-    assert numbers(root) == list(range(21)) and files.taken == Files(root, MB).taken
+    assert numbers(root) == list(range(21)) and files.disk_bytes == Files(root, MB).disk_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""The server inside the test's process, over a scripted engine in a thread: real sockets and real pipes, no
-model.
-"""
+"""The server in the test's process, over a scripted engine in a thread: real sockets and pipes, no model."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.worker import Worker
 from speculon.server.app import create_app
-from speculon.server.house import Server
+from speculon.server.app_state import AppState
 from speculon.text import Tokenizer
 from tests.server.scripted import Bytes, ScriptedEngine
 
-PATIENCE = 10.0  # seconds for what should take none
+PATIENCE = 10.0  # seconds
 
 
 class ThreadProcess:
-    """A thread in the clothes of a process."""
+    """A thread with the methods of a process that `AsyncEngine` calls."""
 
     exitcode = 0
 
@@ -76,7 +74,7 @@ class ThreadEngine(AsyncEngine):
 @dataclass
 class Inside:
     url: str
-    server: Server
+    state: AppState
     engine: ScriptedEngine
     client: httpx.Client
 
@@ -84,7 +82,7 @@ class Inside:
         return self.client.post(f"/v1/{route}", json=body)
 
     def metric(self, name: str) -> float:
-        """Of all labels together; `name` may end in a part of them."""
+        """Sum over all labels; `name` may end in a part of them."""
         lines = self.client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
@@ -96,7 +94,7 @@ class Inside:
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
     until = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < until, "it did not come true"
+        assert time.monotonic() < until, "the condition stayed false"
         time.sleep(0.01)
 
 
@@ -108,10 +106,10 @@ def served(
     max_num_seqs = serve.pop("max_num_seqs", 32)
     settings: dict[str, Any] = {"model": "scripted", "max_num_seqs": max_num_seqs, "serve": serve}
     engine = ThreadEngine(settings, **(script or {}))
-    server = Server(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
+    state = AppState(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
     listener = listen("127.0.0.1", 0)
     options = uvicorn.Config(
-        create_app(server, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5
+        create_app(state, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5
     )
     http = uvicorn.Server(options)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
@@ -123,9 +121,9 @@ def served(
             key = key[0] if isinstance(key, list) else key
             client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})
             wait_until(lambda: client.get("/ready").status_code == 200)
-            yield Inside(url, server, engine.inner, client)
+            yield Inside(url, state, engine.inner, client)
     finally:
         http.should_exit = True
         thread.join(PATIENCE)
     assert not thread.is_alive(), "the server has not ended"
-    assert not engine.inner.has_work, "something runs on in the engine"
+    assert not engine.inner.has_work, "the engine still has work"

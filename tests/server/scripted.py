@@ -1,5 +1,4 @@
-"""An engine without a model: it writes what the prompt says, steps as fast as it is told to, and fails when
-it is told to.
+"""An engine without a model: its prompt scripts its output, its arguments the time and faults of steps.
 
 Everything around it is the real thing: the worker and its pipe, the asynchronous engine, the HTTP server.
 """
@@ -73,7 +72,7 @@ class Running:
 
 
 class ScriptedEngine:
-    """What `Worker` needs of an engine. Admits `max_num_seqs` texts and lets the others wait."""
+    """What `Worker` needs of an engine. Runs `max_num_seqs` sequences; the others wait."""
 
     def __init__(
         self, config: EngineConfig, step_seconds: float = 0.0, faults: Seq[BaseException | None] = ()
@@ -84,8 +83,8 @@ class ScriptedEngine:
         self.pool = SimpleNamespace(num_blocks=PAGES, block_size=16)
         self.proposers = SimpleNamespace(default="ngram")
         self.counters = EngineCounters()
-        wanted = config.speculation
-        self.pools = Pools(wanted.suffix_pools, wanted.suffix_pool_tokens, wanted.suffix_pool_ttl, VOCAB)
+        limits = config.speculation
+        self.pools = Pools(limits.suffix_pools, limits.suffix_pool_tokens, limits.suffix_pool_ttl, VOCAB)
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.scheduler = self
@@ -112,10 +111,9 @@ class ScriptedEngine:
             raise InvalidParameter("prompt", wrong, f"token ids go from 0 to {VOCAB - 1}")
         if len(prompt) + (params.max_tokens or 0) > CONTEXT:
             raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")
-        said = bytes(token for token in prompt if token < EOS)
-        _, says, answer = said.rpartition(SAY)
-        asked = speculation or RequestSpeculation()
-        pool = key_of(asked.pool, prompt, asked.tenant)
+        _, says, answer = bytes(token for token in prompt if token < EOS).rpartition(SAY)
+        options = speculation or RequestSpeculation()
+        pool = key_of(options.pool, prompt, options.tenant)
         for sample in range(params.n):
             text = list(answer) if says else list(LETTERS)
             stops = StopStrings(params.stop, self.tokenizer)

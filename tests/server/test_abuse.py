@@ -1,6 +1,4 @@
-"""Whatever comes in at the door: an answer in OpenAI's shape, one line in the log, one count, and the others
-go on.
-"""
+"""Bad requests: an error in OpenAI's shape, one line in the log, one count; other requests go on."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "an unknown field": ('{"prompt": "x", "promt": "y"}', "promt"),
     "a field with a line of its own": ('{"prompt": "x", "a\\nb": 1}', "a\nb"),
     "options of no stream": ('{"prompt": "x", "stream_options": {}}', "stream_options"),
-    "more texts than places": ('{"prompt": ["a","b","c","d","e"], "n": 64}', "n"),
+    "more sequences than places": ('{"prompt": ["a","b","c","d","e"], "n": 64}', "n"),
     "longer than the context": (json.dumps({"prompt": "x" * 5000}), None),
     "more tokens than allowed": ('{"prompt": "x", "max_tokens": 4001}', "max_tokens"),
     "min above max": ('{"prompt": "x", "max_tokens": 3, "min_tokens": 4}', "min_tokens"),
@@ -106,8 +104,8 @@ def test_bad_bodies_are_refused_by_name(inside: Inside, caplog: pytest.LogCaptur
         wait_until(lambda: caplog.messages)
     assert error["type"] == "invalid_request_error"
     assert param is None or error["param"] == param, error
-    (said,) = caplog.messages
-    assert said.startswith(response.headers["x-request-id"] + " 400 /v1/completions ") and "\n" not in said
+    (line,) = caplog.messages
+    assert line.startswith(response.headers["x-request-id"] + " 400 /v1/completions ") and "\n" not in line
     assert inside.metric('speculon_http_requests_total{route="/v1/completions",status="400"}') == counted + 1
 
 
@@ -158,11 +156,11 @@ def test_bad_chats_are_refused_by_name(inside: Inside, more: dict[str, Any], par
         pytest.param({"messages": [{"role": "user", "tool_calls": [{}] * 9000}]}, id="calls"),
     ],
 )
-def test_of_many_faults_few_are_told(fault: dict[str, Any]) -> None:
-    kind = ChatRequest if "messages" in fault else CompletionRequest
+def test_of_many_faults_few_are_reported(fault: dict[str, Any]) -> None:
+    schema = ChatRequest if "messages" in fault else CompletionRequest
     with pytest.raises(ValidationError) as refused:
-        kind.model_validate(fault)
-    assert refused.value.error_count() < 10  # 900,000 of them once held up every stream for 28 s
+        schema.model_validate(fault)
+    assert refused.value.error_count() < 10  # 900,000 of them once delayed every stream by 28 s
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
@@ -183,7 +181,24 @@ def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(
     assert count >= 900_000  # who only counts them gets them counted
 
 
-def test_a_negative_token_is_told_so(inside: Inside) -> None:
+@pytest.mark.parametrize(
+    "body", [{"prompt": "x" * 4096, "max_tokens": 1}, {"prompt": ["x", "x" * 97], "max_tokens": 4000}]
+)
+def test_what_exceeds_the_context_does_not_travel(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    """The server refuses it by the engine's own rule, and the engine never has the prompt."""
+    sent: list[Any] = []
+    monkeypatch.setattr(
+        "speculon.engine.async_engine.AsyncEngine._send", lambda engine, message: sent.append(message)
+    )
+    error = refusal(inside.post("completions", **body), 400)
+    longest = max(map(len, [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]))
+    assert error["message"] == f"prompt {longest} + max_tokens {body['max_tokens']} > context 4096"
+    assert error["code"] == "context_length_exceeded" and not sent
+
+
+def test_a_negative_token_is_named(inside: Inside) -> None:
     assert "greater than or equal to 0" in refusal(inside.post("completions", prompt=[-1]), 400)["message"]
 
 
@@ -225,18 +240,21 @@ def test_prompts_of_any_characters_are_written(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None]
+    "content_type",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None],
 )
-def test_other_content_types_are_refused(inside: Inside, kind: str | None) -> None:
-    headers = {} if kind is None else {"content-type": kind}
+def test_other_content_types_are_refused(inside: Inside, content_type: str | None) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
     error = refusal(inside.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
     assert "content-type" in error["message"]
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
-def test_json_is_json(inside: Inside, kind: str) -> None:
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
+)
+def test_json_is_json(inside: Inside, content_type: str) -> None:
     response = inside.client.post(
-        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": content_type}
     )
     assert response.status_code == 200
 
@@ -303,7 +321,7 @@ def test_what_may_fall_is_no_counter(inside: Inside) -> None:
     assert "# TYPE speculon_saved_seconds gauge" in inside.client.get("/metrics").text
 
 
-def test_no_web_page_may_call_unless_told(inside: Inside) -> None:
+def test_web_pages_may_call_only_from_allowed_origins(inside: Inside) -> None:
     headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
     for response in (
         inside.client.get("/health", headers=headers),
@@ -356,11 +374,11 @@ def test_a_key_may_be_any_text() -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr("hmac.compare_digest", lambda a, b: asked.append((a, b)) or a == b)
+    compared: list[Any] = []
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
     with served(api_key="secret") as inside:
         assert inside.client.get("/v1/models").status_code == 200
-        assert (b"secret", b"secret") in asked
+        assert (b"secret", b"secret") in compared
 
 
 def test_an_empty_key_is_no_key() -> None:

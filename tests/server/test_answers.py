@@ -1,4 +1,4 @@
-"""Answers over a scripted engine: whole and streamed ones say the same, and end for the reason they say."""
+"""Answers over a scripted engine: whole and streamed ones are alike, and their finish reasons are true."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         more |= {key: event[key] for key in ("usage", "speculation") if event.get(key) is not None}
         for choice in event["choices"]:
-            said = choices.setdefault(choice["index"], {"index": choice["index"], "logprobs": None})
-            assert said.get("finish_reason") is None, "something comes after the end"
+            merged = choices.setdefault(choice["index"], {"index": choice["index"], "logprobs": None})
+            assert merged.get("finish_reason") is None, "something comes after the end"
             for key in ("text", "delta", "logprobs"):
                 if key in choice:
-                    said[key] = add(said.get(key), choice[key])
-            said |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
+                    merged[key] = add(merged.get(key), choice[key])
+            merged |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
     for choice in choices.values():
         if "delta" in choice:
             choice["message"] = message_of(choice.pop("delta"))
@@ -103,22 +103,22 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_streamed_and_whole_completions_are_alike(inside: Inside, case: str) -> None:
     whole = inside.post("completions", **CASES[case]).json()
-    asked = {**CASES[case], "stream": True, "stream_options": {"include_usage": True}}
-    check_alike(whole, events_of(inside.post("completions", **asked)))
+    body = {**CASES[case], "stream": True, "stream_options": {"include_usage": True}}
+    check_alike(whole, events_of(inside.post("completions", **body)))
 
 
 @pytest.mark.parametrize(
     "case", [name for name, body in CASES.items() if isinstance(body["prompt"], str) and "echo" not in body]
 )
 def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
-    asked = dict(CASES[case])
-    asked["messages"] = [{"role": "user", "content": asked.pop("prompt")}]
-    asked["max_tokens"] = asked.get("max_tokens", 20)
-    if "logprobs" in asked:
-        asked |= {"logprobs": True, "top_logprobs": asked["logprobs"]}
-    whole = inside.post("chat/completions", **asked).json()
+    body = dict(CASES[case])
+    body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    body["max_tokens"] = body.get("max_tokens", 20)
+    if "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    whole = inside.post("chat/completions", **body).json()
     events = events_of(
-        inside.post("chat/completions", **asked, stream=True, stream_options={"include_usage": True})
+        inside.post("chat/completions", **body, stream=True, stream_options={"include_usage": True})
     )
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     check_alike(whole, events)
@@ -142,10 +142,10 @@ def test_streamed_and_whole_chats_are_alike(inside: Inside, case: str) -> None:
 )
 def test_a_stream_that_differs_is_seen(inside: Inside, fault: Any) -> None:
     """The twin of the two above."""
-    asked = {"prompt": "a", "max_tokens": 7, "logprobs": 0}
-    whole = inside.post("completions", **asked).json()
+    body = {"prompt": "a", "max_tokens": 7, "logprobs": 0}
+    whole = inside.post("completions", **body).json()
     events = events_of(
-        inside.post("completions", **asked, stream=True, stream_options={"include_usage": True})
+        inside.post("completions", **body, stream=True, stream_options={"include_usage": True})
     )
     check_alike(whole, json.loads(json.dumps(events)))
     fault(events)
@@ -160,10 +160,10 @@ def test_a_stream_that_differs_is_seen(inside: Inside, fault: Any) -> None:
         pytest.param("say:yes", {}, "yes", "stop", None, id="end of text"),
         pytest.param("say:yes and no", {"stop": "and"}, "yes ", "stop", "and", id="stop string"),
         pytest.param("say:no 🙂 no", {"stop": ["🙂"]}, "no ", "stop", "🙂", id="stop emoji"),
-        pytest.param("x", {}, "abcdefghijklmnop", "length", None, id="16 tokens unless told otherwise"),
+        pytest.param("x", {}, "abcdefghijklmnop", "length", None, id="16 tokens by default"),
     ],
 )
-def test_texts_end_for_the_reason_they_say(
+def test_finish_reasons_are_true(
     inside: Inside, prompt: str, more: dict[str, Any], text: str, reason: str, matched: str | None
 ) -> None:
     (choice,) = inside.post("completions", prompt=prompt, **more).json()["choices"]
@@ -171,8 +171,8 @@ def test_texts_end_for_the_reason_they_say(
 
 
 def test_offsets_point_at_what_they_are_of(inside: Inside) -> None:
-    asked = {"prompt": "é<say:a ST€🙂 STOP", "stop": "STOP", "max_tokens": 60, "echo": True, "logprobs": 0}
-    (choice,) = inside.post("completions", **asked).json()["choices"]
+    body = {"prompt": "é<say:a ST€🙂 STOP", "stop": "STOP", "max_tokens": 60, "echo": True, "logprobs": 0}
+    (choice,) = inside.post("completions", **body).json()["choices"]
     text, table = choice["text"], choice["logprobs"]
     shown = [
         (token, offset)
@@ -186,11 +186,11 @@ def test_offsets_point_at_what_they_are_of(inside: Inside) -> None:
     assert table["token_logprobs"][0] is None and table["top_logprobs"][0] is None
 
 
-def test_a_request_that_does_not_say_gets_what_the_server_allows(inside: Inside) -> None:
+def test_without_max_tokens_the_server_limit_holds(inside: Inside) -> None:
     chat = inside.post("chat/completions", messages=[{"role": "user", "content": "x"}]).json()
     assert (chat["usage"]["completion_tokens"], chat["choices"][0]["finish_reason"]) == (200, "length")
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 201}
-    assert inside.post("chat/completions", **asked).json()["error"]["param"] == "max_tokens"
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 201}
+    assert inside.post("chat/completions", **body).json()["error"]["param"] == "max_tokens"
     with served(max_request_tokens=5) as small:
         assert small.post("completions", prompt="x").json()["usage"]["completion_tokens"] == 5
 
@@ -208,9 +208,9 @@ def test_a_chat_may_go_to_the_end_of_the_context() -> None:
 
 
 def test_tokens_there_and_back(inside: Inside) -> None:
-    told = inside.client.post("/tokenize", json={"prompt": EMOJI}).json()
-    assert told["tokens"] == list(EMOJI.encode()) and told["count"] == len(EMOJI.encode())
-    assert inside.client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": EMOJI}
+    reply = inside.client.post("/tokenize", json={"prompt": EMOJI}).json()
+    assert reply["tokens"] == list(EMOJI.encode()) and reply["count"] == len(EMOJI.encode())
+    assert inside.client.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": EMOJI}
     chat = {"messages": [{"role": "user", "content": "x"}]}
     assert inside.client.post("/tokenize", json=chat).json()["tokens"] == list(b"[user]x")
     for wrong in ({}, {"prompt": "x", **chat}):

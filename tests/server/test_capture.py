@@ -1,12 +1,8 @@
-"""Captured traffic: what clients asked and saw, of whom it may be kept, and nothing of requests that failed."""
+"""Captured traffic: what clients sent and received, for the keys that allow it, without failed requests."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +12,13 @@ import httpx2 as httpx
 import pytest
 
 from speculon.errors import EngineError
-from speculon.server import capture, lines
-from speculon.server.capture import Capture, Files, label_of
-from speculon.server.door import tenant_of
+from speculon.server import capture, capture_format
+from speculon.server.capture import Files, label_of
+from speculon.server.middleware import tenant_of
 from tests.server.inside import Inside, served, wait_until
-from tests.server.outside import started
 from tests.server.test_abuse import refusal
 from tests.server.test_answers import EMOJI, events_of, put_together
-from tests.server.test_calls import HERMES, call
+from tests.server.test_tool_calls import HERMES, call
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,8 +43,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def settle(inside: Inside) -> None:
     """Waits until all that was taken is written: the writer does one thing after the other."""
-    assert inside.server.capture
-    inside.server.capture._writer.submit(lambda: None).result(10)
+    assert inside.state.capture
+    inside.state.capture._writer.submit(lambda: None).result(10)
 
 
 # what is written
@@ -127,9 +122,9 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 def expected(route: str, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     if route == "chat/completions":
-        asked = KEPT if body["messages"] is HISTORY else body["messages"]
+        messages = KEPT if body["messages"] is HISTORY else body["messages"]
         more = {key: body[key] for key in ("tools", "chat_template_kwargs") if key in body}
-        return {**more, "messages": [*asked, without_ids(choice["message"])]}
+        return {**more, "messages": [*messages, without_ids(choice["message"])]}
     n, prompts = body.get("n", 1), body["prompt"]
     prompts = prompts if isinstance(prompts, list) and not isinstance(prompts[0], int) else [prompts]
     prompt = prompts[choice["index"] // n]
@@ -144,20 +139,20 @@ TELLING = {
 }
 
 
-def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> None:
+def check_kept(folder: Path, requests: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Whole and streamed: what is kept is what the client saw."""
-    wanted = []
+    lines = []
     with served(HERMES, capture=str(folder)) as inside:
-        for route, bodies in asked.items():
+        for route, bodies in requests.items():
             for body in bodies.values():
                 for stream in (False, True):
                     for choice in ask(inside, route, {"max_tokens": 60, **body}, stream):
                         meta = {key: choice[key] for key in ("index", "finish_reason")}
                         temperature = body.get("temperature", 1.0)
-                        wanted.append(expected(route, body, choice) | meta | {"temperature": temperature})
+                        lines.append(expected(route, body, choice) | meta | {"temperature": temperature})
         settle(inside)
         size = sum(path.stat().st_size for path in folder.glob("*/*.jsonl"))
-        wait_until(lambda: inside.metric("speculon_captured_texts_total") == len(wanted), 2)
+        wait_until(lambda: inside.metric("speculon_captured_choices_total") == len(lines), 2)
         assert (
             inside.metric("speculon_captured_bytes_total")
             == size
@@ -165,7 +160,7 @@ def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> Non
         )
         assert (
             inside.metric("speculon_capturing") == 1
-            and inside.metric("speculon_capture_lost_texts_total") == 0
+            and inside.metric("speculon_capture_lost_choices_total") == 0
         )
     found = []
     for line in read(folder):
@@ -178,35 +173,43 @@ def check_kept(folder: Path, asked: dict[str, dict[str, dict[str, Any]]]) -> Non
             | {key: line[key] for key in ("index", "finish_reason")}
         )
         found[-1]["temperature"] = line["temperature"]
-    assert found == wanted
+    assert found == lines
 
 
-def test_what_is_kept_is_what_clients_asked_and_saw(tmp_path: Path) -> None:
+def test_lines_are_what_clients_sent_and_received(tmp_path: Path) -> None:
     check_kept(tmp_path, BODIES)
 
 
-ALL = lines.lines_of
-SAID = lines.join
+LINES_OF = capture_format.lines_of
+MERGE_DELTAS = capture_format.merge_deltas
 
 
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
         pytest.param(
-            capture, "lines_of", lambda answer, key: list(ALL(answer, key))[:1], id="a choice is lost"
+            capture, "lines_of", lambda answer, key: list(LINES_OF(answer, key))[:1], id="a choice is lost"
         ),
         pytest.param(
-            capture, "lines_of", lambda answer, key: [*ALL(answer, key)][::-1], id="choices are mixed up"
+            capture, "lines_of", lambda answer, key: [*LINES_OF(answer, key)][::-1], id="choices are mixed up"
         ),
-        pytest.param(lines, "join", lambda said: SAID(said[:-1]), id="the end of a text is lost"),
         pytest.param(
-            lines,
-            "join",
-            lambda said: {"role": "assistant", "content": SAID(said)["content"] or ""},
+            capture_format,
+            "merge_deltas",
+            lambda deltas: MERGE_DELTAS(deltas[:-1]),
+            id="the end of a text is lost",
+        ),
+        pytest.param(
+            capture_format,
+            "merge_deltas",
+            lambda deltas: {"role": "assistant", "content": MERGE_DELTAS(deltas)["content"] or ""},
             id="no calls",
         ),
         pytest.param(
-            lines, "text_of", lambda content: content if isinstance(content, str) else "", id="parts are lost"
+            capture_format,
+            "text_of",
+            lambda content: content if isinstance(content, str) else "",
+            id="parts are lost",
         ),
         pytest.param(Files, "append", lambda files, label, line: True, id="nothing is written"),
     ],
@@ -223,11 +226,11 @@ def test_what_is_kept_wrongly_is_found_out(
 
 
 def check_unfinished(folder: Path) -> None:
-    """Requests that were aborted, by whoever, or failed, leave nothing; beside them others do."""
+    """Aborted and failed requests leave nothing; others at the same time do."""
     with served(capture=str(folder), request_timeout=0.5, script={"step_seconds": 0.01}) as inside:
         late = inside.post("completions", prompt=["say:short", "x"], max_tokens=2000).json()
         assert [choice["finish_reason"] for choice in late["choices"]] == ["stop", "abort"], (
-            "one of its texts was whole"
+            "one of its choices was complete"
         )
         streamed = events_of(
             inside.post("completions", prompt=["say:short", "x"], max_tokens=2000, stream=True)
@@ -241,14 +244,14 @@ def check_unfinished(folder: Path) -> None:
         inside.eventually(lambda: not inside.engine.has_work)
         refusal(inside.post("completions", prompt="x" * 5000), 400)
         assert inside.post("completions", prompt="x", max_tokens=0).json()["choices"][0]["text"] == "", (
-            "and no text is none"
+            "without tokens there is no line"
         )
         assert inside.post("completions", prompt="say:kept").status_code == 200
         with inside.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2000}) as lost:
             rest = lost.iter_lines()
             assert any('finish_reason":"stop' in line for line in rest)
-            inside.server.engine.lose(EngineError("it has burnt down"))
-            assert any("it has burnt down" in line for line in rest)
+            inside.state.engine.fail(EngineError("planted"))
+            assert any("planted" in line for line in rest)
         settle(inside)
     assert [line["prompt"] for line in read(folder)] == ["say:kept"]
 
@@ -260,11 +263,11 @@ def test_aborted_and_failed_requests_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module, name, wrong",
     [
-        pytest.param(capture, "ended_well", lambda answer: True, id="aborted texts"),
+        pytest.param(capture, "is_complete", lambda answer: True, id="aborted choices"),
         pytest.param(
             capture,
-            "ended_well",
-            lambda answer: any(text.reason == "stop" for text in answer.texts),
+            "is_complete",
+            lambda answer: any(choice.finish_reason == "stop" for choice in answer.choices),
             id="half a request",
         ),
     ],
@@ -279,25 +282,25 @@ def test_an_aborted_request_that_is_kept_is_found_out(
 
 def check_opt_out(folder: Path) -> None:
     with served(capture=str(folder)) as inside:
-        for said in ({"store": False}, {"speculation": {"pool": ""}}, {"store": False, "stream": True}):
-            assert inside.post("completions", prompt="say:mine", **said).status_code == 200
-            assert inside.post("chat/completions", messages=user("say:mine"), **said).status_code == 200
-        for said in ({"store": True}, {"store": None}, {"speculation": {"pool": "x"}}):
-            assert inside.post("completions", prompt="say:yours", **said).status_code == 200
+        for fields in ({"store": False}, {"speculation": {"pool": ""}}, {"store": False, "stream": True}):
+            assert inside.post("completions", prompt="say:mine", **fields).status_code == 200
+            assert inside.post("chat/completions", messages=user("say:mine"), **fields).status_code == 200
+        for fields in ({"store": True}, {"store": None}, {"speculation": {"pool": "x"}}):
+            assert inside.post("completions", prompt="say:yours", **fields).status_code == 200
     assert [line.get("prompt") for line in read(folder)] == ["say:yours"] * 3
 
 
-def test_who_does_not_want_it_is_not_captured(tmp_path: Path) -> None:
+def test_clients_can_refuse_the_capture(tmp_path: Path) -> None:
     check_opt_out(tmp_path)
 
 
-def test_a_wish_that_is_not_heard_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "may_be_kept", lambda body, house: True)
+def test_a_refusal_that_is_ignored_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_format, "may_be_captured", lambda body, model: True)
     with pytest.raises(AssertionError):
         check_opt_out(tmp_path)
 
 
-def test_nothing_is_captured_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with served() as inside:
         assert inside.post("completions", prompt="say:yes").status_code == 200
@@ -360,117 +363,3 @@ def test_a_key_deletes_what_is_its_own(tmp_path: Path) -> None:
             "of an earlier process, too"
         )
     assert whose(tmp_path) == {label_of(tenant_of(KEYS[1].encode())): 1}
-
-
-# disks and kills
-
-
-def test_the_bound_holds_over_http(tmp_path: Path) -> None:
-    with served(capture=str(tmp_path), capture_gb=0.001) as inside:
-        for number in range(12):
-            assert inside.post("completions", prompt=f"{number:3000}", n=64, max_tokens=1).status_code == 200
-        settle(inside)
-        taken = inside.metric("speculon_capture_disk_bytes")
-        assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) <= taken <= 0.001 * 2**30
-    kept = [int(line["prompt"]) for line in read(tmp_path)]
-    assert sorted(kept) == kept and kept[-1] == 11 and kept[0] > 5 and len(kept) > 200
-
-
-def refused(*arguments: Any, **options: Any) -> Any:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_disk_that_refuses_ends_the_capture_and_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with served(capture=str(tmp_path)) as inside:
-        write(inside, "a")
-        settle(inside)
-        monkeypatch.setattr(os, "write", refused)
-        for _ in range(3):
-            write(inside, "a")
-            settle(inside)
-        monkeypatch.undo()
-        write(inside, "a")
-        wait_until(lambda: inside.metric("speculon_capture_lost_texts_total") == 4)
-        assert (
-            inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_texts_total") == 1
-        )
-        said = [record.getMessage() for record in caplog.records if "captured" in record.getMessage()]
-        assert said == [f"no more texts are captured: {tmp_path}: No space left on device"], "once"
-        assert len(read(tmp_path)) == 1
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "unlink", refused)
-            error = refusal(inside.client.delete(ROUTE, headers=by("a")), 500)
-            assert error["message"] == "it could not be deleted: No space left on device"
-        assert inside.client.delete(ROUTE, headers=by("a")).status_code == 204 and not read(tmp_path)
-
-
-def test_a_fault_of_its_own_costs_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(capture, "lines_of", lambda answer, key: 1 / 0)
-    with served(capture=str(tmp_path)) as inside:
-        write(inside, "a")
-        wait_until(lambda: inside.metric("speculon_capturing") == 0)
-        write(inside, "a")
-    (record,) = [record for record in caplog.records if "captured" in record.getMessage()]
-    assert record.levelno == logging.ERROR and record.exc_info and not read(tmp_path)
-
-
-def test_a_slow_disk_loses_texts_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "MOST_HELD", 10_000)
-    with served(capture=str(tmp_path)) as inside:
-        assert isinstance(inside.server.capture, Capture)
-        lock = threading.Event()
-        inside.server.capture._writer.submit(lock.wait, 30)
-        for _ in range(5):
-            write(inside, "a", "x" * 3000)
-        assert inside.metric("speculon_capture_lost_texts_total") == 2 and not read(tmp_path)
-        lock.set()
-        wait_until(lambda: inside.metric("speculon_captured_texts_total") == 3)
-        write(inside, "a", "say:once more")
-    assert len(read(tmp_path)) == 4
-
-
-def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    with started(tmp_path / "first", "--capture", str(folder), "--capture-gb", "0.5") as server:
-        url = server.ready()
-        for number in range(5):
-            body = {"prompt": f"say:{number}"}
-            assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 200
-        wait_until(lambda: len(read(folder)) == 5)
-        assert (
-            f"captures what clients of every API key ask and get in {folder}, 0.5 GB at most\n"
-            in server.stderr
-        )
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
-    (path,) = folder.glob("*/*.jsonl")
-    with path.open("ab") as file:
-        file.write(b'{"prompt": "hal')
-    environment = {"SPECULON_SERVE__CAPTURE": str(folder), "SPECULON_SERVE__CAPTURE_KEY": "one\ntwo"}
-    with started(tmp_path / "second", **environment) as server:
-        url = server.ready()
-        assert (
-            "captures what clients of 2 API keys ask and get" in server.stderr
-            and "half a line" in server.stderr
-        )
-        for key in ("one", "three"):
-            body = {"prompt": f"say:{key}"}
-            assert (
-                httpx.post(url + "/v1/completions", json=body, headers=by(key), trust_env=False).status_code
-                == 200
-            )
-        assert server.end() == 0, server.stderr
-    assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [
-        *"01234",
-        "one",
-    ]
-
-
-def test_a_folder_that_cannot_be_ends_the_start(tmp_path: Path) -> None:
-    with started(tmp_path, "--capture", str(tmp_path / "no" / "folder")) as server:
-        assert server.process.wait(30) == 2
-        assert "serve.capture" in server.stderr and "a folder" in server.stderr

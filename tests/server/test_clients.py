@@ -1,6 +1,4 @@
-"""Clients that send too much or too slowly, leave, or read nothing; limits; and faults inside: the others go
-on.
-"""
+"""Clients that send too much or too slowly, leave, or read nothing; limits; faults: other requests go on."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_large_bodies_are_refused(inside: Inside) -> None:
 def test_a_lie_about_the_length_is_no_way_in(inside: Inside) -> None:
     with connect(inside) as sock:
         sock.sendall(head("/v1/completions", "content-length: 99999999999999999999999"))
-        assert b" 413 " in (said := all_from(sock)) or b" 400 " in said
+        assert b" 413 " in (reply := all_from(sock)) or b" 400 " in reply
     for line in (
         "content-length: -5",
         "content-length: 1\r\ncontent-length: 2",
@@ -91,7 +89,7 @@ def test_no_http_at_all(inside: Inside) -> None:
 
 
 def test_slow_clients_hurt_nobody() -> None:
-    """Bodies byte by byte end at `body_timeout`; heads that never end, and idle connections, are just there."""
+    """A body byte by byte ends at `body_timeout`; endless heads and idle connections do no harm."""
     with served(body_timeout=0.6) as inside:
         idle = [connect(inside) for _ in range(50)]
         for sock in idle[25:]:
@@ -103,8 +101,8 @@ def test_slow_clients_hurt_nobody() -> None:
                 slow.sendall(b"{")
                 time.sleep(0.1)
                 assert inside.post("completions", prompt="x").status_code == 200
-            said = all_from(slow)
-            assert b" 408 " in said and b"body_timeout" in said and time.monotonic() - began < 5
+            reply = all_from(slow)
+            assert b" 408 " in reply and b"body_timeout" in reply and time.monotonic() - began < 5
         assert inside.metric('speculon_http_requests_total{route="/v1/completions",status="408"}') == 1
         for sock in idle:
             sock.close()
@@ -142,20 +140,22 @@ def test_when_the_client_goes_the_engine_stops(stream: bool, pause: float) -> No
         wait_until(
             lambda: inside.metric('speculon_http_requests_total{route="/v1/completions",status="499"}') == 1
         )
-        wait_until(lambda: not inside.engine.has_work and inside.server.engine.open_requests == 0)
+        wait_until(lambda: not inside.engine.has_work and inside.state.engine.open_requests == 0)
         wait_until(
-            lambda: inside.metric("speculon_texts_running") == inside.metric("speculon_requests_open") == 0
+            lambda: (
+                inside.metric("speculon_sequences_running") == inside.metric("speculon_requests_open") == 0
+            )
         )
         if pause:
             assert inside.engine.aborted and inside.metric('speculon_requests_total{finish="abort"}') == 1
 
 
 def test_a_request_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: a session that does not end its mailbox runs on, and `served` says so."""
-    with pytest.raises(AssertionError, match="runs on|not come true"):
+    """The twin: an answer that does not end its requests leaves work in the engine, and `served` fails."""
+    with pytest.raises(AssertionError, match="still has work|stayed false"):
         with served(script={"step_seconds": 0.01}) as inside:
-            monkeypatch.setattr("speculon.server.app.Session.close", lambda session: None)
-            monkeypatch.setattr(inside.server.engine, "stop", no_stop)
+            monkeypatch.setattr("speculon.server.answer.Answer.close", lambda answer: None)
+            monkeypatch.setattr(inside.state.engine, "stop", no_stop)
             with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
                 next(response.iter_lines())
             wait_until(lambda: not inside.engine.has_work, seconds=0.5)
@@ -165,7 +165,7 @@ async def no_stop() -> None:
     pass
 
 
-def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
+def test_a_client_that_reads_nothing_delays_no_other() -> None:
     with served() as inside:
         body = json.dumps({"prompt": "x", "n": 4, "max_tokens": 4000, "stream": True, "logprobs": 2}).encode()
         sock = connect(inside)
@@ -178,7 +178,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody() -> None:
             assert inside.client.get("/health").status_code == 200
         wait_until(lambda: not inside.engine.has_work)
         assert inside.post("completions", prompt="x").status_code == 200
-        assert inside.server.engine.open_texts == 0, "what is written holds no place, read or not"
+        assert inside.state.engine.open_sequences == 0, "ended sequences hold no place, read or not"
         sock.close()
 
 
@@ -191,7 +191,7 @@ def test_requests_end_when_their_time_is_over() -> None:
         choice = whole["choices"][0]
         rounds = whole["speculation"]["reasons"]["no_match"]
         assert rounds > 3 and whole["speculation"]["changes"][0]["count"] == rounds, (
-            "it comes with its account"
+            "it comes with its statistics"
         )
         assert choice["finish_reason"] == "abort" and choice["text"].startswith("abc")
         assert whole["usage"]["completion_tokens"] == len(choice["text"])
@@ -208,24 +208,24 @@ def test_requests_end_in_time_though_the_engine_has_no_time_for_them() -> None:
         began = time.monotonic()
         whole = inside.post("completions", **LONG, speculation={"stats": True}).json()
         assert time.monotonic() - began < 2.5 and whole["choices"][0]["finish_reason"] == "abort"
-        assert whole["speculation"]["reasons"] == {}, "nobody has told yet"
+        assert whole["speculation"]["reasons"] == {}, "the engine has sent none yet"
 
 
-def test_changes_of_mind_are_counted_by_way_and_reason() -> None:
+def test_changes_of_method_are_counted_by_methods_and_reason() -> None:
     with served() as inside:
-        told = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()[
+        stats = inside.post("completions", prompt="x", max_tokens=12, speculation={"stats": True}).json()[
             "speculation"
         ]
-        (change,) = told["changes"]
+        (change,) = stats["changes"]
         assert change == {
             "from": "ngram",
             "to": "plain",
             "reason": "no_match",
-            "count": told["reasons"]["no_match"],
+            "count": stats["reasons"]["no_match"],
         }
         label = 'speculon_changes_total{from="ngram",reason="no_match",to="plain"}'
         inside.eventually(lambda: inside.metric(label) == change["count"])
-        assert inside.metric("speculon_changes_total{") == change["count"], "no other way was gone"
+        assert inside.metric("speculon_changes_total{") == change["count"], "there was no other change"
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
@@ -271,7 +271,7 @@ def test_a_fault_of_the_server_is_an_answer(
         raise ZeroDivisionError("planted")
 
     with served() as inside:
-        monkeypatch.setattr("speculon.server.answer.Text.push", fail)
+        monkeypatch.setattr("speculon.server.choice.Choice.push", fail)
         response = inside.post("completions", prompt="x", stream=stream)
         if stream:
             assert '"type":"server_error"' in response.text and "planted" not in response.text
@@ -286,7 +286,7 @@ def test_when_the_engine_is_gone_the_server_says_so() -> None:
         with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            inside.server.engine._process.kill()
+            inside.state.engine._process.kill()
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
         for path in ("/health", "/ready"):

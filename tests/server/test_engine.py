@@ -1,4 +1,4 @@
-"""The asynchronous engine and its worker: races, faults, and what may pass between processes."""
+"""The asynchronous engine and its worker: concurrency, faults, and what may pass between processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 from speculon import errors
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine import async_engine, worker
-from speculon.engine.async_engine import AsyncEngine, Mailbox
-from speculon.engine.wire import Abort, Add, Began, News, Pulse, Ready, Refused, Stop
+from speculon.engine.async_engine import AsyncEngine, OutputQueue
+from speculon.engine.messages import Abort, Add, Admitted, Outputs, Ready, Refused, Statistics, Stop
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from tests.server.inside import ThreadEngine
-from tests.server.scripted import EOS, ScriptedEngine
+from tests.server.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -39,11 +39,11 @@ async def begun(**script: Any) -> AsyncIterator[ThreadEngine]:
         await engine.stop()
 
 
-async def all_of(mailbox: Mailbox) -> str:
+async def all_of(queue: OutputQueue) -> str:
     tokens: list[int] = []
-    while events := await mailbox.take():
+    while events := await queue.take():
         tokens += [token for event in events for token in event.tokens]
-    mailbox.close()
+    queue.close()
     return bytes(tokens).decode()
 
 
@@ -70,11 +70,11 @@ def running(test: Callable[[], Any]) -> Callable[[], None]:
 @running
 async def test_texts_come_and_end() -> None:
     async with begun() as engine:
-        mailboxes = [await engine.submit([ask(f"r-{i}", f"say:answer {i}")]) for i in range(20)]
+        queues = [await engine.submit([ask(f"r-{i}", f"say:answer {i}")]) for i in range(20)]
         assert engine.open_requests == 20
-        assert [await all_of(mailbox) for mailbox in mailboxes] == ["answer"] * 20
+        assert [await all_of(queue) for queue in queues] == ["answer"] * 20
         await engine.idle()
-        assert engine.open_requests == engine.open_texts == 0
+        assert engine.open_requests == engine.open_sequences == 0
         assert engine.facts and engine.facts.method == "ngram"
 
 
@@ -92,10 +92,10 @@ async def test_all_prompts_of_a_request_are_taken_or_none() -> None:
 @running
 async def test_a_name_is_used_once_at_a_time() -> None:
     async with begun(step_seconds=0.01) as engine:
-        mailbox = await engine.submit([ask("r")])
+        queue = await engine.submit([ask("r")])
         with pytest.raises(InvalidParameter, match="in use"):
             await engine.submit([ask("r")])
-        assert await all_of(mailbox) == "abcdef"
+        assert await all_of(queue) == "abcdef"
         assert await all_of(await engine.submit([ask("r")])) == "abcdef"
 
 
@@ -107,7 +107,7 @@ async def test_a_request_that_is_given_up_while_it_is_submitted_leaves_nothing()
             await asyncio.sleep(pause)
             task.cancel()
             for result in await asyncio.gather(task, return_exceptions=True):
-                if isinstance(result, Mailbox):
+                if isinstance(result, OutputQueue):
                     result.close()
         while engine.inner.has_work:
             await asyncio.sleep(0.01)
@@ -115,29 +115,29 @@ async def test_a_request_that_is_given_up_while_it_is_submitted_leaves_nothing()
 
 
 @running
-async def test_closing_a_mailbox_ends_its_texts() -> None:
+async def test_closing_a_queue_ends_its_sequences() -> None:
     async with begun(step_seconds=0.01) as engine:
-        mailbox = await engine.submit([ask("r", max_tokens=2000, n=3)])
-        await mailbox.take()
-        mailbox.close()
-        mailbox.close()
+        queue = await engine.submit([ask("r", max_tokens=2000, n=3)])
+        await queue.take()
+        queue.close()
+        queue.close()
         while engine.inner.has_work:
             await asyncio.sleep(0.01)
         assert engine.inner.aborted == ["r"] * 3
 
 
 @running
-async def test_abort_all_lets_everybody_know() -> None:
+async def test_abort_all_ends_every_queue() -> None:
     async with begun(step_seconds=0.01, settings={"model": "scripted", "max_num_seqs": 2}) as engine:
-        mailboxes = [await engine.submit([ask(f"r-{i}", max_tokens=2000)]) for i in range(4)]
-        await mailboxes[0].take()
+        queues = [await engine.submit([ask(f"r-{i}", max_tokens=2000)]) for i in range(4)]
+        await queues[0].take()
         engine.abort_all()
-        for mailbox in mailboxes:
+        for queue in queues:
             ends = []
-            while events := await mailbox.take():
+            while events := await queue.take():
                 ends += [event.finish.reason for event in events if event.finish]
             assert ends == ["abort"]
-            mailbox.close()
+            queue.close()
 
 
 # ends
@@ -146,15 +146,15 @@ async def test_abort_all_lets_everybody_know() -> None:
 @running
 async def test_stopping_ends_what_waits_and_can_be_done_twice() -> None:
     async with begun(step_seconds=0.01) as engine:
-        mailbox = await engine.submit([ask("r", max_tokens=2000)])
-        reading = asyncio.ensure_future(all_of(mailbox))
+        queue = await engine.submit([ask("r", max_tokens=2000)])
+        reading = asyncio.ensure_future(all_of(queue))
         await asyncio.sleep(0.05)
         await asyncio.gather(engine.stop(), engine.stop())
         with pytest.raises(EngineError, match="has been stopped"):
             await reading
         with pytest.raises(EngineError, match="has been stopped"):
             await engine.submit([ask("s")])
-        mailbox.close()
+        queue.close()
 
 
 @running
@@ -168,7 +168,7 @@ async def test_submitting_while_it_stops_is_refused_by_name() -> None:
         tasks = [asyncio.ensure_future(engine.submit([ask(f"r-{i}", max_tokens=2000)])) for i in range(50)]
         await engine.stop()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, EngineError | Mailbox), result
+            assert isinstance(result, EngineError | OutputQueue), result
 
 
 @running
@@ -178,9 +178,9 @@ async def test_a_dead_pipe_is_an_error_of_ours() -> None:
         engine._process.kill()
         with pytest.raises(EngineError):
             for i in range(3):
-                mailbox = await engine.submit([ask(f"r-{i}")])
-                await all_of(mailbox)
-        await asyncio.wait_for(engine.gone.wait(), 5)
+                queue = await engine.submit([ask(f"r-{i}")])
+                await all_of(queue)
+        await asyncio.wait_for(engine.ended.wait(), 5)
 
 
 @running
@@ -215,27 +215,27 @@ class Riddle:
 
 
 @running
-async def test_news_that_cannot_be_read_end_the_engine() -> None:
+async def test_a_message_that_cannot_be_read_ends_the_engine() -> None:
     async with begun() as engine:
-        mailbox = await engine.submit([ask("r", max_tokens=2000)])
+        queue = await engine.submit([ask("r", max_tokens=2000)])
         theirs = engine._process._pipe
         theirs.send(Riddle())
-        with pytest.raises(EngineError, match="cannot be understood"):
-            await all_of(mailbox)
-        mailbox.close()
+        with pytest.raises(EngineError, match="cannot be read"):
+            await all_of(queue)
+        queue.close()
 
 
 # faults of a step
 
 
 @running
-async def test_a_step_that_fails_once_harms_nobody() -> None:
+async def test_a_step_that_fails_once_harms_no_request() -> None:
     async with begun(faults=[None, MemoryError("planted"), None, ValueError("planted")]) as engine:
         assert await all_of(await engine.submit([ask("r", max_tokens=26)])) == "abcdefghijklmnopqrstuvwxyz"
 
 
 @running
-async def test_a_step_that_fails_again_ends_those_who_run_and_nobody_else() -> None:
+async def test_a_step_that_fails_again_ends_the_running_requests_alone() -> None:
     settings = {"model": "scripted", "max_num_seqs": 1}
     async with begun(
         faults=[None, MemoryError("planted"), MemoryError("planted")], settings=settings
@@ -252,43 +252,45 @@ async def test_a_step_that_fails_again_ends_those_who_run_and_nobody_else() -> N
 
 
 @running
-async def test_a_step_that_always_fails_answers_everybody() -> None:
-    """Also those who wait: nobody ever gets to run."""
+async def test_a_step_that_always_fails_ends_every_request() -> None:
+    """Waiting requests, too: none ever gets to run."""
     async with begun(faults=[RuntimeError("planted")] * 1000) as engine:
         for i in range(3):
             with pytest.raises(EngineError, match="planted"):
-                mailbox = await engine.submit([ask(f"r-{i}"), ask(f"s-{i}")])
+                queue = await engine.submit([ask(f"r-{i}"), ask(f"s-{i}")])
                 try:
-                    await all_of(mailbox)
+                    await all_of(queue)
                 finally:
-                    mailbox.close()
+                    queue.close()
         assert engine.alive and engine.open_requests == 0
 
 
 class WorkerAlone:
-    """A worker over a pipe, in this thread: everything is asked before it runs."""
+    """A worker over a pipe, in this thread: all messages are sent before it runs."""
 
     def __init__(self, **script: Any):
         self.engine = ScriptedEngine(EngineConfig(model="scripted"), **script)
         self.ours, self._theirs = Pipe()
 
-    def run(self, *asked: Any) -> list[Any]:
-        for message in (*asked, Stop()):
+    def run(self, *messages: Any) -> list[Any]:
+        for message in (*messages, Stop()):
             self.ours.send(message)
         worker.Worker(self.engine, self._theirs).run()  # type: ignore[arg-type]
-        told = []
+        replies = []
         while self.ours.poll():
-            told.append(self.ours.recv())
-        return told
+            replies.append(self.ours.recv())
+        return replies
 
 
-def test_what_a_worker_tells() -> None:
+def test_what_a_worker_sends() -> None:
     alone = WorkerAlone()
-    first, *told = alone.run(ask("r"), ask("empty", ""), Abort("nobody"), ask("wrong", "x", max_tokens=10**6))
+    first, *replies = alone.run(
+        ask("r"), ask("empty", ""), Abort("nobody"), ask("wrong", "x", max_tokens=10**6)
+    )
     assert first == Ready(257, 4096, 32, 64, 16, "ngram")
-    assert isinstance(told[0], Pulse)
-    assert [m.request_id for m in told if isinstance(m, Began)] == ["r"]
-    assert {m.request_id: type(m.error).__name__ for m in told if isinstance(m, Refused)} == {
+    assert isinstance(replies[0], Statistics)
+    assert [m.request_id for m in replies if isinstance(m, Admitted)] == ["r"]
+    assert {m.request_id: type(m.error).__name__ for m in replies if isinstance(m, Refused)} == {
         "empty": "EmptyPrompt",
         "wrong": "TooLong",
     }
@@ -303,7 +305,7 @@ def test_a_worker_whose_server_is_gone_ends() -> None:
 
 
 def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*asked: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise KeyError("planted")
 
     alone = WorkerAlone()
@@ -313,9 +315,7 @@ def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_lost_event_is_seen() -> None:
-    """The twin: an engine that ends a text without a word leaves it open, and the tests above would wait for
-    ever.
-    """
+    """The twin: an engine that loses a last event leaves its request open, and the tests above would hang."""
 
     class Mute(ScriptedEngine):
         def step(self) -> list[Any]:
@@ -332,26 +332,26 @@ def test_a_lost_event_is_seen() -> None:
 
 # what passes between processes
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SpeculonError)]
+ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, SpeculonError)]
 MADE: dict[str, Callable[[type], SpeculonError]] = {
-    "InvalidParameter": lambda kind: kind("stop", ["x" * 500], "too long"),
-    "MemoryExceeded": lambda kind: kind("draft_model", {"estimate": 3}),
+    "InvalidParameter": lambda cls: cls("stop", ["x" * 500], "too long"),
+    "MemoryExceeded": lambda cls: cls("draft_model", {"estimate": 3}),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_passes_between_processes(kind: type[SpeculonError]) -> None:
-    error = MADE.get(kind.__name__, lambda kind: kind("a message"))(kind)
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_every_error_passes_between_processes(cls: type[SpeculonError]) -> None:
+    error = MADE.get(cls.__name__, lambda cls: cls("a message"))(cls)
     error.__cause__ = ValueError("why")
     again = pickle.loads(pickle.dumps(Refused("r", error))).error
-    assert type(again) is kind and str(again) == str(error) and again.__dict__ == error.__dict__
+    assert type(again) is cls and str(again) == str(error) and again.__dict__ == error.__dict__
     assert isinstance(again, InvalidRequest) == isinstance(error, InvalidRequest)
 
 
-def test_requests_and_news_pass_unchanged() -> None:
-    asked = ask("r", "\x00é🙂", stop=("a", "🙂"), seed=2**63, logit_bias={5: -1.5}, logprobs=3)
-    assert pickle.loads(pickle.dumps(asked)) == asked
+def test_requests_and_outputs_pass_unchanged() -> None:
+    add = ask("r", "\x00é🙂", stop=("a", "🙂"), seed=2**63, logit_bias={5: -1.5}, logprobs=3)
+    assert pickle.loads(pickle.dumps(add)) == add
     engine = ScriptedEngine(EngineConfig(model="scripted"))
-    engine.add_request(asked.prompt, asked.params, None, "r")
-    news = News(engine.step())
-    assert pickle.loads(pickle.dumps(news)) == news and EOS
+    engine.add_request(add.prompt, add.params, None, "r")
+    outputs = Outputs(engine.step())
+    assert pickle.loads(pickle.dumps(outputs)) == outputs and outputs.events

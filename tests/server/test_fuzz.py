@@ -1,6 +1,4 @@
-"""The server against its own description: whatever the OpenAPI schema allows or forbids, no 5xx, no hang, and
-true answers.
-"""
+"""The server against its OpenAPI schema: for bodies it allows and forbids, no 5xx, no hang, true answers."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.server.inside import served
 from tests.server.outside import Outside
 
 SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
-# the fuzzer is to try requests, not to write texts
+# many short requests
 MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
 OPERATIONS = {
     "/v1/completions": "post",
@@ -48,7 +46,7 @@ class Fuzzed:
         return self.schema[path][method.upper()].as_strategy(generation_mode=mode)
 
     def try_it(self, case: Any) -> None:
-        """Sends a case and raises where the answer is not what the description promises."""
+        """Sends a case and raises where the answer is not as the schema describes it."""
         if isinstance(case.body, dict) and case.path.startswith("/v1"):
             shorten(case.body)
         # what the schema allows may still be refused by name: one field may depend on another

@@ -13,7 +13,7 @@ from speculon.sequence import Event
 from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
-from speculon.server.job import House
+from speculon.server.model import ServedModel
 from speculon.server.schemas import CompletionRequest
 
 ASK: dict[str, Any] = {
@@ -36,29 +36,28 @@ class Letters:
         return self.decode([token])
 
 
-HOUSE = House("m", Letters(), 100, 256, "off", ServeConfig())  # type: ignore[arg-type]
+MODEL = ServedModel("m", Letters(), 100, 256, "off", ServeConfig())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "change, ignored",
     [({}, True), ({"echo": False}, False), ({"logprobs": None}, False), ({"max_tokens": 2}, False)],
-    ids=["asked of the prompt alone", "no echo", "no log-probabilities", "a text is wanted"],
+    ids=["the prompt alone", "no echo", "no log-probabilities", "two tokens"],
 )
 def test_the_one_token_is_there_even_where_it_ends_the_text(change: dict[str, Any], ignored: bool) -> None:
-    assert read_completion(CompletionRequest(**{**ASK, **change}), HOUSE).params.ignore_eos is ignored
+    assert read_completion(CompletionRequest(**{**ASK, **change}), MODEL).params.ignore_eos is ignored
 
 
 def test_the_table_has_an_entry_for_every_token_and_none_before_the_first() -> None:
-    job = read_completion(CompletionRequest(**ASK), HOUSE)
-    answer = Answer.to(job, "cmpl-1", "m", HOUSE.tokenizer)
+    answer = Answer("cmpl-1", read_completion(CompletionRequest(**ASK), MODEL), MODEL)
     scored = tuple(TokenLogprobs(token, -token / 10, 2, ((9, -0.1),)) for token in (6, 7))
     last = TokenLogprobs(0, -0.5, 1, ((0, -0.5),))
     events = [
         Event("cmpl-1-0", 0, (), prompt_logprobs=scored),
         Event("cmpl-1-0", 0, (0,), logprobs=(last,), finish=Finish("length")),
     ]
-    pieces = [piece for event in events if (piece := answer.push(event)) is not None]
-    table = answer.whole(pieces)["choices"][0]["logprobs"]
+    deltas = [delta for event in events if (delta := answer.push(event)) is not None]
+    table = answer.whole(deltas)["choices"][0]["logprobs"]
     assert table["tokens"] == ["f", "g", "h", "a"]
     assert table["token_logprobs"] == [None, -0.6, -0.7, -0.5]
     assert table["top_logprobs"] == [None, {"g": -0.6, "j": -0.1}, {"h": -0.7, "j": -0.1}, {"a": -0.5}]

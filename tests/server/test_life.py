@@ -1,6 +1,4 @@
-"""How the server's process begins and ends: exit status, what stderr says, what happens to those who are
-being served.
-"""
+"""How the server's process starts and ends: exit status, messages on stderr, the fate of running requests."""
 
 from __future__ import annotations
 
@@ -85,9 +83,10 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         ] * 8
         check_clean(server)
         assert gone(engine)
+        assert "\nfinishing 8 requests\n" in server.stderr and server.stderr.endswith("\nstopped\n")
 
 
-def test_those_who_take_too_long_end_with_abort(tmp_path: Path) -> None:
+def test_requests_beyond_the_drain_timeout_end_with_abort(tmp_path: Path) -> None:
     with started(tmp_path, "--drain-timeout", "0.4", "--max-num-seqs", "3", SCRIPTED_STEP="0.02") as server:
         url = server.ready()
         readers = [Reader(url, max_tokens=4000) for _ in range(3)]
@@ -134,15 +133,16 @@ def test_interrupt_ends_it_as_term_does(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         server.process.wait(20)
         check_clean(server)
+        assert "finishing" not in server.stderr and server.stderr.endswith("\nstopped\n")
 
 
-def test_when_the_engine_is_killed_everybody_is_told_and_the_server_ends(tmp_path: Path) -> None:
+def test_when_the_engine_is_killed_every_request_fails_and_the_server_ends(tmp_path: Path) -> None:
     with started(tmp_path) as server:
         url = server.ready()
         streamed, whole = Reader(url, max_tokens=4000), Reader(url, max_tokens=4000, stream=False)
         server.wait_for(streamed.begun)
         server.wait_for(
-            lambda: "speculon_texts_running 2" in httpx.get(url + "/metrics", trust_env=False).text
+            lambda: "speculon_sequences_running 2" in httpx.get(url + "/metrics", trust_env=False).text
         )
         os.kill(server.children()[0], signal.SIGKILL)
         streamed.join(60), whole.join(60)
@@ -154,6 +154,7 @@ def test_when_the_engine_is_killed_everybody_is_told_and_the_server_ends(tmp_pat
             last.startswith("EngineError: the engine's process has ended")
             and "Traceback" not in server.stderr
         )
+        assert "finishing" not in server.stderr and "stopped" not in server.stderr
 
 
 def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         pytest.param(("--model", "/nowhere"), "ModelNotFound", id="no such model"),
         pytest.param(("--method", "telepathy"), "UnknownMethod", id="unknown method"),
@@ -181,14 +182,14 @@ def test_when_the_server_is_killed_the_engine_ends(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_2(
-    tmp_path: Path, arguments: tuple[str, ...], said: str
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     with started(tmp_path, *arguments, program=REAL) as server:
         assert server.process.wait(90) == 2, server.stderr
         lines = [
             line for line in server.stderr.splitlines() if "listens on" not in line and "loading" not in line
         ]
-        assert len(lines) == 1 and said in lines[0], server.stderr
+        assert len(lines) == 1 and message in lines[0], server.stderr
 
 
 def test_a_taken_port_is_one_line_and_exit_2(tmp_path: Path) -> None:

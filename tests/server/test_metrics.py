@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from speculon.core import Load, Stop, no_draft
-from speculon.server.metrics import MATCHED, Metrics
+from speculon.server.metrics import MATCH_TOKENS, Metrics
 from speculon.telemetry import EngineCounters, RequestStats
 
 PROPOSALS = (
@@ -67,9 +67,9 @@ def test_proposals_are_counted_by_method_and_stop_and_matches_are_a_histogram() 
     buckets = {
         float(s.labels["le"]): s.value for s in samples if s.labels["method"] == "suffix" and "le" in s.labels
     }
-    assert buckets == {**{float(n): (n >= 2) + 2 * (n >= 5) for n in MATCHED}, float("inf"): 3}
+    assert buckets == {**{float(n): (n >= 2) + 2 * (n >= 5) for n in MATCH_TOKENS}, float("inf"): 3}
     beyond = [s.value for s in samples if s.labels["method"] == "plug-in" and "le" in s.labels]
-    assert beyond == [*[0] * len(MATCHED), 1], "a match beyond the last bound"
+    assert beyond == [*[0] * len(MATCH_TOKENS), 1], "a match beyond the last bound"
 
 
 def test_before_any_proposal_there_are_no_samples_of_them() -> None:

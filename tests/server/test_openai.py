@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from itertools import pairwise
@@ -24,20 +23,20 @@ EDIT = "def area(width, height):\n    result = width * height\n    return result
 
 
 def complete(client: openai.OpenAI, prompt: Any = CODE, **more: Any) -> Any:
-    asked: dict[str, Any] = {"model": "demo", "max_tokens": 24, **more}
-    return client.completions.create(prompt=prompt, **asked)
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 24, **more}
+    return client.completions.create(prompt=prompt, **fields)
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
-    asked: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 24, **more}
-    return client.chat.completions.create(**asked)
+    fields: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 24, **more}
+    return client.chat.completions.create(**fields)
 
 
-def spec(**asked: Any) -> dict[str, Any]:
-    return {"extra_body": {"speculation": {"stats": True, **asked}}}
+def spec(**fields: Any) -> dict[str, Any]:
+    return {"extra_body": {"speculation": {"stats": True, **fields}}}
 
 
-# texts
+# answers
 
 
 def test_completions(client: openai.OpenAI) -> None:
@@ -87,7 +86,7 @@ def test_the_same_seed_gives_the_same_text_with_and_without_speculation(client: 
     assert all(len(found) == 1 for found in texts.values()) and texts[1] != texts[2]
 
 
-def test_speculation_is_steered_and_told(client: openai.OpenAI) -> None:
+def test_speculation_is_set_and_reported(client: openai.OpenAI) -> None:
     prompt, ask = EDIT * 3, {"temperature": 0, "max_tokens": 40}
     on = complete(client, prompt, **ask, **spec(method="ngram")).speculation
     assert on["method"] == "ngram" and on["accepted"] > 0 and on["tokens_per_target_call"] > 1.5
@@ -98,7 +97,7 @@ def test_speculation_is_steered_and_told(client: openai.OpenAI) -> None:
 
 def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Outside) -> None:
     answer = complete(client, EDIT * 3, temperature=0, max_tokens=40, **spec(method="ngram"))
-    told = answer.speculation
+    stats = answer.speculation
     path = real.folder / EVENTS
 
     def lines() -> list[TextRound]:
@@ -106,19 +105,21 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
 
     real.wait_for(lambda: lines() and lines()[-1].finish, 10)
     assert (
-        sum(one.drafted for one in lines()) == told["drafted"]
-        and sum(one.accepted for one in lines()) == told["accepted"]
+        sum(one.drafted for one in lines()) == stats["drafted"]
+        and sum(one.accepted for one in lines()) == stats["accepted"]
     )
-    assert Counter(one.reason for one in lines() if one.reason) == told["reasons"]
+    assert Counter(one.reason for one in lines() if one.reason) == stats["reasons"]
     ways = ["plain" if one.reason else one.drafts[0][0] for one in lines() if not one.prompt]
-    assert sum(one["count"] for one in told["changes"]) == sum(a != b for a, b in pairwise(ways))
-    asked = [one for line in lines() for one in line.asked]
-    assert Counter(one.stop for one in asked) == told["stops"]["ngram"] and set(told["stops"]) == {"ngram"}
-    assert all(bool(one.match) == bool(one.found) == (one.stop == "limit") for one in asked)
+    assert sum(one["count"] for one in stats["changes"]) == sum(a != b for a, b in pairwise(ways))
+    proposals = [one for line in lines() for one in line.asked]
+    assert Counter(one.stop for one in proposals) == stats["stops"]["ngram"] and set(stats["stops"]) == {
+        "ngram"
+    }
+    assert all(bool(one.match) == bool(one.found) == (one.stop == "limit") for one in proposals)
     assert EDIT[:12] not in path.read_text() and answer.choices[0].text[:12] not in path.read_text()
 
 
-def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Outside) -> None:
+def test_a_shadow_is_reported_and_counted_by_method(client: openai.OpenAI, real: Outside) -> None:
     def metric(name: str) -> float:
         page = httpx.get(real.url() + "/metrics", trust_env=False).text.splitlines()
         return sum(
@@ -131,9 +132,9 @@ def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Out
     ask = {"prompt": EDIT * 3, "temperature": 0, "max_tokens": 40}
     seen = complete(client, **ask, **spec(method="ngram", policy="shadow"))
     done = complete(client, **ask, **spec(method="ngram", policy="fixed"))
-    told, account = seen.speculation["shadow"]["ngram"], done.speculation
+    stats, account = seen.speculation["shadow"]["ngram"], done.speculation
     assert seen.choices[0].text == done.choices[0].text
-    assert [told[name] for name in ("rounds", "drafted", "accepted")] == [
+    assert [stats[name] for name in ("rounds", "drafted", "accepted")] == [
         account[n] for n in ("rounds", "drafted", "accepted")
     ]
     assert (
@@ -141,12 +142,12 @@ def test_a_shadow_is_told_and_counted_by_method(client: openai.OpenAI, real: Out
         and seen.speculation["reasons"]["shadow"] > 0
         and account["shadow"] == {}
     )
-    real.wait_for(lambda: metric("rounds") == told["rounds"], seconds=10)
-    assert (metric("draft_tokens"), metric("accepted_tokens")) == (told["drafted"], told["accepted"])
+    real.wait_for(lambda: metric("rounds") == stats["rounds"], seconds=10)
+    assert (metric("draft_tokens"), metric("accepted_tokens")) == (stats["drafted"], stats["accepted"])
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "solo", "goodput"])
-def test_a_request_may_say_how_far(client: openai.OpenAI, policy: str) -> None:
+def test_a_request_may_set_its_policy(client: openai.OpenAI, policy: str) -> None:
     texts = {
         complete(client, temperature=0, max_tokens=40, **way).choices[0].text
         for way in ({}, spec(policy=policy))
@@ -294,7 +295,7 @@ def test_a_stream_may_be_left(client: openai.OpenAI, real: Outside) -> None:
         return sum(
             float(line.split()[1])
             for line in page
-            if line.startswith(("speculon_requests_open", "speculon_texts_running"))
+            if line.startswith(("speculon_requests_open", "speculon_sequences_running"))
         )
 
     with complete(client, stream=True, max_tokens=256, n=4) as stream:
@@ -369,130 +370,3 @@ def test_an_error_in_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
             stream = other.completions.create(model="scripted", prompt="x", max_tokens=99, stream=True)
             with pytest.raises(openai.APIError, match="planted"):
                 list(stream)
-
-
-# forms, tools, predictions
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "birth", "description": "A birth", "parameters": SCHEMA}},
-    {
-        "type": "function",
-        "function": {
-            "name": "now",
-            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
-        },
-    },
-]
-FORMED = {"max_tokens": 200, "seed": 5, "temperature": 0.8}
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_text_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    answer = chat(client, **FORMED, response_format=form, stream=stream)
-    text = (
-        "".join(c.choices[0].delta.content or "" for c in answer)
-        if stream
-        else answer.choices[0].message.content
-    )
-    person = json.loads(text)
-    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99
-
-
-def test_a_text_is_a_json_object(client: openai.OpenAI) -> None:
-    choice = chat(
-        client, max_tokens=200, seed=1, temperature=0.5, response_format={"type": "json_object"}
-    ).choices[0]
-    text = choice.message.content
-    assert text.lstrip().startswith("{") and (
-        choice.finish_reason == "length" or isinstance(json.loads(text), dict)
-    )
-    assert chat(client, temperature=0, response_format={"type": "text"}).choices[0].finish_reason == "length"
-
-
-def test_a_schema_that_is_none_is_refused(client: openai.OpenAI) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
-    with pytest.raises(openai.BadRequestError):
-        chat(client, response_format=form)
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{}, spec(method="off"), spec(method="ngram", num_speculative_tokens=8)],
-    ids=["default", "off", "ngram"],
-)
-def test_a_form_is_the_same_under_speculation(client: openai.OpenAI, way: dict[str, Any]) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    plain = chat(client, **FORMED, response_format=form, **spec(method="off")).choices[0].message.content
-    assert chat(client, **FORMED, response_format=form, **way).choices[0].message.content == plain
-
-
-def test_tools_that_are_required(client: openai.OpenAI) -> None:
-    answer = chat(client, **FORMED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    (choice,) = answer.choices
-    (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    assert call.id.startswith("call_") and call.function.name in ("birth", "now")
-    assert isinstance(json.loads(call.function.arguments), dict)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_tool_that_is_named(client: openai.OpenAI, stream: bool) -> None:
-    choice: Any = {"type": "function", "function": {"name": "birth"}}
-    answer = chat(client, **FORMED, tools=TOOLS, tool_choice=choice, stream=stream)
-    if stream:
-        chunks = [chunk.choices[0] for chunk in answer]
-        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-        name, arguments = calls[0].function.name, "".join(call.function.arguments for call in calls)
-        reason = chunks[-1].finish_reason
-    else:
-        (call,) = answer.choices[0].message.tool_calls
-        name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
-    assert (name, reason) == ("birth", "tool_calls") and set(json.loads(arguments)) == {"name", "age"}
-
-
-def test_tools_that_may_not_be_used(client: openai.OpenAI) -> None:
-    assert chat(client, tools=TOOLS, tool_choice="none", temperature=0).choices[0].message.content
-    with pytest.raises(openai.BadRequestError) as caught:  # the demo model's template knows no tools
-        chat(client, tools=TOOLS)
-    assert caught.value.param == "tool_choice"
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
-    assert caught.value.param == "tool_choice.function.name"
-
-
-def test_a_tool_answers_and_the_chat_goes_on(client: openai.OpenAI) -> None:
-    call: Any = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    messages = [
-        *ASK,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
-    ]
-    assert chat(client, messages=messages, temperature=0).choices[0].message.content
-
-
-def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
-    ask = {"temperature": 0, "max_tokens": 60}
-    plain = chat(client, **ask)
-    text = plain.choices[0].message.content
-    right = chat(client, **ask, prediction={"type": "content", "content": text})
-    assert right.choices[0].message.content == text
-    accepted = right.usage.completion_tokens_details.accepted_prediction_tokens
-    assert accepted > plain.usage.completion_tokens * 0.6
-    wrong = chat(
-        client, **ask, prediction={"type": "content", "content": [{"type": "text", "text": "xyz " * 40}]}
-    )
-    assert wrong.choices[0].message.content == text
-    details = wrong.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens < accepted / 4 and details.rejected_prediction_tokens >= 0
-    details = plain.usage.completion_tokens_details
-    assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0

@@ -1,6 +1,4 @@
-"""Earlier answers over HTTP: no API key draws on another's, callers have pools of their own, and all of it
-can be deleted.
-"""
+"""Pools of earlier answers over HTTP: separate for each API key and each user, and to be deleted."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import pytest
 from speculon.config import EngineConfig
 from speculon.engine import async_engine
 from speculon.errors import ConfigError, EngineError
-from speculon.server import door
+from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import REAL, Outside, started
 from tests.server.test_abuse import refusal
@@ -60,7 +58,7 @@ def forget(inside: Inside, key: str = KEYS[0], query: str = "") -> int:
 
 # isolation
 
-SAYINGS: tuple[dict[str, Any], ...] = (
+NAMES: tuple[dict[str, Any], ...] = (
     {},
     {"user": "alice"},
     {"safety_identifier": "alice"},
@@ -71,11 +69,11 @@ SAYINGS: tuple[dict[str, Any], ...] = (
 
 
 def check_isolation() -> None:
-    """Whatever clients with different keys say, and whether or not the server asks for keys."""
+    """Whatever names clients with different keys send, and whether or not the server needs keys."""
     for settings in ({"api_key": KEYS}, {}):
         with served(**settings) as inside:
             mine, others = (
-                set().union(*(pools_of(inside, key=key, **said) for said in SAYINGS)) for key in KEYS
+                set().union(*(pools_of(inside, key=key, **fields) for fields in NAMES)) for key in KEYS
             )
             assert len(mine) == len(others) == 3 and not mine & others
             held = len(inside.engine.pools.sizes)
@@ -85,7 +83,7 @@ def check_isolation() -> None:
             )
 
 
-def test_no_key_draws_on_the_answers_to_another() -> None:
+def test_no_key_uses_the_answers_to_another() -> None:
     check_isolation()
 
 
@@ -97,17 +95,17 @@ def test_no_key_draws_on_the_answers_to_another() -> None:
     ],
 )
 def test_a_pool_without_the_key_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "tenant_of", wrong)
+    monkeypatch.setattr(middleware, "tenant_of", wrong)
     with pytest.raises(AssertionError):
         check_isolation()
 
 
 def test_no_client_names_another_tenant(inside: Inside) -> None:
-    for said in ({"speculation": {"tenant": "x"}}, {"tenant": "x"}):
-        refusal(inside.client.post("/v1/completions", json={"prompt": PROMPT, **said}), 400)
+    for fields in ({"speculation": {"tenant": "x"}}, {"tenant": "x"}):
+        refusal(inside.client.post("/v1/completions", json={"prompt": PROMPT, **fields}), 400)
 
 
-def test_keys_and_names_go_no_further_than_the_door(
+def test_keys_and_names_stay_in_the_middleware(
     inside: Inside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent: list[bytes] = []
@@ -122,11 +120,11 @@ def test_keys_and_names_go_no_further_than_the_door(
         write(inside, user="alice")
         assert forget(inside, query="?pool=alice") == 204 and forget(inside, query="?pool=alice") == 404
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("speculon")]
-    said = b"".join(sent) + json.dumps([*logged, *inside.engine.pools.sizes]).encode()
-    assert b"ForgetPools" in said and b"404 " + ROUTE.encode() in said, (
-        "it was looked where something is said"
+    output = b"".join(sent) + json.dumps([*logged, *inside.engine.pools.sizes]).encode()
+    assert b"ForgetPools" in output and b"404 " + ROUTE.encode() in output, (
+        "the output that is searched is not empty"
     )
-    assert b"alice" not in said and b"key-of" not in said
+    assert b"alice" not in output and b"key-of" not in output
 
 
 # whose pool it is
@@ -136,21 +134,21 @@ def test_a_caller_has_a_pool_of_his_own(inside: Inside) -> None:
     (alice,) = pools_of(inside, user="alice")
     assert pools_of(inside, user="alice", prompt="say:something else") == {alice}
     assert pools_of(inside, speculation={"pool": "alice"}, user="bob") == {alice}, (
-        "what speculation says comes first"
+        "`speculation.pool` comes first"
     )
     assert pools_of(inside, safety_identifier="alice", user="bob", prompt_cache_key="c") == {alice}
     assert pools_of(inside, safety_identifier=" ", user="alice", prompt_cache_key="c") == {alice}
     assert pools_of(inside, user="", prompt_cache_key="alice") == {alice}
-    (nobody,) = pools_of(inside)
-    assert nobody != alice and pools_of(inside, user=" \t") == {nobody}, "a blank name is none"
-    assert pools_of(inside, prompt="say:something else") != {nobody}, "without a name: the prompt's"
+    (unnamed,) = pools_of(inside)
+    assert unnamed != alice and pools_of(inside, user=" \t") == {unnamed}, "a blank name is none"
+    assert pools_of(inside, prompt="say:something else") != {unnamed}, "without a name: the prompt's"
     assert pools_of(inside, user="u" * 5000), "any name will do"
     odd = json.dumps({"prompt": PROMPT, "user": "\ud800"})
     headers = {"content-type": "application/json", **by(KEYS[0])}
     assert inside.client.post("/v1/completions", content=odd, headers=headers).status_code == 200
 
 
-def test_who_wants_no_pool_has_none(inside: Inside) -> None:
+def test_a_request_may_have_no_pool(inside: Inside) -> None:
     assert pools_of(inside, speculation={"pool": ""}, user="alice") == set()
     with served(api_key=KEYS) as nothing:
         nothing.engine.pools._most = 0
@@ -189,20 +187,20 @@ def test_a_user_is_forgotten_and_the_others_are_not(inside: Inside) -> None:
 
 def test_all_of_a_key_is_forgotten(inside: Inside) -> None:
     for key in KEYS:
-        for said in SAYINGS:
-            write(inside, key, **said)
+        for fields in NAMES:
+            write(inside, key, **fields)
     assert forget(inside) == 204 and len(inside.engine.pools.sizes) == 3
     assert forget(inside) == 404 and forget(inside, KEYS[1]) == 204 and not inside.engine.pools.sizes
 
 
 @pytest.mark.parametrize("query", ["?user=alice", "?pool=alice&pool=bob", "?pool=alice&x=1", "?x"])
-def test_a_slip_of_the_pen_deletes_nothing(query: str, inside: Inside) -> None:
+def test_a_misspelt_query_deletes_nothing(query: str, inside: Inside) -> None:
     write(inside, user="alice")
     refused = refusal(inside.client.delete(ROUTE + query, headers=by(KEYS[0])), 400)
     assert refused["param"] == "query" and len(inside.engine.pools.sizes) == 1
 
 
-def test_the_empty_name_is_nobodys(inside: Inside) -> None:
+def test_the_empty_name_has_no_pool(inside: Inside) -> None:
     write(inside, user="alice")
     assert (
         forget(inside, query="?pool=") == forget(inside, query="?pool=%20") == 404
@@ -215,9 +213,9 @@ def test_who_may_not_enter_deletes_nothing(inside: Inside) -> None:
     assert forget(inside, "key-of-c") == 401 and inside.engine.pools.sizes
 
 
-def test_a_lost_engine_is_told(inside: Inside) -> None:
-    engine = inside.server.engine
-    engine.lose(EngineError("it has burnt down"))
+def test_after_the_engine_has_ended_deletion_fails(inside: Inside) -> None:
+    engine = inside.state.engine
+    engine.fail(EngineError("planted"))
     assert refusal(inside.client.delete(ROUTE, headers=by(KEYS[0])), 503)["code"] == "not_ready"
 
 
@@ -243,17 +241,17 @@ def test_keys_from_the_environment_stand_on_lines(monkeypatch: pytest.MonkeyPatc
         return [key.get_secret_value() for key in EngineConfig().serve.api_key]
 
     assert keys() == []
-    for said, expected in [
+    for value, expected in [
         ("one", ["one"]),
         ("a b\nc", ["a b", "c"]),
         ("12345", ["12345"]),
         ("null", ["null"]),
         ("[]", ["[]"]),
     ]:
-        monkeypatch.setenv("SPECULON_SERVE__API_KEY", said)
+        monkeypatch.setenv("SPECULON_SERVE__API_KEY", value)
         assert keys() == expected
-    for said in ("", "\n", "a\n\nb", " "):
-        monkeypatch.setenv("SPECULON_SERVE__API_KEY", said)
+    for value in ("", "\n", "a\n\nb", " "):
+        monkeypatch.setenv("SPECULON_SERVE__API_KEY", value)
         with pytest.raises(ConfigError, match="api_key"):
             keys()
 
@@ -279,7 +277,7 @@ def calls(client: openai.OpenAI, key: str, **body: Any) -> int:
     return int(answer.speculation["target_calls"]) if "target_calls" in answer.speculation else 48  # type: ignore[attr-defined]
 
 
-def test_speed_tells_a_key_nothing_of_another(client: openai.OpenAI, real: Outside) -> None:
+def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outside) -> None:
     cold = calls(client, "a")
     assert calls(client, "a") < 0.5 * cold, "the same answer again"
     assert calls(client, "b") == cold and calls(client, "a", speculation={"pool": ""}) == cold
@@ -298,11 +296,11 @@ def test_speed_tells_a_key_nothing_of_another(client: openai.OpenAI, real: Outsi
     assert httpx.delete(url + ROUTE, headers=by("a"), trust_env=False).status_code == 204
     assert calls(client, "a") == cold
     page = httpx.get(url + "/metrics", trust_env=False).text
-    asked, seconds = (
+    count, seconds = (
         float(re.search(rf'^speculon_{name}_total{{method="suffix"}} (.+)$', page, re.MULTILINE)[1])  # type: ignore[index]
         for name in ("proposals", "proposal_seconds")
     )
-    assert asked > 50 and 1e-6 < seconds / asked < 1e-2
+    assert count > 50 and 1e-6 < seconds / count < 1e-2
 
 
 @pytest.mark.timeout(240)  # two loads of the model

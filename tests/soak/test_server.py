@@ -190,8 +190,8 @@ def test_a_crowd_for_minutes(server: Server, llm: LLM) -> None:
     assert min(crowd.ends[how] for how in ("stop", "length", "gone", "refused")) > 10, crowd.ends
     assert (
         rest["speculon_kv_pages_held"]
-        == rest["speculon_texts_running"]
-        == rest["speculon_texts_waiting"]
+        == rest["speculon_sequences_running"]
+        == rest["speculon_sequences_waiting"]
         == 0
     )
     faults = {name: value for name, value in rest.items() if 'status="5' in name and "completions" in name}

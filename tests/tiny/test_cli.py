@@ -331,7 +331,8 @@ def test_inspect_says_what_is_refused_and_why(folder: Path, tmp_path: Path) -> N
 
 def test_inspect_says_what_a_draft_takes_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "speculon.llm.rehearse", lambda engine: pytest.fail("no round runs, so that none needs a warm-up")
+        "speculon.engine.build.rehearse",
+        lambda engine: pytest.fail("no round runs, so that none needs a warm-up"),
     )
     memory = json.loads(speculon("inspect", str(folder), "--draft", str(folder), "--json").stdout)["memory"]
     assert (

@@ -124,7 +124,7 @@ def test_who_warms_up(
     policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Engine] = []
-    monkeypatch.setattr("speculon.llm.warm_up", seen.append)
+    monkeypatch.setattr("speculon.engine.build.warm_up", seen.append)
     llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

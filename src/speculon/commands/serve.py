@@ -8,7 +8,9 @@ import math
 import signal
 import socket
 import sys
+import textwrap
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from speculon import __version__
 from speculon.commands.options import Given, engine_settings
@@ -17,73 +19,92 @@ from speculon.config import EngineConfig
 from speculon.errors import ConfigError, SpeculonError
 from speculon.proposers.registry import check_method
 
-LAST_WORDS = 2  # seconds to read them, for clients whose texts were ended at the drain timeout
+if TYPE_CHECKING:
+    import uvicorn
+
+    from speculon.server.app_state import AppState
+
+# given to clients to read the end of requests that were aborted at the drain timeout
+CLOSE_SECONDS = 2
+
+
+class WrappedFormatter(logging.Formatter):
+    """Log messages that end between words on a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return wrapped(super().formatMessage(record))
 
 
 def run(given: Given, speculative_config: str | None) -> None:
-    """Serves until TERM or Ctrl-C: what runs is finished, what comes is refused, the exit status is 0."""
-    began = perf_counter()
+    """Serves until TERM or Ctrl-C, then finishes running requests, refuses new ones, and exits with 0."""
+    started = perf_counter()
     settings = engine_settings(given, speculative_config)
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
     listener = listen(config.serve.host, config.serve.port)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    log_to_stderr(wrap=config.serve.log_format == "text")
+    from speculon.server.app_state import AppState
+
+    state = AppState(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
+    http = http_server(state)
+    if config.serve.capture is not None:
+        keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
+        folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
+        say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
+    host, port = listener.getsockname()[:2]
+    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
+    # uvicorn handles them, and raises them once more at its end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with asyncio.Runner(loop_factory=http.config.get_loop_factory()) as runner:  # uvloop if installed
+        if fault := runner.run(serve(state, http, listener, started)):
+            raise fault
+    say("stopped")
+
+
+def http_server(state: AppState) -> uvicorn.Server:
     import uvicorn
 
     from speculon.server.app import create_app
-    from speculon.server.house import Server
 
-    server = Server(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
-    options = uvicorn.Config(
-        create_app(server, __version__),
+    class HttpServer(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            state.drain()
+            if state.engine.alive and (count := state.engine.open_requests):
+                say(f"finishing {count} request{'s' if count > 1 else ''}")
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        create_app(state, __version__),
         access_log=False,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(config.serve.drain_timeout) + LAST_WORDS,
+        timeout_graceful_shutdown=math.ceil(state.config.drain_timeout) + CLOSE_SECONDS,
     )
+    return HttpServer(config)
 
-    class Http(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            server.drain()
-            await super().shutdown(sockets)
 
-    http = Http(options)
-    if config.serve.capture is not None:
-        whose = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
-        folder = config.serve.capture.absolute()
-        say(
-            f"captures what clients of {whose} ask and get in {folder}, {config.serve.capture_gb:g} GB at most"
-        )
+async def serve(
+    state: AppState, http: uvicorn.Server, listener: socket.socket, started: float
+) -> SpeculonError | None:
+    """Serves to the end; returns the engine's fault where that was the end."""
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    ended = asyncio.create_task(state.engine.ended.wait())
+    ready = asyncio.create_task(announce(state, started))
+    await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+    fault = None if state.draining else state.engine.error
+    http.should_exit = True
+    await serving
+    ended.cancel()
+    ready.cancel()
+    return fault
 
-    async def attend() -> SpeculonError | None:
-        """Serves to the end; the engine's fault where that was the end."""
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        gone = asyncio.create_task(server.engine.gone.wait())
-        ready = asyncio.create_task(announce())
-        await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
-        fault = None if server.draining else server.engine.error
-        http.should_exit = True
-        await serving
-        gone.cancel()
-        ready.cancel()
-        return fault
 
-    async def announce() -> None:
-        await server.loaded.wait()
-        facts, ms = server.facts, (perf_counter() - began) * 1e3
-        pool = f"{facts.pages} pages of {facts.page_tokens} tokens"
-        say(
-            f"serving {server.name}: context {facts.max_context}, {pool}, drafts by {facts.method}; ready in {ms / 1e3:.1f} s"
-        )
-
-    host, port = listener.getsockname()[:2]
-    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
-    # uvicorn takes them over, ends in order, and raises them once more
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with asyncio.Runner(loop_factory=options.get_loop_factory()) as runner:  # uvloop where there is one
-        if fault := runner.run(attend()):
-            raise fault
+async def announce(state: AppState, started: float) -> None:
+    await state.loaded.wait()
+    facts, seconds = state.facts, perf_counter() - started
+    limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
+    say(f"serving {state.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -95,4 +116,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def say(text: str) -> None:
-    errors().print(text, style="dim", markup=False)
+    errors().print(wrapped(text), style="dim", markup=False)
+
+
+def log_to_stderr(*, wrap: bool) -> None:
+    """Not wrapped, a message is one line for machines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(WrappedFormatter("%(message)s") if wrap else logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def wrapped(text: str) -> str:
+    """On a terminal, lines that end between words; elsewhere the text as it is."""
+    if not sys.stderr.isatty():
+        return text
+    width = errors().width
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

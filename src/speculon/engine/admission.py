@@ -209,6 +209,17 @@ def read_prediction(
     return tuple(token for token in ids if token < vocab_size)
 
 
+def max_length(prompt_len: int, max_tokens: int | None, max_context: int) -> int:
+    """The most tokens of a sequence, prompt and output; raises `TooLong` beyond the context."""
+    if prompt_len > max_context:
+        raise TooLong(f"prompt {prompt_len} > context {max_context} tokens")
+    if max_tokens is None:
+        return max_context
+    if prompt_len + max_tokens > max_context:
+        raise TooLong(f"prompt {prompt_len} + max_tokens {max_tokens} > context {max_context}")
+    return prompt_len + max_tokens
+
+
 def check_request(
     prompt: list[int],
     params: SamplingParams,
@@ -228,17 +239,12 @@ def check_request(
     bad = next((t for t in (*prompt, *written) if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise InvalidParameter("prompt", bad, f"token ids go from 0 to {vocab_size - 1}")
-    if len(prompt) > max_context:
-        raise TooLong(f"prompt {len(prompt)} > context {max_context} tokens")
-    max_len = max_context if params.max_tokens is None else len(prompt) + params.max_tokens
-    if max_len > max_context:
-        raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {max_context}")
+    max_len = max_length(len(prompt), params.max_tokens, max_context)
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens")
     if ceil_div(max_len, block_size) > pages:
-        raise NeverFits(
-            f"{max_len} tokens need {ceil_div(max_len, block_size)} KV pages of {block_size}, the pool owns {pages}"
-        )
+        needed = ceil_div(max_len, block_size)
+        raise NeverFits(f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
         if wrong is not None:

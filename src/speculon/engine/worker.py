@@ -1,71 +1,72 @@
-"""The process that owns the device: an inbox of requests, a step for everybody, news to the serving side."""
+"""The engine's process: takes requests from a pipe, steps the engine, sends outputs and statistics."""
 
 from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from speculon.engine.wire import (
+from speculon.config import EngineConfig
+from speculon.engine.messages import (
     Abort,
     Add,
-    Began,
+    Admitted,
     ForgetPools,
     FromServer,
-    News,
+    Outputs,
     PoolsForgotten,
-    Pulse,
     Ready,
     Refused,
     Stage,
+    Statistics,
     Stop,
 )
 from speculon.errors import EngineError, SpeculonError
-from speculon.llm import LLM
+from speculon.sequence import Event
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
 
-PULSE = 0.25  # seconds between two readings of the counters
-# seconds without work after which the pool is checked: a request that comes at once must not wait for that
-REST = 1.0
+    Build = Callable[[EngineConfig, Callable[[str], None]], Engine]
+
+STATISTICS_SECONDS = 0.25  # between two messages with the counters
+# without work before the pages are counted: a request that comes soon must not wait for that
+IDLE_SECONDS = 1.0
 RETRIES = 1  # of a step that failed; it left everything as it was
 
 log = logging.getLogger("speculon")
 
 
-def main(inbox: Connection, settings: dict[str, Any]) -> None:
-    """Loads the model of `settings` (fields of `EngineConfig`) and serves until told to stop or left alone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the serving side ends what runs first
+def main(pipe: Connection, settings: dict[str, Any], build: Build) -> None:
+    """Builds the engine of `settings` (fields of `EngineConfig`) and runs it until the server stops it."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes running requests first
         signal.signal(number, signal.SIG_IGN)
     try:
-        llm = LLM(progress=lambda stage: inbox.send(Stage(stage)), **settings)
-        with closing(llm.engine):  # what a process of multiprocessing leaves behind is not finalised
-            Worker(llm.engine, inbox).run()
+        engine = build(EngineConfig(**settings), lambda stage: pipe.send(Stage(stage)))
+        with closing(engine):  # processes of multiprocessing run no finalisers
+            Worker(engine, pipe).run()
     except SpeculonError as error:
-        inbox.send(Refused("", error))
+        pipe.send(Refused("", error))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        log.warning("the serving side is gone")
+        log.warning("the server's process has ended")
 
 
 class Worker:
-    """Steps one engine.
+    """Steps one engine. No step waits for a client: the server reads all messages at once."""
 
-    Whatever a client does, a step waits for nobody: the serving side reads all the time.
-    """
-
-    def __init__(self, engine: Engine, inbox: Connection):
-        self.engine, self._inbox = engine, inbox
-        self._told = 0.0  # when the counters were sent last
+    def __init__(self, engine: Engine, pipe: Connection):
+        self.engine, self._pipe = engine, pipe
+        self._statistics_at = 0.0  # when they were sent last
         self._failures = 0  # steps that failed in a row
-        self._checked = False  # whether the pool has been since the last message
+        self._checked = False  # whether the pages were counted since the last message
 
     def run(self) -> None:
         engine = self.engine
-        self._inbox.send(
+        self._pipe.send(
             Ready(
                 vocab_size=engine.target.vocab_size,
                 max_context=engine.max_context,
@@ -75,52 +76,52 @@ class Worker:
                 method=engine.proposers.default,
             )
         )
-        self._pulse()
-        while self._read_inbox():
+        self._send_statistics()
+        while self._read_messages():
             if engine.has_work:
                 self._step()
-            if not engine.has_work or monotonic() - self._told > PULSE:
-                self._pulse()
+            if not engine.has_work or monotonic() - self._statistics_at > STATISTICS_SECONDS:
+                self._send_statistics()
 
-    def _read_inbox(self) -> bool:
-        """Takes in what has come, and waits for it while there is nothing to do; False when that is the end."""
-        while not self.engine.has_work or self._inbox.poll():
+    def _read_messages(self) -> bool:
+        """Handles what has come; without work, waits for a message. False after `Stop`."""
+        while not self.engine.has_work or self._pipe.poll():
             if not self.engine.has_work:
-                self._rest()
-            message: FromServer = self._inbox.recv()
+                self._check_when_idle()
+            message: FromServer = self._pipe.recv()
             self._checked = False
             match message:
                 case Add():
                     self._add(message)
                 case Abort(request_id):
-                    self._tell(self.engine.abort(request_id))
+                    self._send_outputs(self.engine.abort(request_id))
                 case ForgetPools(number, tenant, pool):
-                    self._inbox.send(PoolsForgotten(number, self.engine.forget_pools(pool, tenant)))
+                    self._pipe.send(PoolsForgotten(number, self.engine.forget_pools(pool, tenant)))
                 case Stop():
                     return False
-            # an abort may have left nothing to do, which the counters have to tell
-            if not self._inbox.poll():
+            # after an abort the engine may be without work, which the statistics have to show
+            if not self._pipe.poll():
                 break
         return True
 
-    def _rest(self) -> None:
-        """Waits for a message; after a while without one it checks, once, that every page is accounted for."""
-        if not self._checked and not self._inbox.poll(REST):
+    def _check_when_idle(self) -> None:
+        """Once, after `IDLE_SECONDS` without a message: every page must be accounted for."""
+        if not self._checked and not self._pipe.poll(IDLE_SECONDS):
             self.engine.check_integrity()
             self.engine.counters.checks += 1
             self._checked = True
-            self._pulse()
+            self._send_statistics()
 
-    def _add(self, asked: Add) -> None:
+    def _add(self, add: Add) -> None:
         try:
-            self.engine.add_request(asked.prompt, asked.params, asked.speculation, asked.request_id)
+            self.engine.add_request(add.prompt, add.params, add.speculation, add.request_id)
         except SpeculonError as error:
-            self._inbox.send(Refused(asked.request_id, error))
+            self._pipe.send(Refused(add.request_id, error))
         except Exception as error:
-            log.exception("%s could not be admitted", asked.request_id)
-            self._inbox.send(Refused(asked.request_id, EngineError(f"{type(error).__name__}: {error}")))
+            log.exception("%s could not be admitted", add.request_id)
+            self._pipe.send(Refused(add.request_id, EngineError(f"{type(error).__name__}: {error}")))
         else:
-            self._inbox.send(Began(asked.request_id))
+            self._pipe.send(Admitted(add.request_id))
 
     def _step(self) -> None:
         try:
@@ -129,27 +130,24 @@ class Worker:
             log.exception("a step failed")
             self._failures += 1
             if self._failures > RETRIES:
-                self._give_up(error)
+                self._end_failing(error)
             return
         self._failures = 0
-        self._tell(events)
+        self._send_outputs(events)
 
-    def _give_up(self, error: Exception) -> None:
-        """Ends those who run, with the fault as the answer; those who wait get their chance, unless nobody
-        runs.
-        """
+    def _end_failing(self, error: Exception) -> None:
+        """Ends the running requests with the fault; the waiting ones only where none runs."""
         self._failures = 0
+        fault = EngineError(f"the step failed: {type(error).__name__}: {error}")
         scheduler = self.engine.scheduler
         for request_id in dict.fromkeys(seq.request.id for seq in scheduler.running or scheduler.waiting):
             self.engine.abort(request_id)
-            self._inbox.send(
-                Refused(request_id, EngineError(f"the step failed: {type(error).__name__}: {error}"))
-            )
+            self._pipe.send(Refused(request_id, fault))
 
-    def _tell(self, events: list[Any]) -> None:
+    def _send_outputs(self, events: list[Event]) -> None:
         if events:
-            self._inbox.send(News(events))
+            self._pipe.send(Outputs(events))
 
-    def _pulse(self) -> None:
-        self._told = monotonic()
-        self._inbox.send(Pulse(self.engine.counters, self.engine.scheduler.load))
+    def _send_statistics(self) -> None:
+        self._statistics_at = monotonic()
+        self._pipe.send(Statistics(self.engine.counters, self.engine.scheduler.load))

@@ -1,258 +1,187 @@
-"""From the engine's events to OpenAI's answers.
+"""One HTTP answer: the engine's events become OpenAI's choices, as chunks of a stream or as a whole.
 
-A whole answer is the sum of the pieces that a stream would have sent.
+A whole answer is the sum of the chunks that a stream would have sent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from speculon.core import Finish, TokenLogprobs
+from speculon.engine.async_engine import OutputQueue
+from speculon.engine.messages import Add
 from speculon.sequence import Event
-from speculon.server.calls import Delta, join
-from speculon.server.job import Job
+from speculon.server.choice import Choice, ChoiceDelta
+from speculon.server.model import ServedModel
+from speculon.server.request import GenerationRequest
+from speculon.server.tool_calls import Delta, merge_deltas
 from speculon.telemetry import RequestStats
-from speculon.text import Stream, Tokenizer
 
-LOWEST = -9999.0  # how the API writes a log-probability of minus infinity
-
-
-@dataclass(slots=True)
-class Piece:
-    """What one event adds to one text."""
-
-    index: int
-    deltas: list[Delta]  # {"content": ...} or {"tool_calls": ...}
-    logprobs: Any = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+# guess: seconds that a request beyond its time limit waits for the engine's last events
+ABORT_SECONDS = 1.0
 
 
-class Text:
-    """One text as it grows."""
-
-    def __init__(self, index: int, job: Job, tokenizer: Tokenizer, prompt: list[int]):
-        p = job.params
-        self.index, self.tokens, self.finish = index, 0, None
-        self.stats: RequestStats | None = None
-        self._job, self._tokenizer, self._reply = job, tokenizer, job.reply()
-        self._stream = Stream(tokenizer, stops=p.stop, skip_special_tokens=p.skip_special_tokens)
-        self.echoed = 0  # characters of the prompt that the answer begins with
-        self.said: list[Delta] = []  # so far, where it is to be captured
-        self.reason: str | None = None  # why it ended, as clients are told
-        self._prompt = prompt if job.echo else []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-
-    finish: Finish | None
-
-    def hear(self, lps: Iterable[TokenLogprobs]) -> None:
-        """Log-probabilities of the prompt, which come before any token."""
-        self._prompt_logprobs.extend(lps)
-
-    def push(self, event: Event) -> Piece:
-        self.tokens += len(event.tokens)
-        echo, logprobs = self._echo() if self._prompt else ("", None)
-        text, starts = follow(self._stream, event.tokens)
-        if event.finish:
-            self.finish, self.stats = event.finish, event.stats
-            text += self._stream.flush(event.finish.matched)
-        if event.logprobs is not None or logprobs is not None:
-            logprobs = self._logprobs(logprobs, event.logprobs or (), starts)
-        deltas = self._reply.push(echo + text)
-        if event.finish:
-            deltas += self._reply.end()
-            self.reason = (
-                "tool_calls" if event.finish.reason == "stop" and self._reply.called else event.finish.reason
-            )
-        if self._job.asked:
-            self.said += deltas
-        return Piece(
-            self.index, deltas, logprobs, self.reason, event.finish.matched if event.finish else None
-        )
-
-    def _echo(self) -> tuple[str, Any]:
-        """The prompt's text and log-probabilities, once; the first token has none, since nothing precedes it."""
-        ids, self._prompt = self._prompt, []
-        text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        self.echoed = len(text)
-        if self._job.params.prompt_logprobs is None:
-            return text, None
-        _, starts = follow(Stream(self._tokenizer, skip_special_tokens=False), ids)
-        table = self._table([TokenLogprobs(ids[0], 0.0, 1, ()), *self._prompt_logprobs], starts)
-        table["token_logprobs"][0] = table["top_logprobs"][0] = None
-        return text, table
-
-    def _logprobs(self, echoed: Any, lps: Iterable[TokenLogprobs], starts: list[int]) -> Any:
-        if self._job.kind == "chat.completion":
-            return {"content": [self._token(lp) for lp in lps]}
-        table = self._table(lps, [self.echoed + start for start in starts])
-        return {key: echoed[key] + table[key] for key in table} if echoed else table
-
-    def _token(self, lp: TokenLogprobs) -> dict[str, Any]:
-        return {
-            **self._one(lp.token, lp.logprob),
-            "top_logprobs": [self._one(token, logprob) for token, logprob in lp.top],
-        }
-
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        known = self._tokenizer
-        return {
-            "token": known.token_text(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": known.token_bytes(token),
-        }
-
-    def _table(self, lps: Iterable[TokenLogprobs], starts: list[int]) -> dict[str, list[Any]]:
-        """The completions' form: lists beside each other; of tokens that show alike the likelier one stays."""
-        table: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": starts,
-        }
-        for lp in lps:
-            shown = self._tokenizer.token_text(lp.token)
-            top = {self._tokenizer.token_text(token): max(value, LOWEST) for token, value in reversed(lp.top)}
-            table["tokens"].append(shown)
-            table["token_logprobs"].append(max(lp.logprob, LOWEST))
-            table["top_logprobs"].append({shown: max(lp.logprob, LOWEST), **top})
-        return table
-
-
-@dataclass(slots=True)
 class Answer:
-    """One HTTP answer as it grows."""
+    """One HTTP answer as it grows. It owns its requests in the engine, one per prompt."""
 
-    id: str
-    model: str
-    job: Job
-    texts: list[Text]
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
+        self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
+        self.created = int(time.time())
+        self.choices: list[Choice] = []
+        self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
+        for i, prompt in enumerate(request.prompts):
+            first = i * request.params.n
+            choices = [
+                Choice(first + sample, request, model.tokenizer, prompt) for sample in range(request.params.n)
+            ]
+            self.choices += choices
+            self._choices_of[f"{answer_id}-{i}"] = choices
+        self._outputs: OutputQueue | None = None
+        self._deadline: float | None = None
 
-    @classmethod
-    def to(cls, job: Job, request_id: str, model: str, tokenizer: Tokenizer) -> Answer:
-        n = job.params.n
-        return cls(
-            request_id, model, job, [Text(i, job, tokenizer, job.prompts[i // n]) for i in range(job.texts)]
-        )
+    def adds(self) -> list[Add]:
+        """The messages that submit its prompts, for this tenant whatever the body says."""
+        request = self.request
+        speculation = request.speculation.model_copy(update={"tenant": self.tenant})
+        return [
+            Add(request_id, prompt, request.params, speculation)
+            for request_id, prompt in zip(self._choices_of, request.prompts, strict=True)
+        ]
 
-    def push(self, event: Event) -> Piece | None:
+    def begin(self, outputs: OutputQueue, time_limit: float | None) -> None:
+        """The engine has admitted the requests; `close` ends them."""
+        self._outputs = outputs
+        self._deadline = asyncio.get_running_loop().time() + time_limit if time_limit else None
+
+    async def deltas(self, on_events: Callable[[list[Event]], None]) -> AsyncIterator[list[ChoiceDelta]]:
+        """What the choices gain, in batches; at the time limit the last ones say `abort`."""
+        assert self._outputs is not None, "begin() comes first"
+        aborted = False
+        while True:
+            try:
+                # never around a yield: it would cancel the reader
+                async with asyncio.timeout_at(self._deadline):
+                    events = await self._outputs.take()
+            except TimeoutError:
+                if aborted:
+                    self.close()
+                    yield self.abort()
+                    return
+                aborted, self._deadline = True, asyncio.get_running_loop().time() + ABORT_SECONDS
+                self._outputs.abort()  # the last events carry the statistics
+                continue
+            if not events:
+                return
+            on_events(events)
+            yield [delta for event in events if (delta := self.push(event)) is not None]
+
+    def close(self) -> None:
+        """Ends the open requests in the engine."""
+        if self._outputs is not None:
+            self._outputs.close()
+
+    def push(self, event: Event) -> ChoiceDelta | None:
         """What an event adds; None where it has nothing to show."""
-        prompt = int(event.request_id.rpartition("-")[2])
-        n = self.job.params.n
+        choices = self._choices_of[event.request_id]
         if event.prompt_logprobs:
-            for text in self.texts[prompt * n : prompt * n + n]:
-                text.hear(event.prompt_logprobs)
+            for choice in choices:
+                choice.push_prompt_logprobs(event.prompt_logprobs)
         if not event.tokens and event.finish is None:
             return None
-        return self.texts[prompt * n + event.sample].push(event)
+        return choices[event.sample].push(event)
 
-    def abort(self) -> list[Piece]:
-        """The last pieces of texts that are ended from outside."""
-        return [
-            text.push(Event("", 0, (), finish=Finish("abort"))) for text in self.texts if text.finish is None
-        ]
+    def abort(self) -> list[ChoiceDelta]:
+        """The last deltas of all choices that have not ended."""
+        return [choice.abort() for choice in self.choices if choice.finish is None]
 
     @property
     def stats(self) -> RequestStats:
-        """Of all texts together."""
+        """Of all choices together."""
         total = RequestStats()
-        for text in self.texts:
-            if text.stats is not None:
-                total.add(text.stats)
+        for choice in self.choices:
+            if choice.stats is not None:
+                total.add(choice.stats)
         return total
 
     @property
     def tokens(self) -> int:
-        return sum(text.tokens for text in self.texts)
+        return sum(choice.tokens for choice in self.choices)
 
     def usage(self) -> dict[str, Any]:
-        prompt, stats = sum(map(len, self.job.prompts)), self.stats
-        # the other samples find the first one's pages
-        first = (text.stats for text in self.texts[:: self.job.params.n])
+        prompt, stats = sum(map(len, self.request.prompts)), self.stats
+        # of the first sample alone: the others find its pages
+        first = [choices[0].stats for choices in self._choices_of.values()]
+        cached = sum(found.cached_tokens for found in first if found is not None)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
             "total_tokens": prompt + self.tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(found.cached_tokens for found in first if found is not None)
-            },
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": stats.accepted_prediction_tokens,
                 "rejected_prediction_tokens": stats.rejected_prediction_tokens,
             },
         }
 
-    def account(self) -> dict[str, Any]:
-        """The `speculation` object; with its reasons and changes also where no round ran."""
+    def speculation(self) -> dict[str, Any]:
+        """The `speculation` object; its reasons and changes are there also where no round ran."""
         stats = self.stats
         done = stats.speculation()
         why = {"reasons": dict(stats.reasons), "changes": stats.change_list(), "prompt": stats.prompt()}
-        return {"method": self.job.method, **why, **(done.to_dict() if done else {})}
+        return {"method": self.request.method, **why, **(done.to_dict() if done else {})}
 
-    def first(self) -> list[dict[str, Any]]:
-        """Chunks before any token: a chat's answers name their role."""
-        if self.job.kind != "chat.completion":
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Before any token: the role of a chat's message."""
+        if not self.request.chat:
             return []
-        return [self.chunk(Piece(text.index, [{"role": "assistant", "content": ""}])) for text in self.texts]
+        role: Delta = {"role": "assistant", "content": ""}
+        return [self.chunk(ChoiceDelta(choice.index, [role])) for choice in self.choices]
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """A piece as the stream sends it."""
-        end = {
-            "logprobs": piece.logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if self.job.kind == "text_completion":
-            text = "".join(delta["content"] for delta in piece.deltas)
-            return self._chunk([{"index": piece.index, "text": text, **end}])
-        delta: Delta = {}
-        for part in piece.deltas:  # an event may end a text and begin a call
-            for key, value in part.items():
-                delta[key] = delta[key] + value if key in delta else value
-        return self._chunk([{"index": piece.index, "delta": delta, **end}])
+    def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
+        """What an event added, as the stream sends it."""
+        end = {"logprobs": new.logprobs, "finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
+        if not self.request.chat:
+            text = "".join(delta["content"] for delta in new.deltas)
+            return self._chunk([{"index": new.index, "text": text, **end}])
+        merged: Delta = {}
+        for delta in new.deltas:  # an event may end a text and begin a tool call
+            for key, value in delta.items():
+                merged[key] = merged[key] + value if key in merged else value
+        return self._chunk([{"index": new.index, "delta": merged, **end}])
 
-    def last(self) -> list[dict[str, Any]]:
-        """What follows the texts in a stream: usage and the account, where asked for."""
-        usage = {"usage": self.usage()} if self.job.usage else {}
-        stats = {"speculation": self.account()} if self.job.stats else {}
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """After all tokens: usage and speculation, where requested."""
+        usage = {"usage": self.usage()} if self.request.include_usage else {}
+        stats = {"speculation": self.speculation()} if self.request.include_stats else {}
         return [{**self._chunk([]), **usage, **stats}] if usage or stats else []
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def whole(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
+        """The answer to a request without a stream."""
         choices = [
-            self._choice([piece for piece in pieces if piece.index == text.index]) for text in self.texts
+            self._whole_choice([delta for delta in deltas if delta.index == choice.index])
+            for choice in self.choices
         ]
-        stats = {"speculation": self.account()} if self.job.stats else {}
-        return {**self._head(self.job.kind), "choices": choices, "usage": self.usage(), **stats}
+        stats = {"speculation": self.speculation()} if self.request.include_stats else {}
+        name = "chat.completion" if self.request.chat else "text_completion"
+        return {**self._head(name), "choices": choices, "usage": self.usage(), **stats}
 
-    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        logprobs = add_up([piece.logprobs for piece in pieces if piece.logprobs is not None])
-        message = join([delta for piece in pieces for delta in piece.deltas])
-        said = {"text": message["content"]} if self.job.kind == "text_completion" else {"message": message}
-        last = pieces[-1]
+    def _whole_choice(self, parts: list[ChoiceDelta]) -> dict[str, Any]:
+        message, last = merge_deltas([delta for part in parts for delta in part.deltas]), parts[-1]
+        content = {"message": message} if self.request.chat else {"text": message["content"]}
+        logprobs = concatenate([part.logprobs for part in parts if part.logprobs is not None])
         end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
-        return {"index": last.index, **said, **end}
+        return {"index": last.index, **content, **end}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.job.kind == "chat.completion" else "text_completion"
-        return {**self._head(kind), "choices": choices}
+        name = "chat.completion.chunk" if self.request.chat else "text_completion"
+        return {**self._head(name), "choices": choices}
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def follow(stream: Stream, tokens: Iterable[int]) -> tuple[str, list[int]]:
-    """The text that tokens make certain, and where in the whole text each of them begins."""
-    text, starts = "", []
-    for token in tokens:
-        starts.append(stream.length)
-        text += stream.push([token])
-    return text, starts
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
 
-def add_up(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
+def concatenate(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
     """Lists of the same names, end to end."""
-    return {key: [value for part in parts for value in part[key]] for key in parts[0]} if parts else None
+    return {key: [value for table in tables for value in table[key]] for key in tables[0]} if tables else None

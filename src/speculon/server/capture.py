@@ -1,8 +1,7 @@
-"""A server's own traffic, kept as lines that drafters are trained on. It may cost its own lines, and never an
-answer.
+"""Captured traffic: a server's own requests and answers, as lines to train drafters on.
 
-A folder per API key, named by a digest of it, holds files of lines; a line is whole or, after a kill, cut off
-at the start.
+Each API key has a folder, named by a digest of the key. A fault here loses lines and never an answer. Half a
+line, which a kill may leave, is cut off at the next start.
 """
 
 from __future__ import annotations
@@ -21,39 +20,38 @@ from pathlib import Path
 from speculon.errors import ConfigError
 from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
-from speculon.server.door import tenant_of
-from speculon.server.lines import ended_well, lines_of
+from speculon.server.capture_format import is_complete, lines_of
+from speculon.server.middleware import tenant_of
 
 GB = 2**30
-PART = 2**26  # bytes of a file, at most; and a sixteenth of all, since the oldest file goes as a whole
+FILE_BYTES = 2**26  # at most; also a sixteenth of the limit, since files are deleted as a whole
 BLOCK = 2**12
-# bytes that wait for a slow disk, as far as they are known; beyond, texts are lost and counted
-MOST_HELD = 2**26
+# of answers that wait for a slow disk, roughly; beyond that they are lost, and counted
+PENDING_BYTES = 2**26
 LABEL = re.compile(r"[0-9a-f]{32}")
 NAME = re.compile(r"\d{8,}\.jsonl")
 
 log = logging.getLogger("speculon.server")
 
-Written = tuple[int, int, int]  # texts, their bytes, texts that were lost
+Written = tuple[int, int, int]  # choices written, their bytes, choices lost
 
 
 def label_of(tenant: str) -> str:
-    """What stands for an API key in names and lines."""
+    """Stands for an API key in file names and lines."""
     return tenant[:32]
 
 
 class Files:
-    """The folder, within its bound: beyond it the file that was written longest ago goes, whose ever it is.
+    """The folder, within its limit: beyond it the file that was written longest ago is deleted.
 
-    Touches nothing but files of its own naming. What the disk refuses is an `OSError`, and leaves no half a
-    line behind.
+    Touches only files of its own naming. A fault of the disk is an `OSError`, and leaves no half a line.
     """
 
     def __init__(self, root: Path, limit: int):
-        self.root, self._limit, self._part = root, limit, min(PART, limit // 16)
-        self._sizes: dict[Path, int] = {}  # of every file, the one written longest ago first
-        self._last: dict[str, Path] = {}  # label -> the file that its lines go to
-        self.taken = 0  # bytes on the disk, as blocks
+        self.root, self._limit, self._file_bytes = root, limit, min(FILE_BYTES, limit // 16)
+        self._sizes: dict[Path, int] = {}  # of each file, the one written longest ago first
+        self._last: dict[str, Path] = {}  # label -> the file that takes its next line
+        self.disk_bytes = 0  # in blocks
         root.mkdir(mode=0o700, exist_ok=True)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -67,52 +65,50 @@ class Files:
         self._number = max((int(path.stem) for path in found), default=0)
 
     def append(self, label: str, line: bytes) -> bool:
-        """Whether the line was taken: not one that is larger than all there may be."""
+        """False for a line that is larger than the limit."""
         room = len(line) + blocks(0)
         if room > self._limit:
             return False
         path = self._last.get(label)
-        if path is None or self._sizes[path] + len(line) > self._part:
+        if path is None or self._sizes[path] + len(line) > self._file_bytes:
             self._number += 1
             path = self.root / label / f"{self._number:08}.jsonl"
-        while self.taken + room > self._limit:
+        while self.disk_bytes + room > self._limit:
             self._delete(next(iter(self._sizes)))
         path.parent.mkdir(mode=0o700, exist_ok=True)
         self._note(path, append(path, line))
         return True
 
     def forget(self, label: str) -> int:
-        """Deletes all of a label; how many files that were."""
-        mine = [path for path in self._sizes if path.parent.name == label]
-        for path in mine:
+        """Deletes all files of a label; returns how many."""
+        paths = [path for path in self._sizes if path.parent.name == label]
+        for path in paths:
             self._delete(path)
-        return len(mine)
+        return len(paths)
 
     def _note(self, path: Path, size: int) -> None:
-        """The file is now the youngest, and the one that its label's lines go to."""
+        """The file was written last, and takes its label's next line."""
         before = self._sizes.pop(path, None)
         self._sizes[path] = size
         self._last[path.parent.name] = path
-        self.taken += blocks(size) - (0 if before is None else blocks(before))
+        self.disk_bytes += blocks(size) - (0 if before is None else blocks(before))
 
     def _delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        self.taken -= blocks(self._sizes.pop(path))
+        self.disk_bytes -= blocks(self._sizes.pop(path))
         label = path.parent.name
         if self._last[label] == path:
             del self._last[label]
-            with suppress(OSError):  # something else lies in it
+            with suppress(OSError):  # it has other files
                 path.parent.rmdir()
 
 
 class Capture:
-    """What has been asked and answered goes to files, in a thread of its own; all accounts are kept on the
-    event loop.
-    """
+    """Writes answers to files in a thread of its own; its counters change on the event loop alone."""
 
     @classmethod
     def of(cls, config: ServeConfig) -> Capture | None:
-        """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be."""
+        """None without the setting. Raises `ConfigError` for a folder that cannot be used."""
         if config.capture is None:
             return None
         try:
@@ -124,92 +120,83 @@ class Capture:
         return cls(files, frozenset(tenant_of(key.get_secret_value().encode()) for key in config.capture_key))
 
     def __init__(self, files: Files, only: frozenset[str] = frozenset()):
-        self._files, self._only = files, only  # tenants; none: everybody
+        self._files, self._only = files, only  # tenants; empty: all
         self._writer = ThreadPoolExecutor(1, "speculon-capture")
-        self._held = 0  # bytes that wait for the disk
+        self._pending = 0  # bytes that wait for the disk
         self.open = True
-        self.texts = self.bytes = self.lost = 0
+        self.written = self.bytes = self.lost = 0
 
     @property
-    def taken(self) -> int:
-        """Bytes on the disk, as blocks."""
-        return self._files.taken
+    def disk_bytes(self) -> int:
+        """In blocks."""
+        return self._files.disk_bytes
 
-    def take(self, answer: Answer, tenant: str) -> None:
-        """Has the texts of an answer written, where they are to be kept."""
-        job = answer.job
-        if not job.asked or (self._only and tenant not in self._only) or not ended_well(answer):
+    def take(self, answer: Answer) -> None:
+        """Has the choices of a complete answer written, where they are to be captured."""
+        request, label = answer.request, label_of(answer.tenant)
+        excluded = self._only and answer.tenant not in self._only
+        if not request.captured_prompts or excluded or not is_complete(answer):
             return
-        size = sum(map(len, job.asked)) * job.params.n + answer.tokens
-        if not self.open or (self._held and self._held + size > MOST_HELD):
-            self.lost += job.texts
+        size = sum(map(len, request.captured_prompts)) * request.params.n + answer.tokens
+        if not self.open or (self._pending and self._pending + size > PENDING_BYTES):
+            self.lost += request.sequences
             return
-        self._held += size
-        writing = asyncio.get_running_loop().run_in_executor(
-            self._writer, self._write, answer, label_of(tenant)
-        )
-        writing.add_done_callback(partial(self._settle, size))
+        self._pending += size
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, self._write, answer, label)
+        writing.add_done_callback(partial(self._count, size))
 
     async def forget(self, tenant: str) -> int:
-        """Deletes all that was captured of a tenant, what waits for the disk included; how many files that
-        were.
-        """
-        return await asyncio.get_running_loop().run_in_executor(
-            self._writer, self._files.forget, label_of(tenant)
-        )
+        """Deletes all of a tenant, after the lines that still wait are written; returns how many files."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._writer, self._files.forget, label_of(tenant))
 
     async def close(self) -> None:
-        """Writes what waits."""
+        """Writes the lines that still wait."""
         await asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)
         self.open = False
         self._writer.shutdown(wait=False)
 
     def _write(self, answer: Answer, label: str) -> Written:
-        texts = size = lost = 0
+        written = size = lost = 0
         for line in lines_of(answer, label):
             if self.open and self._append(label, line):
-                texts, size = texts + 1, size + len(line)
+                written, size = written + 1, size + len(line)
             else:
                 lost += 1
-        return texts, size, lost
+        return written, size, lost
 
     def _append(self, label: str, line: bytes) -> bool:
         try:
             return self._files.append(label, line)
         except OSError as error:
             self.open = False
-            log.warning(
-                "no more texts are captured: %s: %s",
-                error.filename or self._files.root,
-                error.strerror or error,
-            )
+            path, why = error.filename or self._files.root, error.strerror or error
+            log.warning("capture ends: %s: %s", path, why)
             return False
 
-    def _settle(self, size: int, writing: Future[Written]) -> None:
-        self._held -= size
+    def _count(self, size: int, writing: Future[Written]) -> None:
+        self._pending -= size
         if fault := writing.exception():
             self.open = False
-            log.error("no more texts are captured: a fault in the capture itself", exc_info=fault)
+            log.error("capture ends: a fault in its own code", exc_info=fault)
             return
-        texts, written, lost = writing.result()
-        self.texts, self.bytes, self.lost = self.texts + texts, self.bytes + written, self.lost + lost
+        written, size, lost = writing.result()
+        self.written, self.bytes, self.lost = self.written + written, self.bytes + size, self.lost + lost
 
 
 def blocks(size: int) -> int:
-    """Bytes that a file and its part of a folder take on the disk: many keys with a line each must not pass
-    the bound.
-    """
+    """Bytes of a file on the disk, its folder included: many keys with a line each stay within the limit."""
     return (size // BLOCK + 2) * BLOCK
 
 
 def append(path: Path, line: bytes) -> int:
-    """The file's new size; a line that does not fit on the disk is taken back."""
+    """Returns the file's new size; a line that the disk cannot hold is removed again."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o600)
     try:
         size = os.fstat(file).st_size
         try:
             rest = line
-            while rest:
+            while rest:  # a write may be partial
                 rest = rest[os.write(file, rest) :]
         except OSError:
             os.ftruncate(file, size)
@@ -220,7 +207,7 @@ def append(path: Path, line: bytes) -> int:
 
 
 def mend(path: Path) -> int:
-    """Cuts off what a kill may have left of a last line; the file's size then."""
+    """Cuts off half a line, which a kill may leave; returns the file's new size."""
     with path.open("r+b") as file:
         size = keep = file.seek(0, os.SEEK_END)
         while keep:
@@ -231,6 +218,6 @@ def mend(path: Path) -> int:
             if end:
                 break
         if keep < size:
-            log.warning("capture: %s ended in half a line, which is cut off", path)
+            log.warning("capture: half a line is cut off at the end of %s", path)
             file.truncate(keep)
     return keep

@@ -1,108 +1,126 @@
-"""`/v1/completions` and `/v1/chat/completions`: what a body asks for, as a `Job`.
-
-Everything is judged here, by name.
-"""
+"""`/v1/completions` and `/v1/chat/completions`: from body to `GenerationRequest`, or a refusal by name."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from speculon.errors import InvalidParameter
-from speculon.server.calls import Named, Required, Spoken, calls_schema, recognise
-from speculon.server.job import DEFAULT_TOKENS, House, Job, sampling_of, shared, text_of
-from speculon.server.lines import ask_chat, ask_completion
+from speculon.server.capture_format import chat_prompt, completion_prompts
+from speculon.server.model import ServedModel
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
+from speculon.server.tool_calls import (
+    NamedCallParser,
+    ReplyParser,
+    RequiredCallsParser,
+    TextParser,
+    calls_schema,
+    parser_for,
+)
 
-# where a
-TOOLS_TOLD = (
+DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
+# for checkpoints whose template does not mention tools
+TOOLS_PROMPT = (
     "You can call these functions. Answer with a JSON array of calls, each with its name and arguments:"
 )
-# checkpoint's template has no words of its own for tools
 
 
-def read_completion(body: CompletionRequest, house: House) -> Job:
-    house.check_model(body.model)
+def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRequest:
+    model.check_name(body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidParameter("best_of", body.best_of, "must equal n: all texts are returned")
-    echoed = body.logprobs if body.echo else None
-    prompts = read_prompts(body.prompt, house)
-    max_tokens = house.length_of(body.max_tokens, prompts, DEFAULT_TOKENS)
-    params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
-    if echoed is not None and max_tokens == 1:
-        # So harnesses ask about a prompt alone: they cut the last entry off unseen, so it must be there, an
-        # end of text, too.
+        raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
+    prompt_logprobs = body.logprobs if body.echo else None
+    prompts = read_prompts(body.prompt, model)
+    max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
+    params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    if prompt_logprobs is not None and max_tokens == 1:
+        # Evaluation harnesses read a prompt's log-probabilities so, and drop the last entry unseen: it must
+        # be there, also where it is the end of the text.
         params = params.model_copy(update={"ignore_eos": True})
-    asked = ask_completion(body, prompts, house)
-    return Job("text_completion", prompts, params, echo=bool(body.echo), asked=asked, **shared(body, house))
+    return GenerationRequest(
+        chat=False,
+        prompts=prompts,
+        params=params,
+        echo=bool(body.echo),
+        captured_prompts=completion_prompts(body, prompts, model),
+        **common_fields(body, model),
+    )
 
 
-def read_prompts(prompt: Any, house: House) -> list[list[int]]:
-    """Token ids of a text, of some texts, of a list of ids or of several."""
+def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
+    """Token ids of a text, of several texts, of a list of ids or of several lists."""
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [house.encode(one) if isinstance(one, str) else one for one in many]
+    return [model.encode(one) if isinstance(one, str) else one for one in many]
 
 
-def read_chat(body: ChatRequest, house: House) -> Job:
-    house.check_model(body.model)
-    if (
-        body.max_tokens is not None
-        and body.max_completion_tokens is not None
-        and body.max_tokens != body.max_completion_tokens
-    ):
-        raise InvalidParameter(
-            "max_tokens", body.max_tokens, f"max_completion_tokens says {body.max_completion_tokens}"
-        )
+def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
+    model.check_name(body.model)
+    requested = max_tokens_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    reply, forced = read_tools(body, house)
-    text = render(body.messages, tools_in_use(body), house, body.chat_template_kwargs)
-    prompt = house.encode(text, add_special_tokens=False)
+    parser, structured = read_tools(body, model)
+    tools = tools_in_use(body)
+    text = render(body.messages, tools, model, body.chat_template_kwargs)
+    prompts = [model.encode(text, add_special_tokens=False)]
     params = sampling_of(
         body,
-        max_tokens=house.length_of(
-            body.max_completion_tokens if body.max_tokens is None else body.max_tokens, [prompt]
-        ),
+        max_tokens=model.max_tokens(requested, prompts),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=forced,
+        structured=structured,
     )
-    asked = ask_chat(body, tools_in_use(body), house)
-    return Job("chat.completion", [prompt], params, reply=reply, asked=asked, **shared(body, house))
+    return GenerationRequest(
+        chat=True,
+        prompts=prompts,
+        params=params,
+        parser=parser,
+        captured_prompts=chat_prompt(body, tools, model),
+        **common_fields(body, model),
+    )
+
+
+def max_tokens_of(body: ChatRequest) -> int | None:
+    """The limit under either of its names, which must not differ."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidParameter("max_tokens", old, f"max_completion_tokens is {new}")
+    return new if old is None else old
 
 
 def tools_in_use(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
-def read_tools(body: ChatRequest, house: House) -> tuple[Any, dict[str, Any] | None]:
-    """How the answer is to be read, and the `structured` form that it is forced into."""
+def read_tools(
+    body: ChatRequest, model: ServedModel
+) -> tuple[Callable[[], ReplyParser], dict[str, Any] | None]:
+    """How the reply is parsed, and the `structured` grammar that forces a tool call, if one is forced."""
     tools, choice = tools_in_use(body), body.tool_choice or "auto"
     if not tools:
         if choice not in ("none", "auto"):
             raise InvalidParameter("tool_choice", shown(choice), "needs tools")
-        return Spoken, None
-    if body.response_format is not None and body.response_format.type != "text" and choice != "auto":
-        raise InvalidParameter(
-            "response_format", body.response_format.type, "cannot be joined with a forced tool call"
-        )
+        return TextParser, None
+    form = body.response_format
+    if form is not None and form.type != "text" and choice != "auto":
+        raise InvalidParameter("response_format", form.type, "not together with a forced tool call")
     functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
     if isinstance(choice, NamedTool):
-        wanted = next((function for function in functions if function["name"] == choice.function.name), None)
-        if wanted is None:
-            raise InvalidParameter(
-                "tool_choice.function.name", choice.function.name, "is not among the tools"
-            )
-        return lambda: Named(wanted["name"]), {"json_schema": wanted.get("parameters") or {"type": "object"}}
+        name = choice.function.name
+        function = next((function for function in functions if function["name"] == name), None)
+        if function is None:
+            raise InvalidParameter("tool_choice.function.name", name, "is not among the tools")
+        schema = function.get("parameters") or {"type": "object"}
+        return lambda: NamedCallParser(name), {"json_schema": schema}
     if choice == "required":
-        return Required, {
-            "json_schema": calls_schema(functions, parallel=body.parallel_tool_calls is not False)
-        }
-    reply = recognise(house.tokenizer.chat_template)
-    if reply is None:
-        limit = "this checkpoint's chat template has no form of tool calls that is known here; use required, none or a name"
+        schema = calls_schema(functions, parallel=body.parallel_tool_calls is not False)
+        return RequiredCallsParser, {"json_schema": schema}
+    parser = parser_for(model.tokenizer.chat_template)
+    if parser is None:
+        limit = "no known form of tool calls in this checkpoint's chat template; use required, none or a name"
         raise InvalidParameter("tool_choice", "auto", limit)
-    return reply, None
+    return parser, None
 
 
 def shown(choice: Any) -> Any:
@@ -110,28 +128,27 @@ def shown(choice: Any) -> Any:
 
 
 def render(
-    messages: Seq[Message], tools: Seq[Tool], house: House, variables: dict[str, Any] | None = None
+    messages: Seq[Message], tools: Seq[Tool], model: ServedModel, variables: dict[str, Any] | None = None
 ) -> str:
     """The conversation as the checkpoint's template writes it."""
-    told = [as_template(message) for message in messages]
+    rendered = [template_message(message) for message in messages]
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
-    if functions and "tools" not in house.tokenizer.chat_template:
-        text = "\n".join(
-            [TOOLS_TOLD, *(json.dumps(tool["function"], ensure_ascii=False) for tool in functions)]
-        )
-        told, functions = [{"role": "system", "content": text}, *told], []
-    return house.tokenizer.render_chat(told, functions, variables)
+    if functions and "tools" not in model.tokenizer.chat_template:
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in functions]
+        prompt = {"role": "system", "content": "\n".join([TOOLS_PROMPT, *lines])}
+        rendered, functions = [prompt, *rendered], []
+    return model.tokenizer.render_chat(rendered, functions, variables)
 
 
-def as_template(message: Message) -> dict[str, Any]:
-    """One message as templates expect it: text, and arguments of calls as objects."""
-    told = message.model_dump(exclude_none=True)
-    told["content"] = text_of(message.content)
+def template_message(message: Message) -> dict[str, Any]:
+    """One message as templates expect it: content as text, arguments of tool calls as objects."""
+    fields = message.model_dump(exclude_none=True)
+    fields["content"] = text_of(message.content)
     if message.role == "developer":
-        told["role"] = "system"
-    for call in told.get("tool_calls", ()):
+        fields["role"] = "system"
+    for call in fields.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except ValueError:
             pass  # the template gets the text as it is
-    return told
+    return fields

@@ -23,7 +23,7 @@ from speculon.errors import (
 )
 from speculon.server.schemas import ErrorResponse
 
-# the first that fits: error, status, code
+# error, status, code; the first row that fits counts
 TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
     (UnknownModel, 404, "model_not_found"),
     (QueueFull, 429, "queue_full"),
@@ -33,10 +33,10 @@ TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
     (EngineError, 500, "engine_error"),
     (SpeculonError, 500, None),
 )
-# what they speak of
+# the field that an error is about
 FIELDS = ((UnknownModel, "model"), (UnknownMethod, "speculation.method"), (EmptyPrompt, "prompt"))
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLOSE = {"connection": "close"}  # the rest of the body is not read
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CLOSE = {"connection": "close"}  # because the rest of the body is not read
 HEADERS: dict[int, dict[str, str]] = {
     401: {"www-authenticate": "Bearer", **CLOSE},
     408: CLOSE,
@@ -44,19 +44,19 @@ HEADERS: dict[int, dict[str, str]] = {
     429: {"retry-after": "1"},
     503: {"retry-after": "5"},
 }
-# of a union
+# names of a union's branches in the path of a validation error
 BRANCHES = re.compile(r"^(str|int|float|bool|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w*)$")
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": text}
     for status, text in {
-        400: "The request cannot be served as asked",
+        400: "The request is invalid",
         401: "No valid API key",
         404: "No such model",
         408: "The body took too long to arrive",
         413: "The body is too large",
         429: "Too many requests wait",
-        500: "A fault inside",
+        500: "A fault of the server or its engine",
         503: "The model is being loaded, or the server is about to end",
     }.items()
 }
@@ -67,38 +67,42 @@ def failure(status: int, message: str, code: str | None = None, param: str | Non
 
 
 def body_of(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": clean(message), "type": kind, "param": param and clean(param), "code": code}}
+    error_type = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {
+        "error": {
+            "message": clean(message),
+            "type": error_type,
+            "param": param and clean(param),
+            "code": code,
+        }
+    }
 
 
 def clean(text: str) -> str:
-    """A refused text may be no text: halves of surrogate pairs as they were written."""
+    """Half a surrogate pair in a refused text is shown as its escape."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def status_of(error: SpeculonError) -> tuple[int, str | None]:
-    return next((status, code) for kind, status, code in TABLE if isinstance(error, kind))
+    return next((status, code) for cls, status, code in TABLE if isinstance(error, cls))
 
 
 def param_of(error: SpeculonError) -> str | None:
     if isinstance(error, InvalidParameter):
         return error.name
-    return next((name for kind, name in FIELDS if isinstance(error, kind)), None)
+    return next((name for cls, name in FIELDS if isinstance(error, cls)), None)
 
 
 def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema; of a union the branch of the right type, or
-    that came furthest.
+    """(message, field) of a body that does not fit its schema.
+
+    Of a union's branches the one of the right type counts, or the one that got furthest.
     """
 
     def rank(error: Any) -> tuple[bool, int, bool, bool]:
-        kind = error["type"]
-        return (
-            kind.startswith("too_"),
-            len(error["loc"]),
-            kind != "extra_forbidden",
-            not kind.endswith("_type"),
-        )
+        code = error["type"]
+        right_type = not code.endswith("_type")
+        return code.startswith("too_"), len(error["loc"]), code != "extra_forbidden", right_type
 
     found = max(errors, key=rank)
     parts = [str(part) for part in found["loc"] if part != "body"]

@@ -1,4 +1,4 @@
-"""`/metrics`: the engine's counters as they are, and histograms of what clients see."""
+"""`/metrics` for Prometheus: the engine's counters, and histograms of the latency that clients see."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from speculon.core import Load, Reason
-from speculon.engine.wire import Ready
+from speculon.engine.messages import Ready
+from speculon.server.access_log import AccessRecord
 from speculon.server.capture import Capture
-from speculon.server.record import Record
-from speculon.telemetry import EngineCounters
+from speculon.telemetry import EngineCounters, RequestStats
 
-MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens
+# upper bounds of buckets
+MATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Reading(Protocol):
-    """The engine as the metrics see it."""
+class EngineStatistics(Protocol):
+    """What the metrics read of `AsyncEngine`."""
 
     counters: EngineCounters
     load: Load
@@ -37,43 +38,51 @@ class Reading(Protocol):
 
 
 class Metrics:
-    def __init__(self, engine: Reading, model: str, capture: Capture | None = None):
+    def __init__(self, engine: EngineStatistics, model: str, capture: Capture | None = None):
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model))
         if capture is not None:
             self._registry.register(CaptureCollector(capture))
-        own = self._registry
-        self._answers = Counter("speculon_http_requests", "answers given", ["route", "status"], registry=own)
+        registry = self._registry
+        self._responses = Counter(
+            "speculon_http_requests", "HTTP responses", ["route", "status"], registry=registry
+        )
         self._finished = Counter(
-            "speculon_requests", "requests that were served, by how they ended", ["finish"], registry=own
+            "speculon_requests", "requests with an answer, by finish reason", ["finish"], registry=registry
         )
         self._first = Histogram(
             "speculon_time_to_first_token_seconds",
             "from request to first token",
             buckets=SECONDS,
-            registry=own,
+            registry=registry,
         )
         self._gap = Histogram(
-            "speculon_inter_token_seconds", "between two arrivals of tokens", buckets=SECONDS, registry=own
+            "speculon_inter_token_seconds",
+            "between two batches of tokens",
+            buckets=SECONDS,
+            registry=registry,
         )
         self._token = Histogram(
             "speculon_time_per_output_token_seconds",
-            "per token after the first arrival",
+            "per token after the first batch",
             buckets=SECONDS,
-            registry=own,
+            registry=registry,
         )
         self._whole = Histogram(
-            "speculon_request_seconds", "from request to end of answer", buckets=SECONDS, registry=own
+            "speculon_request_seconds",
+            "from request to the end of the answer",
+            buckets=SECONDS,
+            registry=registry,
         )
 
-    def observe(self, record: Record) -> None:
-        self._answers.labels(record.route, record.status).inc()
+    def observe(self, record: AccessRecord) -> None:
+        self._responses.labels(record.route, record.status).inc()
         if record.answer is None:
             return
         self._finished.labels(record.finish).inc()
         self._whole.observe(record.seconds)
-        if record.first is not None:
-            self._first.observe(record.first)
+        if record.first_token is not None:
+            self._first.observe(record.first_token)
         if record.per_token is not None:
             self._token.observe(record.per_token)
         for gap in record.gaps:
@@ -85,120 +94,99 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Cumulative counters as the engine keeps them; a text is counted once it has ended.
+    """The engine's cumulative counters; the tokens and rounds of a sequence count once it has ended."""
 
-    Readers take differences.
-    """
-
-    def __init__(self, engine: Reading, model: str):
+    def __init__(self, engine: EngineStatistics, model: str):
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        counters, load, facts = self._engine.counters, self._engine.load, self._engine.facts
-        totals = counters.totals
+        counters = self._engine.counters
         yield from self._vllm(counters)
+        yield from self._totals(counters)
+        yield from self._drafts(counters.totals)
+        yield from self._proposals(counters)
+        yield from self._decisions(counters.totals)
+        yield from self._state(counters)
+
+    def _totals(self, counters: EngineCounters) -> Iterator[Metric]:
+        totals = counters.totals
         for name, text, value in (
-            ("texts", "texts begun and ended", counters.finished.total()),
+            ("sequences", "sequences that have ended", counters.finished.total()),
             ("prompt_tokens", "tokens of prompts", counters.prompt_tokens),
-            (
-                "prompt_tokens_cached",
-                "found in the prefix cache, by every sample of a prompt",
-                totals.cached_tokens,
-            ),
-            ("generated_tokens", "tokens written", totals.emitted),
-            ("target_calls", "forwards of the target that wrote for a text", totals.target_calls),
+            ("prompt_tokens_cached", "found in the prefix cache, by every sample", totals.cached_tokens),
+            ("generated_tokens", "output tokens", totals.emitted),
+            ("target_calls", "target calls, counted once per sequence", totals.target_calls),
             ("speculative_rounds", "of these, with drafts to verify", totals.rounds),
-            ("preemptions", "texts that had to wait for pages", totals.preemptions),
+            ("preemptions", "sequences that had to wait for pages", totals.preemptions),
             ("steps", "steps of the engine", counters.steps),
             ("step_rows", "rows computed in them", counters.rows),
-            ("integrity_checks", "times at rest that every KV page was found accounted for", counters.checks),
+            ("integrity_checks", "checks, when idle, that every KV page is accounted for", counters.checks),
         ):
             yield counter(name, text, {(): value})
         parts = by({part: ms / 1e3 for part, ms in counters.profile.items()})
         yield counter("step_seconds", "time in steps, by part", parts, "part")
-        yield counter(
-            "draft_tokens", "drafts verified, by what guessed them", by(totals.drafted_from), "source"
-        )
-        yield counter(
-            "accepted_tokens", "drafts accepted, by what guessed them", by(totals.accepted_from), "source"
-        )
-        tokens = "tokens of drafts that were only watched, by method"
-        yield counter(
-            "shadow_rounds",
-            "drafts that were watched instead of verified, by method",
-            by(totals.watched),
-            "method",
-        )
-        yield counter("shadow_draft_tokens", tokens, by(by_method(totals.watched_at)), "method")
-        yield counter(
-            "shadow_accepted_tokens",
-            f"{tokens}, as the text went on",
-            by(by_method(totals.stood_at)),
-            "method",
-        )
-        yield counter("proposals", "texts a method was asked about", by(counters.proposals), "method")
+        restored = by(counters.restored)
+        yield counter("restored", "pools and policies kept by an earlier process", restored, "part")
+
+    def _drafts(self, totals: RequestStats) -> Iterator[Metric]:
+        drafted, accepted = by(totals.drafted_from), by(totals.accepted_from)
+        yield counter("draft_tokens", "draft tokens verified, by source", drafted, "source")
+        yield counter("accepted_tokens", "draft tokens accepted, by source", accepted, "source")
+        text = "drafts measured in shadow, not verified, by method"
+        yield counter("shadow_rounds", text, by(totals.watched), "method")
+        drafted, accepted = by(by_method(totals.watched_at)), by(by_method(totals.stood_at))
+        yield counter("shadow_draft_tokens", "tokens of these drafts, by method", drafted, "method")
+        text = "of these, equal to the tokens committed, by method"
+        yield counter("shadow_accepted_tokens", text, accepted, "method")
+        yield counter("span_outcomes", "how drafted spans ended", by(totals.kinds), "outcome")
+
+    def _proposals(self, counters: EngineCounters) -> Iterator[Metric]:
+        yield counter("proposals", "proposals, one per sequence", by(counters.proposals), "method")
         seconds = {method: ms / 1e3 for method, ms in counters.proposal_ms.items()}
-        yield counter("proposal_seconds", "time these took", by(seconds), "method")
+        yield counter("proposal_seconds", "time of proposals", by(seconds), "method")
         stops: dict[tuple[str, ...], float] = {
-            (method, stop): count for method, found in totals.stops.items() for stop, count in found.items()
+            (method, stop): n
+            for method, counts in counters.totals.stops.items()
+            for stop, n in counts.items()
         }
-        yield counter(
-            "proposal_stops",
-            "proposals, by method and by why they ended where they did",
-            stops,
-            "method",
-            "stop",
-        )
-        yield histogram(
-            "match_tokens", "tokens of context that a lookup matched", totals.matches, "method", MATCHED
-        )
-        yield counter(
-            "restored", "what an earlier process had learned: pools, policies", by(counters.restored), "part"
-        )
+        text = "proposals, by method and by why they ended"
+        yield counter("proposal_stops", text, stops, "method", "stop")
+        text = "tokens of context that a lookup matched"
+        yield histogram("match_tokens", text, counters.totals.matches, "method", MATCH_TOKENS)
+
+    def _decisions(self, totals: RequestStats) -> Iterator[Metric]:
         reasons = by({reason.value: totals.reasons[reason.value] for reason in Reason})
         yield counter("plain_rounds", "rounds without speculation, by reason", reasons, "reason")
         changes: dict[tuple[str, ...], float] = {(*change,): n for change, n in totals.changes.items()}
-        yield counter(
-            "changes", "rounds that went another way than the text's last", changes, "from", "to", "reason"
-        )
-        yield counter("span_ends", "how drafted spans ended", by(totals.kinds), "kind")
-        expected: dict[tuple[str, ...], float] = {(): totals.expected}
-        yield counter(
-            "expected_accepted_tokens",
-            "accepted drafts as policies estimated them, before verification",
-            expected,
-        )
-        yield counter(
-            "draft_price_tokens", "tokens that the time of these drafts' rows was worth", {(): totals.price}
-        )
+        text = "rounds whose method differs from the sequence's last round"
+        yield counter("changes", text, changes, "from", "to", "reason")
+        text = "accepted drafts as policies estimated them, before verification"
+        yield counter("expected_accepted_tokens", text, {(): totals.expected})
+        text = "cost of these drafts' rows, in tokens"
+        yield counter("draft_price_tokens", text, {(): totals.price})
         prompts: dict[tuple[str, ...], float] = {
             (*map(str, prompt),): count for prompt, count in totals.prompts.items()
         }
-        about = (
-            "sequences that ended, by class of prompt, its marker, and matches before lookups are verified"
-        )
-        yield counter("prompts", about, prompts, "class", "marker", "cold_matches")
-        saved = (totals.saved_ms or 0.0) / 1e3  # no counter: one that falls would be taken for a restart
-        yield gauge(
-            "saved_seconds", "saved by speculation, by its own estimate; negative where it cost more", saved
-        )
-        yield gauge(
-            "history_pools", "pools of earlier answers, as of the last text that ended", counters.pools
-        )
+        text = "sequences that ended, by prompt class, its marker, and matches before lookups are verified"
+        yield counter("prompts", text, prompts, "class", "marker", "cold_matches")
+        saved = (totals.saved_ms or 0.0) / 1e3  # a gauge: a counter that falls is taken for a restart
+        yield gauge("saved_seconds", "estimate of the time saved by speculation; may be negative", saved)
+
+    def _state(self, counters: EngineCounters) -> Iterator[Metric]:
+        load, facts = self._engine.load, self._engine.facts
+        yield gauge("history_pools", "pools of earlier answers", counters.pools)
         yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
         yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)
-        yield gauge("texts_running", "texts being written", load.running)
-        yield gauge("texts_waiting", "texts waiting for a place", load.waiting)
+        yield gauge("sequences_running", "sequences in the batch", load.running)
+        yield gauge("sequences_waiting", "sequences waiting for a place in the batch", load.waiting)
         if facts is not None:
+            used = facts.pages - load.free_pages
             yield gauge("kv_pages", "pages of the KV pool", facts.pages)
-            held = facts.pages - load.free_pages
-            yield gauge(
-                "kv_pages_held", "of these, held by texts; what the prefix cache keeps is free for them", held
-            )
-            yield gauge("kv_usage_ratio", "share of them held by texts", held / facts.pages)
+            yield gauge("kv_pages_held", "of these, held by sequences; cached pages count as free", used)
+            yield gauge("kv_usage_ratio", "share of the pages that sequences hold", used / facts.pages)
 
     def _vllm(self, counters: EngineCounters) -> Iterator[Metric]:
-        """The four counters that dashboards made for vLLM read, under their names."""
+        """Four counters under vLLM's names, for dashboards made for vLLM."""
         totals, labels = counters.totals, (self._model, "0")
         for name, text, value in (
             ("drafts", "drafts", totals.rounds),
@@ -221,24 +209,20 @@ class EngineCollector(Collector):
 
 
 class CaptureCollector(Collector):
-    """What was captured; there is nothing of it where nothing is to be."""
+    """Counters of the capture, where there is one."""
 
     def __init__(self, capture: Capture):
         self._capture = capture
 
     def collect(self) -> Iterator[Metric]:
         capture = self._capture
-        yield gauge("capturing", "1 while texts are captured, 0 once the disk has refused one", capture.open)
-        yield counter("captured_texts", "texts written for training", {(): capture.texts})
-        yield counter("captured_bytes", "bytes of them", {(): capture.bytes})
-        yield counter(
-            "capture_lost_texts", "texts that the disk refused or was too slow for", {(): capture.lost}
-        )
-        yield gauge(
-            "capture_disk_bytes",
-            "on the disk, in blocks, with what earlier processes captured",
-            capture.taken,
-        )
+        yield gauge("capturing", "1 while traffic is captured, 0 after a fault of the disk", capture.open)
+        yield counter("captured_choices", "choices written, a line each", {(): capture.written})
+        yield counter("captured_bytes", "bytes of these lines", {(): capture.bytes})
+        text = "choices that were not written: the disk failed or was too slow"
+        yield counter("capture_lost_choices", text, {(): capture.lost})
+        text = "bytes of captured files, in blocks of the disk, earlier processes included"
+        yield gauge("capture_disk_bytes", text, capture.disk_bytes)
 
 
 def by(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
@@ -263,7 +247,7 @@ def counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labe
 def histogram(
     name: str, text: str, values: Mapping[str, Mapping[int, int]], label: str, bounds: tuple[int, ...]
 ) -> Metric:
-    """`values`: label -> value -> how often."""
+    """`values`: label -> value -> count."""
     family = HistogramMetricFamily(f"speculon_{name}", text, labels=[label])
     for key, counts in values.items():
         buckets = [

@@ -1,8 +1,7 @@
-"""Bodies of the HTTP surface: OpenAI's fields, the sampling fields that other servers added, and our
-`speculation`.
+"""Bodies of requests and answers: OpenAI's fields, sampling fields of other servers, and our `speculation`.
 
-What is unknown is refused by name. What OpenAI takes without any effect on the text is taken and ignored
-(`Ignored`). Ranges are judged once, by `SamplingParams`; here stand the types and what bounds a list.
+Unknown fields are refused by name; OpenAI's fields without an effect on the text are accepted (`Ignored`).
+Here are types and the lengths of lists; the ranges of values are checked once, by `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ MAX_TOP_LOGPROBS = 20  # as OpenAI, in a chat
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # 5.0 is 5
-AS_WHOLE = BeforeValidator(lambda said: int(said) if isinstance(said, float) and said.is_integer() else said)
+AS_WHOLE = BeforeValidator(
+    lambda value: int(value) if isinstance(value, float) and value.is_integer() else value
+)
 Whole = Annotated[int, AS_WHOLE]
 Count = Annotated[int, Field(ge=0, le=2**31), AS_WHOLE]
 TokenId = Count
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), AS_WHOLE]
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
-# of a list's faults: a list of a million would hold up every stream while its errors are written
+# report the first fault of a list: a million of them would block every stream while they are written
 FIRST = Field(fail_fast=True)
 
 
-def few(said: Any) -> Any:
-    """Of too many biases none is looked at."""
-    if isinstance(said, dict) and len(said) > MAX_BIASES:
+def few(value: Any) -> Any:
+    """Refuses too many biases before each is validated."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
         raise PydanticCustomError("too_long", "at most {most} of them", {"most": MAX_BIASES})
-    return said
+    return value
 
 
 class Body(BaseModel):
@@ -45,17 +46,17 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def first_unknown(cls, said: Any) -> Any:
-        """Of many unknown fields one is enough to refuse a body."""
-        if not isinstance(said, dict) or len(said) <= len(cls.model_fields):
-            return said
+    def first_unknown(cls, value: Any) -> Any:
+        """Keeps one of many unknown fields, which is enough to refuse a body."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        kept = {*known, next(name for name in said if name not in known)}
-        return {name: value for name, value in said.items() if name in kept}
+        kept = {*known, next(name for name in value if name not in known)}
+        return {name: part for name, part in value.items() if name in kept}
 
 
-class Open(BaseModel):
-    """Carries more than is read of it."""
+class Extensible(BaseModel):
+    """May have fields that are not read."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -76,29 +77,32 @@ class Prediction(Body):
 
 
 class Speculation(Body):
-    """What this request wants of speculation."""
+    """Speculation of this request."""
 
-    method: str | None = Field(None, description="what drafts: `off`, `auto`, `ngram`, `draft_model`, ...")
+    method: str | None = Field(None, description="`off`, `auto`, `ngram`, `draft_model`, ...")
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
         None, description="drafts per round; 0 is off"
     )
     acceptance: Acceptance | None = None
-    join: bool | None = Field(None, description="whether look-ups go on where another method's draft ends")
+    join: bool | None = Field(
+        None, description="whether a lookup continues another method's draft (chained drafts)"
+    )
     policy: str | None = Field(
-        None, description="how far to speculate: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"
+        None, description="decides how much is drafted: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"
     )
     pool: str | None = Field(
         None,
         max_length=256,
-        description="whose earlier answers may be drafted from, among those to this API key; in place of the caller's name "
-        "(`safety_identifier`, `user`, `prompt_cache_key`); without any: those to the same prompt; empty: nobody's",
+        description="the pool of this API key's earlier answers to draft from; in place of the user's name "
+        "(`safety_identifier`, `user`, `prompt_cache_key`). Without any: that of prompts with the same "
+        "beginning. Empty: none",
     )
-    stats: bool = Field(False, description="answer with the account of what speculation did")
+    stats: bool = Field(False, description="add statistics of speculation to the answer")
 
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # ignored: there is none
+    include_obfuscation: bool = False  # ignored
 
 
 class JsonSchema(Body):
@@ -114,10 +118,10 @@ class ResponseFormat(Body):
 
 
 class Ignored(Body):
-    """Taken for the sake of clients that always send them; they have no effect on the text.
+    """Accepted because clients always send them; they have no effect on the text.
 
-    The first of `safety_identifier`, `user` and `prompt_cache_key` that is not blank says whose earlier
-    answers drafts may come from.
+    The first of `safety_identifier`, `user` and `prompt_cache_key` that is not blank names the pool of
+    earlier answers to draft from.
     """
 
     user: str | None = None
@@ -175,18 +179,18 @@ class CompletionRequest(Sampling):
     suffix: None = Field(None, description="not supported")
 
 
-class FunctionCall(Open):
+class FunctionCall(Extensible):
     name: str
     arguments: str
 
 
-class MessageToolCall(Open):
+class MessageToolCall(Extensible):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Open):
+class Message(Extensible):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -289,8 +293,8 @@ class Usage(Body):
     completion_tokens_details: CompletionDetails
 
 
-class Change(Open):
-    """Rounds that went another way than the text's last one: plain, or by that method."""
+class Change(Extensible):
+    """Rounds whose method differs from that of the sequence's last round; without drafts it is `plain`."""
 
     before: str = Field(alias="from")
     to: str
@@ -298,10 +302,8 @@ class Change(Open):
     count: int
 
 
-class SpeculationAccount(Open):
-    """What speculation did for this request; there are no counts where no round ran and none was watched,
-    `reasons` say why.
-    """
+class SpeculationAccount(Extensible):
+    """Statistics of speculation for this request; without a round there are `reasons` and no counts."""
 
     method: str
     reasons: dict[str, int]
@@ -316,10 +318,10 @@ class CompletionChoice(Body):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = Field(description="the stop string or token id that ended the text")
+    stop_reason: str | int | None = Field(description="the stop string or token id at the end of the text")
 
 
-class Answer(Body):
+class AnswerBody(Body):
     id: str
     created: int
     model: str
@@ -327,7 +329,7 @@ class Answer(Body):
     speculation: SpeculationAccount | None = None
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(AnswerBody):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
@@ -358,7 +360,7 @@ class ChatChoice(Body):
     stop_reason: str | int | None
 
 
-class ChatResponse(Answer):
+class ChatResponse(AnswerBody):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 

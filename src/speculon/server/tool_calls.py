@@ -1,6 +1,4 @@
-"""Answers of a chat: plain text, or calls of tools, forced by a grammar or recognised in what a template
-makes a model write.
-"""
+"""Tool calls in the text of a chat reply: forced by a grammar, or in the form that the template asks for."""
 
 from __future__ import annotations
 
@@ -12,27 +10,27 @@ from typing import Any, Protocol
 
 Delta = dict[str, Any]  # of an assistant's message, as the API streams it
 
-MAX_CALLS = 8  # that one answer may be forced to make
+MAX_CALLS = 8  # in one forced reply
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # as Hermes and Qwen templates write a call
 
 
-class Reply(Protocol):
-    """Turns the text of one answer into deltas as it comes."""
+class ReplyParser(Protocol):
+    """Turns the text of one reply into deltas as it comes."""
 
     def push(self, text: str) -> list[Delta]: ...
 
     def end(self) -> list[Delta]:
-        """What is left once the text has ended."""
+        """The rest, once the text has ended."""
         ...
 
     @property
     def called(self) -> bool:
-        """Whether the answer is one or more calls."""
+        """Whether the reply has tool calls."""
         ...
 
 
-class Spoken:
-    """Text and nothing else."""
+class TextParser:
+    """Text without tool calls."""
 
     called = False
 
@@ -43,28 +41,28 @@ class Spoken:
         return []
 
 
-class Named:
-    """One call of a function that the client has named: the whole text is its arguments."""
+class NamedCallParser:
+    """One call of the function that the client has named: the whole text is its arguments."""
 
     called = True
 
     def __init__(self, name: str):
-        self._name, self._begun = name, False
+        self._name, self._started = name, False
 
     def push(self, text: str) -> list[Delta]:
         if not text:
             return []
-        if self._begun:
+        if self._started:
             return [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]}]
-        self._begun = True
+        self._started = True
         return [{"tool_calls": [new_call(0, self._name, text)]}]
 
     def end(self) -> list[Delta]:
         return []
 
 
-class Required:
-    """Calls in a JSON array that a grammar has forced; told once they are whole."""
+class RequiredCallsParser:
+    """Calls in a JSON array that a grammar has forced; sent once they are complete."""
 
     def __init__(self) -> None:
         self._text, self.called = "", False
@@ -81,8 +79,8 @@ class Required:
         return [{"content": self._text}] if self._text else []  # cut off by max_tokens
 
 
-class Tagged:
-    """Text, and calls between tags. What is no call after all stays text."""
+class TaggedCallsParser:
+    """Text, and calls between tags (Hermes, Qwen). Text between tags that is no call stays text."""
 
     def __init__(self) -> None:
         self._held, self._calls = "", 0
@@ -97,32 +95,32 @@ class Tagged:
         while True:
             at = self._held.find(OPEN)
             if at < 0:
-                sure = len(self._held) - begun(self._held, OPEN)
-                return deltas + self._say(sure)
-            deltas += self._say(at)
+                certain = len(self._held) - partial_tag(self._held, OPEN)
+                return deltas + self._take_text(certain)
+            deltas += self._take_text(at)
             end = self._held.find(CLOSE)
             if end < 0:
                 return deltas
-            deltas += self._call(end + len(CLOSE))
+            deltas += self._take_call(end + len(CLOSE))
 
     def end(self) -> list[Delta]:
-        return self._say(len(self._held))
+        return self._take_text(len(self._held))
 
-    def _say(self, upto: int) -> list[Delta]:
-        said, self._held = self._held[:upto], self._held[upto:]
-        return [{"content": said}] if said and (said.strip() or not self._calls) else []
+    def _take_text(self, upto: int) -> list[Delta]:
+        text, self._held = self._held[:upto], self._held[upto:]
+        return [{"content": text}] if text and (text.strip() or not self._calls) else []
 
-    def _call(self, upto: int) -> list[Delta]:
+    def _take_call(self, upto: int) -> list[Delta]:
         calls = read_calls(self._held[len(OPEN) : upto - len(CLOSE)])
         if not calls:
-            return self._say(upto)
+            return self._take_text(upto)
         self._held = self._held[upto:].lstrip("\n")
         self._calls += 1
         return [{"tool_calls": [new_call(self._calls - 1, *calls[0])]}]
 
 
-class Bare:
-    """A call as a lone JSON object, as Llama 3 templates make it; anything else is text."""
+class JsonCallParser:
+    """A call as a lone JSON object (Llama 3); anything else is text."""
 
     def __init__(self) -> None:
         self._text, self._is_text, self.called = "", False, False
@@ -145,24 +143,25 @@ class Bare:
         return [{"tool_calls": [new_call(0, *calls[0])]}] if calls else [{"content": self._text}]
 
 
-# what a template writes -> how its calls are recognised
-RECOGNISED: tuple[tuple[str, Callable[[], Reply]], ...] = ((OPEN, Tagged), ('"parameters": ', Bare))
+# a part of a template's source -> the parser of its tool calls
+PARSERS: tuple[tuple[str, Callable[[], ReplyParser]], ...] = (
+    (OPEN, TaggedCallsParser),
+    ('"parameters": ', JsonCallParser),
+)
 
 
-def recognise(template: str) -> Callable[[], Reply] | None:
-    """How a model of this chat template writes its calls; None when it is not known."""
-    return next((reply for mark, reply in RECOGNISED if mark in template and "tools" in template), None)
+def parser_for(template: str) -> Callable[[], ReplyParser] | None:
+    """The parser for a model with this chat template; None where its form of calls is not known."""
+    return next((parser for mark, parser in PARSERS if mark in template and "tools" in template), None)
 
 
-def begun(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that a `mark` may begin with."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def partial_tag(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def read_calls(text: str) -> list[tuple[str, str]]:
-    """(name, arguments as JSON) of every call in a JSON object or array; none when any of it is something
-    else.
-    """
+    """(name, arguments as JSON) of each call in a JSON object or array; none where any part is no call."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -182,7 +181,7 @@ def new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def join(deltas: Seq[Delta]) -> Delta:
+def merge_deltas(deltas: Seq[Delta]) -> Delta:
     """The message that a stream of deltas adds up to."""
     text = "".join(delta.get("content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []
@@ -205,9 +204,7 @@ def calls_schema(functions: Seq[Mapping[str, Any]], parallel: bool) -> dict[str,
 
 
 def call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """One call; what its parameters define for themselves moves into `definitions`, under the function's
-    name.
-    """
+    """One call; the definitions in its parameters move into `definitions`, under the function's name."""
     name = function["name"]
     parameters = dict(function.get("parameters") or {"type": "object"})
     for key in ("$defs", "definitions"):

@@ -1,4 +1,4 @@
-"""What passes between the process that serves and the one that owns the device: plain data, both ways."""
+"""Messages between the server's process and the engine's process: plain data, both ways."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from speculon.telemetry import EngineCounters
 
 @dataclass(frozen=True, slots=True)
 class Add:
+    """One prompt to continue, `params.n` times."""
+
     request_id: str
     prompt: list[int]
     params: SamplingParams
@@ -26,7 +28,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPools:
-    """The earlier answers of one pool, or of all of a tenant, are to be deleted; `number` finds the answer."""
+    """Delete the earlier answers of one pool, or of all of a tenant; the reply has the same `number`."""
 
     number: int
     tenant: str
@@ -35,38 +37,36 @@ class ForgetPools:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Nothing more will be asked."""
+    """The last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What loading is busy with."""
+    """The stage that loading has reached."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded; what the serving side has to know of it."""
+    """The model is loaded; what the server has to know of it."""
 
     vocab_size: int
     max_context: int
     max_num_seqs: int
     pages: int
     page_tokens: int
-    method: str  # what drafts for a request that does not say
+    method: str  # that drafts for a request which names none
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
-    """The request was admitted."""
-
+class Admitted:
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not admitted, or ended by a fault; with an empty id: the model could not be loaded."""
+    """Not admitted, or ended by a fault. With an empty id: the model could not be loaded."""
 
     request_id: str
     error: SpeculonError
@@ -75,18 +75,18 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class PoolsForgotten:
     number: int
-    pools: int  # how many there were
+    pools: int  # deleted
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What one step brought to everybody."""
+class Outputs:
+    """The events of one step, of all requests."""
 
     events: list[Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Statistics:
     """The engine's counters and load, a few times a second."""
 
     counters: EngineCounters
@@ -94,4 +94,4 @@ class Pulse:
 
 
 FromServer = Add | Abort | ForgetPools | Stop
-FromWorker = Stage | Ready | Began | Refused | PoolsForgotten | News | Pulse
+FromWorker = Stage | Ready | Admitted | Refused | PoolsForgotten | Outputs | Statistics

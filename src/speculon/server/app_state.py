@@ -1,4 +1,4 @@
-"""The server without its routes: the engine it owns, what it allows, what it keeps of every request."""
+"""The server's state behind its routes: the engine, the model, the capture, the metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from time import time
 from typing import Any, TypeVar
 
 from speculon.config import EngineConfig
-from speculon.engine.async_engine import AsyncEngine, Mailbox
-from speculon.engine.wire import Add, Ready
+from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
+from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.capture import Capture
-from speculon.server.door import OPEN_PATHS
-from speculon.server.job import House, Job
 from speculon.server.metrics import Metrics
-from speculon.server.record import Record
+from speculon.server.middleware import OPEN_PATHS
+from speculon.server.model import ServedModel
 from speculon.text import Tokenizer
 
 T = TypeVar("T")
@@ -27,10 +27,10 @@ T = TypeVar("T")
 log = logging.getLogger("speculon.server")
 
 
-class Server:
+class AppState:
     """One model behind HTTP.
 
-    `settings` are the fields of `EngineConfig`; the model loads while the port is open already.
+    `settings` are the fields of `EngineConfig`. The model loads while the port is open already.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class Server:
         tokenizer: Callable[[], Tokenizer] | None = None,
     ):
         engine_config = EngineConfig(**settings)
-        self.config, self._model = engine_config.serve, engine_config.model
-        self._trust = engine_config.trust_remote_code
+        self.config, self._path = engine_config.serve, engine_config.model
+        self._trust_remote_code = engine_config.trust_remote_code
         self._tokenizer = tokenizer or self._load_tokenizer
-        self.name = self.config.served_model_name or self._model
+        self.name = self.config.served_model_name or engine_config.model
         self.engine = engine or AsyncEngine(settings, on_stage)
         self.capture = Capture.of(self.config)
         self.metrics = Metrics(self.engine, self.name, self.capture)
-        self.began = int(time())
+        self.started = int(time())
         self.draining = False
         self.loaded = asyncio.Event()
-        self._house: House | None = None
-        # templates and long prompts: not on the event loop
+        self._model: ServedModel | None = None
+        # templates and long prompts are read beside the event loop
         self._reader = ThreadPoolExecutor(1, "speculon-read")
 
     @asynccontextmanager
@@ -70,11 +70,11 @@ class Server:
                 await self.capture.close()
 
     @property
-    def house(self) -> House:
-        """What requests are read against; raises `NotReady` while the model is loaded."""
-        if self._house is None:
+    def model(self) -> ServedModel:
+        """Raises `NotReady` while the model is loaded."""
+        if self._model is None:
             raise NotReady("the model is being loaded")
-        return self._house
+        return self._model
 
     @property
     def facts(self) -> Ready:
@@ -84,52 +84,45 @@ class Server:
 
     def check_engine(self) -> None:
         if self.engine.error is not None:
-            raise NotReady(f"there is no engine any more: {self.engine.error}")
+            raise NotReady(f"the engine has ended: {self.engine.error}")
 
     def check_ready(self) -> None:
         if self.draining:
             raise NotReady("the server is about to end")
         self.check_engine()
-        _ = self.house
+        _ = self.model
 
     def drain(self) -> None:
-        """Takes nothing more; what still runs after `drain_timeout` ends there, with `abort`."""
+        """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
         self.draining = True
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.engine.abort_all)
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which knows no event loop, beside it."""
+        """Runs `work` in a thread beside the event loop."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader, work)
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
-    async def submit(self, job: Job, answer_id: str, tenant: str) -> Mailbox:
-        """Queues every prompt of a job, or none; `answer_id` is followed by the prompt's number.
-
-        Whatever a job says of its pool, it is one of the tenant's: nobody drafts from answers to another key.
-        """
+    async def submit(self, answer: Answer) -> None:
+        """Submits every prompt of an answer to the engine, or none."""
+        request = answer.request
         most = self.facts.max_num_seqs + self.config.max_queue
-        room = most - self.engine.open_texts
-        if job.texts > most:
-            raise InvalidParameter(
-                "n", job.params.n, f"{job.texts} texts in all, and this server holds at most {most}"
-            )
-        if job.texts > room:
-            raise QueueFull(f"{job.texts} texts asked for, {max(0, room)} may still wait: ask again later")
-        speculation = job.speculation.model_copy(update={"tenant": tenant})
-        asked = [Add(f"{answer_id}-{i}", ids, job.params, speculation) for i, ids in enumerate(job.prompts)]
-        return await self.engine.submit(asked)
+        room = most - self.engine.open_sequences
+        if request.sequences > most:
+            limit = f"{request.sequences} sequences in all, and this server holds at most {most}"
+            raise InvalidParameter("n", request.params.n, limit)
+        if request.sequences > room:
+            raise QueueFull(f"{request.sequences} sequences requested, the queue has room for {max(0, room)}")
+        answer.begin(await self.engine.submit(answer.adds()), self.config.request_timeout)
 
-    def keep(self, answer: Answer, tenant: str) -> None:
-        """An answer has been given; its texts are captured where the settings, the client and its key allow
-        it.
-        """
+    def keep(self, answer: Answer) -> None:
+        """Captures a complete answer, where the settings, the client and its key allow it."""
         if self.capture is not None:
-            self.capture.take(answer, tenant)
+            self.capture.take(answer)
 
-    def finish(self, record: Record) -> None:
-        """One request is over. Texts and refusals leave a line; probes and scrapes do not."""
+    def finish(self, record: AccessRecord) -> None:
+        """Counts one request. Answers and refusals leave a log line; probes and scrapes do not."""
         record.close()
         self.metrics.observe(record)
         if record.answer is None and (record.status < 400 or record.route in OPEN_PATHS):
@@ -142,11 +135,11 @@ class Server:
             facts = await self.engine.start()
             tokenizer = await self.read(self._tokenizer)
         except SpeculonError as error:
-            return self.engine.lose(error)
+            return self.engine.fail(error)
         except Exception as error:
             log.exception("the model could not be loaded")
-            return self.engine.lose(EngineError(f"{type(error).__name__}: {error}"))
-        self._house = House(
+            return self.engine.fail(EngineError(f"{type(error).__name__}: {error}"))
+        self._model = ServedModel(
             self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config
         )
         self.loaded.set()
@@ -154,4 +147,4 @@ class Server:
     def _load_tokenizer(self) -> Tokenizer:
         from speculon.models.load import load_tokenizer
 
-        return Tokenizer(load_tokenizer(self._model, trust_remote_code=self._trust))
+        return Tokenizer(load_tokenizer(self._path, trust_remote_code=self._trust_remote_code))

@@ -1,0 +1,50 @@
+"""The model as requests are read against it: its name, tokenizer, default method and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speculon.engine.admission import max_length
+from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
+from speculon.serve_config import ServeConfig
+from speculon.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str  # that clients use
+    tokenizer: Tokenizer
+    max_context: int
+    vocab_size: int
+    method: str  # that drafts for a request which names none
+    config: ServeConfig
+
+    def check_name(self, requested: str | None) -> None:
+        if requested is not None and requested != self.name:
+            raise UnknownModel(f"model = {shorten(requested)}: this server serves {self.name!r}")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        A prompt that is far too long is refused after its beginning: other requests wait meanwhile.
+        """
+        part = 4 * self.max_context
+        while part < len(text):
+            # twice the context: the cut may have split a word into more tokens
+            if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:
+                raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
+            part *= 4
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def max_tokens(self, requested: int | None, prompts: list[list[int]], default: int | None = None) -> int:
+        """`max_tokens` of a request; by default as many as `default`, server and context allow.
+
+        Checked before the prompts go to the engine, by the engine's own rule (`max_length`).
+        """
+        limit, longest = self.config.max_request_tokens, max(map(len, prompts))
+        max_length(longest, requested, self.max_context)
+        if requested is None:
+            return min(most for most in (default, limit, self.max_context - longest) if most is not None)
+        if limit is not None and requested > limit:
+            raise InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
+        return requested

@@ -1,0 +1,117 @@
+"""One HTTP request as the server works with it, and the fields that both routes share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from speculon.config import RequestSpeculation, SamplingParams
+from speculon.engine.admission import read_prediction
+from speculon.errors import InvalidParameter
+from speculon.server.model import ServedModel
+from speculon.server.schemas import Content, Sampling
+from speculon.server.tool_calls import ReplyParser, TextParser
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Prompts and parameters of one HTTP request; each prompt is continued `params.n` times."""
+
+    chat: bool  # a chat completion, not a completion
+    prompts: list[list[int]]
+    params: SamplingParams
+    speculation: RequestSpeculation
+    method: str  # that drafts; shown in the answer
+    stream: bool = False
+    include_usage: bool = False  # in the stream's last chunk
+    include_stats: bool = False
+    echo: bool = False
+    captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
+    parser: Callable[[], ReplyParser] = field(default=TextParser)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
+    """The fields that both routes share, and `more`; a field that is not set keeps our default.
+
+    Raises `InvalidParameter`.
+    """
+    names = set(SamplingParams.model_fields) & (set(Sampling.model_fields) - {"logit_bias"})
+    fields = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        fields["logit_bias"] = read_biases(body.logit_bias)
+    fields |= structured_of(body) | {name: value for name, value in more.items() if value is not None}
+    return SamplingParams(**fields)
+
+
+def read_biases(fields: dict[str, float]) -> dict[int, float]:
+    biases = {}
+    for token, bias in fields.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise InvalidParameter("logit_bias", token, "keys are token ids")
+        if not -100 <= bias <= 100:
+            raise InvalidParameter("logit_bias", {token: bias}, "from -100 to 100")
+        biases[int(token)] = bias
+    return biases
+
+
+def structured_of(body: Sampling) -> dict[str, Any]:
+    """`response_format` as the engine's `structured`."""
+    requested = body.response_format
+    if requested is None or requested.type == "text":
+        return {}
+    if requested.type == "json_object":
+        return {"structured": {"json_object": True}}
+    if requested.json_schema is None:
+        raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
+    return {"structured": {"json_schema": requested.json_schema.schema_}}
+
+
+def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
+    requested = body.speculation
+    fields = requested.model_dump(exclude={"stats"}, exclude_none=True) if requested else {}
+    pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))
+    if pool is not None:
+        fields["pool"] = pool_of(pool)
+    if body.prediction is None:
+        return RequestSpeculation(**fields)
+    # the settings refuse a prediction that is too long, before it is encoded
+    speculation = RequestSpeculation(**fields, prediction=text_of(body.prediction.content))
+    # encoded here, where no step waits for it
+    ids = read_prediction(speculation.prediction, model.tokenizer, model.vocab_size)
+    return speculation.model_copy(update={"prediction": ids})
+
+
+def user_names(body: Sampling) -> tuple[str | None, ...]:
+    """OpenAI's names of a user, the narrowest first: many users may share a cache key."""
+    return body.safety_identifier, body.user, body.prompt_cache_key
+
+
+def pool_of(name: str) -> str:
+    """A digest of a pool's name, so that the engine never has the name; the empty name stays empty."""
+    return name and hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
+    """Fields of `GenerationRequest` that both routes fill alike."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise InvalidParameter("stream_options", options.model_dump(), "only with stream = true")
+    speculation = speculation_of(body, model)
+    return {
+        "speculation": speculation,
+        "method": speculation.method or model.method,
+        "stream": bool(body.stream),
+        "include_usage": options is not None and options.include_usage,
+        "include_stats": body.speculation is not None and body.speculation.stats,
+    }
+
+
+def text_of(content: Content | None) -> str:
+    """One text from a string or from text parts."""
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)

@@ -1,0 +1,134 @@
+"""Faults of the capture: full and slow disks, kills, its own code. They cost lines, never an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from speculon.server import capture
+from speculon.server.capture import Capture
+from tests.server.inside import served, wait_until
+from tests.server.outside import started
+from tests.server.test_abuse import refusal
+from tests.server.test_capture import ROUTE, by, read, settle, write
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_the_bound_holds_over_http(tmp_path: Path) -> None:
+    with served(capture=str(tmp_path), capture_gb=0.001) as inside:
+        for number in range(12):
+            assert inside.post("completions", prompt=f"{number:3000}", n=64, max_tokens=1).status_code == 200
+        settle(inside)
+        taken = inside.metric("speculon_capture_disk_bytes")
+        assert sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*")) <= taken <= 0.001 * 2**30
+    kept = [int(line["prompt"]) for line in read(tmp_path)]
+    assert sorted(kept) == kept and kept[-1] == 11 and kept[0] > 5 and len(kept) > 200
+
+
+def refused(*arguments: Any, **options: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_refuses_ends_the_capture_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(capture=str(tmp_path)) as inside:
+        write(inside, "a")
+        settle(inside)
+        monkeypatch.setattr(os, "write", refused)
+        for _ in range(3):
+            write(inside, "a")
+            settle(inside)
+        monkeypatch.undo()
+        write(inside, "a")
+        wait_until(lambda: inside.metric("speculon_capture_lost_choices_total") == 4)
+        assert (
+            inside.metric("speculon_capturing") == 0 and inside.metric("speculon_captured_choices_total") == 1
+        )
+        lines = [record.getMessage() for record in caplog.records if "capture" in record.getMessage()]
+        assert lines == [f"capture ends: {tmp_path}: No space left on device"], "once"
+        assert len(read(tmp_path)) == 1
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", refused)
+            error = refusal(inside.client.delete(ROUTE, headers=by("a")), 500)
+            assert error["message"] == "it could not be deleted: No space left on device"
+        assert inside.client.delete(ROUTE, headers=by("a")).status_code == 204 and not read(tmp_path)
+
+
+def test_a_fault_of_its_own_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(capture, "lines_of", lambda answer, key: 1 / 0)
+    with served(capture=str(tmp_path)) as inside:
+        write(inside, "a")
+        wait_until(lambda: inside.metric("speculon_capturing") == 0)
+        write(inside, "a")
+    (record,) = [record for record in caplog.records if "capture" in record.getMessage()]
+    assert record.levelno == logging.ERROR and record.exc_info and not read(tmp_path)
+
+
+def test_a_slow_disk_loses_lines_and_delays_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "PENDING_BYTES", 10_000)
+    with served(capture=str(tmp_path)) as inside:
+        assert isinstance(inside.state.capture, Capture)
+        lock = threading.Event()
+        inside.state.capture._writer.submit(lock.wait, 30)
+        for _ in range(5):
+            write(inside, "a", "x" * 3000)
+        assert inside.metric("speculon_capture_lost_choices_total") == 2 and not read(tmp_path)
+        lock.set()
+        wait_until(lambda: inside.metric("speculon_captured_choices_total") == 3)
+        write(inside, "a", "say:once more")
+    assert len(read(tmp_path)) == 4
+
+
+def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    with started(tmp_path / "first", "--capture", str(folder), "--capture-gb", "0.5") as server:
+        url = server.ready()
+        for number in range(5):
+            body = {"prompt": f"say:{number}"}
+            assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 200
+        wait_until(lambda: len(read(folder)) == 5)
+        assert (
+            f"capturing requests and answers of every API key in {folder}, at most 0.5 GB\n" in server.stderr
+        )
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    (path,) = folder.glob("*/*.jsonl")
+    with path.open("ab") as file:
+        file.write(b'{"prompt": "hal')
+    environment = {"SPECULON_SERVE__CAPTURE": str(folder), "SPECULON_SERVE__CAPTURE_KEY": "one\ntwo"}
+    with started(tmp_path / "second", **environment) as server:
+        url = server.ready()
+        assert (
+            "capturing requests and answers of 2 API keys in " in server.stderr
+            and "half a line" in server.stderr
+        )
+        for key in ("one", "three"):
+            body = {"prompt": f"say:{key}"}
+            assert (
+                httpx.post(url + "/v1/completions", json=body, headers=by(key), trust_env=False).status_code
+                == 200
+            )
+        assert server.end() == 0, server.stderr
+    assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [
+        *"01234",
+        "one",
+    ]
+
+
+def test_a_folder_that_cannot_be_ends_the_start(tmp_path: Path) -> None:
+    with started(tmp_path, "--capture", str(tmp_path / "no" / "folder")) as server:
+        assert server.process.wait(30) == 2
+        assert "serve.capture" in server.stderr and "a folder" in server.stderr

@@ -1,0 +1,135 @@
+"""The official client against the real server: structured output, tool calls, predictions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.test_openai import ASK, chat, spec
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "birth", "description": "A birth", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+FORMED = {"max_tokens": 200, "seed": 5, "temperature": 0.8}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_text_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    answer = chat(client, **FORMED, response_format=form, stream=stream)
+    text = (
+        "".join(c.choices[0].delta.content or "" for c in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
+    person = json.loads(text)
+    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 99
+
+
+def test_a_text_is_a_json_object(client: openai.OpenAI) -> None:
+    choice = chat(
+        client, max_tokens=200, seed=1, temperature=0.5, response_format={"type": "json_object"}
+    ).choices[0]
+    text = choice.message.content
+    assert text.lstrip().startswith("{") and (
+        choice.finish_reason == "length" or isinstance(json.loads(text), dict)
+    )
+    assert chat(client, temperature=0, response_format={"type": "text"}).choices[0].finish_reason == "length"
+
+
+def test_a_schema_that_is_none_is_refused(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}
+    with pytest.raises(openai.BadRequestError):
+        chat(client, response_format=form)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, spec(method="off"), spec(method="ngram", num_speculative_tokens=8)],
+    ids=["default", "off", "ngram"],
+)
+def test_a_form_is_the_same_under_speculation(client: openai.OpenAI, way: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    plain = chat(client, **FORMED, response_format=form, **spec(method="off")).choices[0].message.content
+    assert chat(client, **FORMED, response_format=form, **way).choices[0].message.content == plain
+
+
+def test_tools_that_are_required(client: openai.OpenAI) -> None:
+    answer = chat(client, **FORMED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert call.id.startswith("call_") and call.function.name in ("birth", "now")
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_that_is_named(client: openai.OpenAI, stream: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "birth"}}
+    answer = chat(client, **FORMED, tools=TOOLS, tool_choice=choice, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        name, arguments = calls[0].function.name, "".join(call.function.arguments for call in calls)
+        reason = chunks[-1].finish_reason
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
+    assert (name, reason) == ("birth", "tool_calls") and set(json.loads(arguments)) == {"name", "age"}
+
+
+def test_tools_that_may_not_be_used(client: openai.OpenAI) -> None:
+    assert chat(client, tools=TOOLS, tool_choice="none", temperature=0).choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as caught:  # the demo model's template knows no tools
+        chat(client, tools=TOOLS)
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
+    assert caught.value.param == "tool_choice.function.name"
+
+
+def test_a_tool_answers_and_the_chat_goes_on(client: openai.OpenAI) -> None:
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    assert chat(client, messages=messages, temperature=0).choices[0].message.content
+
+
+def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
+    ask = {"temperature": 0, "max_tokens": 60}
+    plain = chat(client, **ask)
+    text = plain.choices[0].message.content
+    right = chat(client, **ask, prediction={"type": "content", "content": text})
+    assert right.choices[0].message.content == text
+    accepted = right.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted > plain.usage.completion_tokens * 0.6
+    wrong = chat(
+        client, **ask, prediction={"type": "content", "content": [{"type": "text", "text": "xyz " * 40}]}
+    )
+    assert wrong.choices[0].message.content == text
+    details = wrong.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens < accepted / 4 and details.rejected_prediction_tokens >= 0
+    details = plain.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0

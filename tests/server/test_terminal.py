@@ -1,0 +1,88 @@
+"""What `speculon serve` prints on a terminal: lines end between words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from tests.server.outside import LISTENS, PATIENCE, ROOT, SCRIPTED
+
+fcntl = pytest.importorskip("fcntl", reason="needs a pseudo-terminal")
+pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
+termios = pytest.importorskip("termios", reason="needs a pseudo-terminal")
+
+WIDTH = 80
+
+
+class Terminal:
+    """`speculon serve` with its stderr on a pseudo-terminal of `WIDTH` columns."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, WIDTH))
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SPECULON_")}
+        env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "SCRIPTED_STEP": "0.01"}
+        env |= {"NO_COLOR": "1", "TERM": "xterm", "COLUMNS": str(WIDTH)}
+        command = [sys.executable, *SCRIPTED, "serve", "--port", "0", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=theirs
+        )
+        os.close(theirs)
+        os.set_blocking(self._ours, False)
+        self._output = b""
+
+    @property
+    def lines(self) -> list[str]:
+        try:
+            while part := os.read(self._ours, 65536):
+                self._output += part
+        except (BlockingIOError, OSError):  # nothing more yet, or the other end is closed
+            pass
+        return self._output.decode().replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
+
+    @property
+    def text(self) -> str:
+        """The messages, with the line breaks of the terminal taken out."""
+        return " ".join(line.strip() for line in self.lines)
+
+    def wait_for(self, part: str) -> None:
+        until = time.monotonic() + PATIENCE
+        while part not in self.text:
+            assert time.monotonic() < until and self.process.poll() is None, self.text
+            time.sleep(0.05)
+
+
+def test_lines_end_between_words(tmp_path: Path) -> None:
+    folder = tmp_path / "captured"
+    terminal = Terminal(tmp_path, "--capture", str(folder), "--capture-gb", "0.5")
+    try:
+        terminal.wait_for("ready in")
+        found = LISTENS.search(terminal.text)
+        assert found
+        body = {"prompt": "say:one two", "speculation": {"pool": "a"}}
+        response = httpx.post(found[1] + "/v1/completions", json=body, trust_env=False)
+        refused = httpx.post(
+            found[1] + "/v1/completions", json={"prompt": "x", "max_tokens": -1}, trust_env=False
+        )
+        assert (response.status_code, refused.status_code) == (200, 400)
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(PATIENCE) == 0
+    finally:
+        terminal.process.kill()
+    long = [line for line in terminal.lines if len(line) > WIDTH]
+    assert all(" " not in line.strip() for line in long), f"only a word longer than a line may be: {long}"
+    assert f"capturing requests and answers of every API key in {folder}, at most 0.5 GB" in terminal.text
+    assert f"{response.headers['x-request-id']} 7 tok " in terminal.text
+    assert (
+        f"{refused.headers['x-request-id']} 400 /v1/completions max_tokens = -1: Input should"
+        in terminal.text
+    )
+    assert any(line.startswith("  ") for line in terminal.lines), "no message was longer than a line"
+    assert terminal.lines[-1] == "stopped"
