@@ -20,10 +20,11 @@ from time import thread_time
 from typing import Any, cast
 
 from speculon.bench import workloads
+from speculon.checkpoints.locate import SHIPPED
 from speculon.config import SamplingParams, SpeculationConfig
 from speculon.core import Sequence
 from speculon.demo import corpus
-from speculon.models.load import SHIPPED, load_tokenizer
+from speculon.models.load import load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import find_factory
 from speculon.telemetry import RequestStats

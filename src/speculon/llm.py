@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 
 import torch
 
+from speculon.checkpoints.choose import with_drafts
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core import Event, FinishReason, TokenLogprobs
 from speculon.engine.engine import Engine
 from speculon.engine.rehearsal import rehearse
 from speculon.errors import InvalidParameter, InvalidRequest
-from speculon.models.choose import with_drafts
 from speculon.models.load import load_target, load_tokenizer
 from speculon.telemetry import RequestStats, SpeculationStats
 from speculon.text import Stream, Tokenizer, check_messages, final_text

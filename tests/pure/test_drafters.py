@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_offsets, check_pair
+from speculon.checkpoints.families import FOREIGN, family_of, read_eagle3_config
 from speculon.errors import (
     CorruptWeights,
     MissingWeights,
@@ -18,8 +20,6 @@ from speculon.errors import (
     UnsupportedModel,
     WrongPair,
 )
-from speculon.models.drafters import Eagle3, Shape, check_offsets, check_pair
-from speculon.models.families import FOREIGN, family_of, recognise_drafter
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -59,7 +59,7 @@ EAGLE1: Shapes = {
     "layers.0.self_attn.q_proj.weight": (H, H),
     "layers.0.self_attn.o_proj.weight": (H, H),
 }
-SHEET = Eagle3(
+SHEET = Eagle3Config(
     path=Path("head"),
     files=(),
     dialect="specforge",
@@ -88,7 +88,7 @@ SHEET = Eagle3(
     speculative_tokens=None,
     verifier=("LlamaForCausalLM",),
 )
-TARGET = Shape(H, 20, 8, "LlamaForCausalLM")
+TARGET = TargetShape(H, 20, 8, "LlamaForCausalLM")
 
 
 def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
@@ -113,7 +113,7 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ids", "after", "layers", "readings"),
+    ("ids", "after", "layers", "tap_layouts"),
     [
         pytest.param(None, True, 32, [(1, 15, 28)], id="none named"),
         pytest.param(None, True, 7, [(1, 2, 3)], id="none named, fewest layers"),
@@ -132,9 +132,9 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
     ],
 )
 def test_taps_are_outputs_of_layers(
-    ids: tuple[int, ...] | None, after: bool | None, layers: int, readings: list[tuple[int, ...]]
+    ids: tuple[int, ...] | None, after: bool | None, layers: int, tap_layouts: list[tuple[int, ...]]
 ) -> None:
-    assert list(replace(SHEET, tap_ids=ids, after=after).readings(layers)) == readings
+    assert list(replace(SHEET, tap_ids=ids, after=after).tap_layouts(layers)) == tap_layouts
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_taps_outside_the_target_are_refused(
     ids: tuple[int, ...] | None, after: bool | None, layers: int, words: str
 ) -> None:
     with pytest.raises(WrongPair, match=words):
-        replace(SHEET, tap_ids=ids, after=after).readings(layers)
+        replace(SHEET, tap_ids=ids, after=after).tap_layouts(layers)
 
 
 def test_the_line_says_how_the_taps_are_read() -> None:
@@ -180,7 +180,7 @@ def test_the_line_says_how_the_taps_are_read() -> None:
         pytest.param(replace(TARGET, num_layers=6), "need 7 of them; the target has 6", id="layers"),
     ],
 )
-def test_a_wrong_pair_is_refused_with_both_numbers(target: Shape, words: str) -> None:
+def test_a_wrong_pair_is_refused_with_both_numbers(target: TargetShape, words: str) -> None:
     assert check_pair(SHEET, TARGET) == ()
     with pytest.raises(WrongPair, match=words):
         check_pair(SHEET, target)
@@ -297,7 +297,7 @@ def test_what_is_not_carried_is_refused_by_name(
     assert (family.method, family.sheet, family.checkpoint) == (None, None, None)
     assert family.line.startswith(f"{name}: ")
     with pytest.raises(UnsupportedModel, match=rf"drafter: {name} \(.*\) is recognised, but not carried"):
-        recognise_drafter(family.path)
+        read_eagle3_config(family.path)
 
 
 def test_every_name_in_the_table_has_a_case() -> None:
@@ -306,7 +306,7 @@ def test_every_name_in_the_table_has_a_case() -> None:
 
 def test_an_unknown_kind_of_the_speculators_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="speculators_model_type 'oracle' is not known here"):
-        recognise_drafter(write(tmp_path / "head", {**CONFIG, "speculators_model_type": "oracle"}, EAGLE3))
+        read_eagle3_config(write(tmp_path / "head", {**CONFIG, "speculators_model_type": "oracle"}, EAGLE3))
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_language_model_is_a_draft_model(shapes: Shapes, tmp_path: Path) -> No
     assert family.checkpoint is not None
     assert "language model LlamaForCausalLM: 1 layer of 8" in family.line
     with pytest.raises(UnsupportedModel, match="no EAGLE-3 head, but a language model"):
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
 
 
 def test_tensors_decide_whatever_the_config_calls_itself(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
 from speculon.models.target import Output
 from speculon.proposers import registry
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CONTEXT, tiny_target
-from tests.tiny.dialects import write_eagle3
 from tests.tiny.drafting import DRAFT, Doubting, use_draft
 from tests.tiny.heads import deep_model, deep_target, folder_of, watch_heads
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell

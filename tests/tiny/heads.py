@@ -23,8 +23,8 @@ from speculon.models.target import Target
 from speculon.proposers.chain import Piece
 from speculon.proposers.eagle3 import NAME, Eagle3Drafter
 from speculon.proposers.registry import register
+from tests.tiny.checkpoint_formats import Head, make_head
 from tests.tiny.conftest import VOCAB, build
-from tests.tiny.dialects import Head, make_head
 from tests.tiny.eagle_reference import reference_chain, reference_rows
 from tests.tiny.scripted import Key
 

@@ -22,8 +22,8 @@ from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore
 from speculon.models import attention
 from speculon.models.load import context_limit, wrap_model
+from speculon.models.load_check import Piece, run_pieces
 from speculon.models.probe import window_of
-from speculon.models.prove import Piece, run_pieces
 from speculon.models.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
 

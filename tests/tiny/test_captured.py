@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
+from speculon.checkpoints.memory import model_needs
 from speculon.kv.store import SpanView, View
 from speculon.models import captured as capturing
-from speculon.models.block import NotThisKind
+from speculon.models.block import CannotReplace
 from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
 from speculon.models.compare import close
-from speculon.models.forecast import forecast
 from speculon.models.fuse import Trial
 from speculon.models.load import wrap_model
+from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
-from speculon.models.prove import paged_logits
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 from tests.tiny.conftest import build, tiny_model, tiny_target
@@ -272,7 +272,7 @@ def test_layers_of_different_shapes_are_not_captured() -> None:
     _, _, loop = both()
     first, last = loop.blocks
     other = replace(last, attention=replace(last.attention, heads=2))
-    with torch.inference_mode(), pytest.raises(NotThisKind, match="different numbers of heads"):
+    with torch.inference_mode(), pytest.raises(CannotReplace, match="different numbers of heads"):
         Captured(replace(loop, blocks=[first, other]), torch.device("cpu"), replayed)
 
 
@@ -317,7 +317,7 @@ def test_the_forecast_counts_what_recording_takes(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     cuda, target = torch.device("cuda"), tiny_target("llama")
     kept, recorded = (
-        forecast(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
+        model_needs(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
     )
     took = capture_bytes(target.model.config, recorded.layers, torch.float16)
     assert recorded.bytes_fixed - kept.bytes_fixed == took > 0

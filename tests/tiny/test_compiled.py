@@ -23,12 +23,12 @@ from speculon.decoder import SpeculativeDecoder
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
 from speculon.models import linear
-from speculon.models.block import NotThisKind
+from speculon.models.block import CannotReplace
 from speculon.models.fuse import Trial
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
+from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
-from speculon.models.prove import paged_logits
 from speculon.models.target import Target
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
@@ -262,7 +262,7 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
     assert not given
     compiling.loaded(Path("package"), layers, compiling.SHARED)
     monkeypatch.setattr(Package, "get_constant_fqns", lambda self: ["lifted_0"])
-    with pytest.raises(NotThisKind, match="lifted_0 is a constant, but no weight"):
+    with pytest.raises(CannotReplace, match="lifted_0 is a constant, but no weight"):
         compiling.loaded(Path("package"), layers, compiling.SHARED)
     qkv, head = loop.blocks[1].attention.qkv, loop.head
     assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from speculon.batch import Batch
+from speculon.checkpoints.memory import expected_layers, model_needs
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams
 from speculon.core import Event, Proposal, Reason, SpanKind
 from speculon.errors import ConfigError, InvalidRequest, ModelError
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
-from speculon.models.forecast import expected_layers, forecast
 from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.proposers.draft_model import check_same_ids
@@ -460,7 +460,7 @@ def test_the_forecast_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path
     """From the config and the file's header alone; windows are found later and change no size."""
     tiny_model(name).save_pretrained(tmp_path)
     target = tiny_target(name)
-    needs = forecast(tmp_path, torch.float32, torch.device("cpu"), rows=7, scored=5)
+    needs = model_needs(tmp_path, torch.float32, torch.device("cpu"), rows=7, scored=5)
     if name != "gpt_neox":  # whose config here names key-value heads that the model does not have
         assert [layer.bytes_per_token for layer in needs.layers] == [
             layer.bytes_per_token for layer in target.layers

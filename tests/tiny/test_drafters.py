@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_pair, read_offsets
+from speculon.checkpoints.families import read_eagle3_config
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.models.drafters import Eagle3, Shape, check_pair, read_offsets
-from speculon.models.families import recognise_drafter
-from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
+from tests.tiny.checkpoint_formats import DIALECTS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
 
 TARGET = SimpleNamespace(
     hidden_size=32, vocab_size=96, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
 )
-SHAPE = Shape(32, 96, 8, "Qwen3ForCausalLM")
+SHAPE = TargetShape(32, 96, 8, "Qwen3ForCausalLM")
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
     "some of the vocabulary": {"draft_vocab": 40},
@@ -51,13 +51,15 @@ WRITING: dict[str, dict[str, Any]] = {
     },
 }
 SAME = [
-    name for name in Eagle3.__slots__ if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")
+    name
+    for name in Eagle3Config.__slots__
+    if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")
 ]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a sheet, by its names."""
-    sheet, found = recognise_drafter(folder), {}
+    sheet, found = read_eagle3_config(folder), {}
     for path in sheet.files:
         with safe_open(path, "pt") as file:
             found |= {
@@ -68,11 +70,11 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 def agrees(folder: Path, head: Head) -> bool:
     """The sheet says of a head what it was made with, and its names lead to the head's tensors."""
-    sheet, tensors = recognise_drafter(folder), read(folder)
+    sheet, tensors = read_eagle3_config(folder), read(folder)
     wanted = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     return (
         all(getattr(sheet, name) == getattr(head, name) for name in SAME)
-        and sheet.readings(head.target_layers)[0] == head.taps
+        and sheet.tap_layouts(head.target_layers)[0] == head.taps
         and sheet.taps == len(head.taps)
         and tensors.keys() == wanted.keys()
         and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
@@ -84,8 +86,8 @@ def agrees(folder: Path, head: Head) -> bool:
 def test_a_head_is_read_as_it_was_written(dialect: str, variant: str, tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, dialect, **VARIANTS[variant])
     assert agrees(folder, make_head(TARGET, **VARIANTS[variant]))
-    sheet = recognise_drafter(folder)
-    assert (sheet.dialect, sheet.tap_ids) == (dialect, None)
+    sheet = read_eagle3_config(folder)
+    assert (sheet.format, sheet.tap_ids) == (dialect, None)
     assert all("target_hidden_size" in note for note in sheet.notes) and not check_pair(sheet, SHAPE)
     assert sheet.verifier == (("Qwen3ForCausalLM",) if dialect == "speculators" else ())
     assert sheet.speculative_tokens == (3 if dialect == "speculators" else None)
@@ -96,7 +98,7 @@ def test_a_head_is_read_as_it_was_written(dialect: str, variant: str, tmp_path: 
 def test_a_head_is_read_however_its_files_lie(dialect: str, writing: str, tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, dialect, draft_vocab=40, **WRITING[writing])
     assert agrees(folder, make_head(TARGET, draft_vocab=40))
-    assert not recognise_drafter(folder).notes
+    assert not read_eagle3_config(folder).notes
 
 
 def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
@@ -107,10 +109,10 @@ def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect not in TAPLESS])
 @pytest.mark.parametrize("taps", [(1, 4, 6), (0, 7), (2, 3, 5, 6)])
 def test_named_taps_are_found_among_the_readings(dialect: str, taps: tuple[int, ...], tmp_path: Path) -> None:
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, dialect, taps=taps))
-    assert sheet.readings(8)[0] == taps
+    sheet = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, dialect, taps=taps))
+    assert sheet.tap_layouts(8)[0] == taps
     told = dialect == "speculators" or taps[0] == 1
-    assert len(sheet.readings(8)) == (1 if told else 2)
+    assert len(sheet.tap_layouts(8)) == (1 if told else 2)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
-    sheet = recognise_drafter(
+    sheet = read_eagle3_config(
         write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie)
     )
     assert any(note in line for line in sheet.notes)
@@ -163,7 +165,7 @@ def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str,
 
 def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
     lie = {"norm_before_fc": False}
-    sheet = recognise_drafter(
+    sheet = read_eagle3_config(
         write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie)
     )
     assert sheet.norm_before_fc and "norm_before_fc is false, but there is a tensor for it" in sheet.notes[0]
@@ -172,14 +174,14 @@ def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dialect", "value"), [("speculators", True), ("specforge", False)])
 def test_what_norm_before_residual_is_where_nobody_says(dialect: str, value: bool, tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, dialect, config={"norm_before_residual": None})
-    sheet = recognise_drafter(folder)
+    sheet = read_eagle3_config(folder)
     assert sheet.norm_before_residual is value
     assert any("norm_before_residual" in note for note in sheet.notes) is value
 
 
 def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"hidden": 16, "taps": (1, 4, 6), "config": {"target_hidden_size": None}}
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", **settings))
+    sheet = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", **settings))
     assert (sheet.target_hidden, sheet.taps) == (32, 3)
     assert sheet.notes == ("the config's target_hidden_size is 16, the tensors' 32",)
 
@@ -218,7 +220,7 @@ def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path)
 )
 def test_rope_is_the_drafters_own(rope: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
     assert (
-        recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
+        read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
     )
 
 
@@ -362,24 +364,24 @@ def test_what_does_not_fit_together_is_refused(
 ) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, "specforge", **variant)
     if change:
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
         change(folder)
     with pytest.raises(error, match=words):
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
 
 
 def test_taps_in_disorder_are_put_in_order(tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [7, 2, 5]}
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=ids))
-    assert (sheet.tap_ids, sheet.readings(8)) == ((2, 5, 7), ((1, 4, 6),))
+    sheet = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", config=ids))
+    assert (sheet.tap_ids, sheet.tap_layouts(8)) == ((2, 5, 7), ((1, 4, 6),))
     assert "[7, 2, 5] were put in order" in sheet.notes[0]
 
 
 def test_offsets_are_read_without_torch(tmp_path: Path) -> None:
     head = make_head(TARGET, draft_vocab=40)
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "nebius", shards=2, draft_vocab=40))
+    sheet = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "nebius", shards=2, draft_vocab=40))
     assert read_offsets(sheet) == head.tensors["d2t"].tolist()
-    assert read_offsets(recognise_drafter(write_eagle3(tmp_path / "whole", TARGET))) == []
+    assert read_offsets(read_eagle3_config(write_eagle3(tmp_path / "whole", TARGET))) == []
 
 
 def test_an_embedding_that_is_the_head_too(tmp_path: Path) -> None:

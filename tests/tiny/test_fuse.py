@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from speculon.models import block as blocks
 from speculon.models import fuse as fusing
 from speculon.models import linear
-from speculon.models.block import Attention, Block, Norm, NotThisKind, norm_of, same_norm
+from speculon.models.autotune import median_times
+from speculon.models.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
 from speculon.models.linear import Beside, Layout, Linear, Packed, joined, packable, packed, plain
 from speculon.models.load import wrap_model
-from speculon.models.prove import paged_logits
-from speculon.models.race import race
+from speculon.models.load_check import paged_logits
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
@@ -64,7 +64,7 @@ def test_a_planted_difference_of_a_norm_is_seen(planted: dict[str, float]) -> No
 
 @pytest.mark.parametrize("other", [nn.LayerNorm(8), nn.Linear(8, 8), Stock(), TinyRMSNorm(plus=1e-3)])
 def test_what_is_no_such_norm_is_refused(other: nn.Module) -> None:
-    with pytest.raises(NotThisKind):
+    with pytest.raises(CannotReplace):
         norm_of(other)
 
 
@@ -99,7 +99,7 @@ def test_the_layout_is_the_one_that_was_faster(
     times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        linear, "race", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
+        linear, "median_times", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
     )
     if not packable(torch.float32, torch.device("cpu")):
         pytest.skip("nothing is packed here")
@@ -107,7 +107,7 @@ def test_the_layout_is_the_one_that_was_faster(
 
 
 def test_a_race_is_won_by_who_takes_least_time() -> None:
-    slow, fast = race([partial(sleep, 0.01), partial(sleep, 0.001)])
+    slow, fast = median_times([partial(sleep, 0.01), partial(sleep, 0.001)])
     assert fast < slow
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.errors import (
     ConfigError,
     CorruptWeights,
@@ -27,7 +28,6 @@ from speculon.errors import (
 )
 from speculon.models import load
 from speculon.models.load import load_target, load_tokenizer
-from speculon.models.recognise import recognise
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -76,7 +76,7 @@ def test_a_good_folder_loads(folder: Path) -> None:
 
 
 def test_recognise_reads_the_headers(folder: Path) -> None:
-    found = recognise(folder)
+    found = read_checkpoint(folder)
     assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == (
         "LlamaForCausalLM",
         2,
@@ -94,7 +94,7 @@ def test_recognise_reads_the_headers(folder: Path) -> None:
 
 
 def test_recognise_does_without_torch() -> None:
-    code = "import sys, speculon.models.recognise; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, speculon.checkpoints.headers; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -197,7 +197,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
     target = load_target(tmp_path)
-    assert target.num_parameters == recognise(tmp_path).num_parameters  # counted once
+    assert target.num_parameters == read_checkpoint(tmp_path).num_parameters  # counted once
 
 
 def test_a_pickle_loads_when_asked_for(folder: Path) -> None:
@@ -223,15 +223,15 @@ class Trap:
 
 def test_shards_load(saved: Path, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="30KB")
-    found = recognise(tmp_path)
+    found = read_checkpoint(tmp_path)
     assert len(found.files) > 1
-    assert found.num_parameters == recognise(saved).num_parameters
+    assert found.num_parameters == read_checkpoint(saved).num_parameters
     assert load_target(tmp_path).vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
 def test_an_unknown_hub_id_is_not_found(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub gave none"):
+    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub has none"):
         load_target(name)
 
 

@@ -150,9 +150,9 @@ def test_additional_memory_counts(folder: Path) -> None:
 
 
 def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forecast that was too low lets the draft load; the engine then lets go of it."""
+    """An estimate that was too low lets the draft load; the engine then lets go of it."""
     estimate = start(folder).engine.promise.estimate
-    monkeypatch.setattr(draft_model, "forecast", lambda *_: Needs(bytes_fixed=1))
+    monkeypatch.setattr(draft_model, "model_needs", lambda *_: Needs(bytes_fixed=1))
     llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
     assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
     with pytest.raises(MemoryExceeded):

@@ -14,16 +14,16 @@ import torch
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.choose import with_drafts
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.pairing import search
 from speculon.cli import app
 from speculon.config import EngineConfig
 from speculon.decoder import SpeculativeDecoder
 from speculon.errors import ConfigError, UnsupportedModel, WrongPair
-from speculon.models.choose import with_drafts
-from speculon.models.pairing import search
-from speculon.models.recognise import recognise
 from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model
-from tests.tiny.dialects import usual_taps, without, write_eagle3
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> None:
     target = household / "target"
-    found = search("auto", recognise(target))
+    found = search("auto", read_checkpoint(target))
     assert found.drafts == {"eagle3": str(target / "eagle"), "draft_model": str(household / "draft")}
     lines = {Path(line.split(": ")[0]).name: line for line in found.lines}
     assert lines["eagle"].endswith(": taken as eagle3") and lines["draft"].endswith(": taken as draft_model")
@@ -75,7 +75,7 @@ def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> No
 
 
 def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
-    target = recognise(household / "target")
+    target = read_checkpoint(household / "target")
     assert search(f"auto:{household / 'beside'}", target).drafts == {"eagle3": str(household / "beside")}
     assert search(f"auto:{household / 'empty'}", target) == search(f"auto:{household / 'empty'}", target)
     assert search(f"auto:{household / 'empty'}", target).drafts == {}
@@ -85,7 +85,7 @@ def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
 
 
 def test_a_head_for_another_architecture_comes_last(household: Path, tmp_path: Path) -> None:
-    target = recognise(household / "target")
+    target = read_checkpoint(household / "target")
     facts = SimpleNamespace(
         hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["LlamaForCausalLM"]
     )

@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
 from speculon.errors import ConfigError, InvalidParameter
-from speculon.models.families import recognise_drafter
 from speculon.models.load import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
-from speculon.train.draft import SmallDraft
+from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3
-from speculon.train.head import Eagle3Head
+from speculon.train.eagle3_head import Eagle3Head
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
-from speculon.train.teacher import Looks, Teacher
+from speculon.train.teacher import Dataset, Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.training import QUICK, Silent, make_world, settings
@@ -123,9 +123,9 @@ def test_training_computes_what_a_chain_of_drafts_does(
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
     kind, head = head_of(teacher, rows, form)
     kind.write(head, teacher, "somewhere", tmp_path)
-    sheet = recognise_drafter(tmp_path)  # what the config says of the form
+    sheet = read_eagle3_config(tmp_path)  # what the config says of the form
     tensors = {name: value.detach() for name, value in head.named_parameters()}
-    batch = Looks(teacher, rows, tmp_path / "looks", 0).batch([0, 1, 2])
+    batch = Dataset(teacher, rows, tmp_path / "states", 0).batch([0, 1, 2])
     with torch.no_grad():
         steps = [head.lm_head(hidden) for hidden in head.hiddens(batch.ids, batch.taps)]  # 3 of [B, N, Vd]
         for row in range(3):
@@ -147,7 +147,7 @@ def test_a_step_that_does_not_see_its_own_rows_is_found_out(
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         return losses.attention_reference(q, keys[:1], values[:1])
 
-    monkeypatch.setattr("speculon.train.head.attention", forgetful)
+    monkeypatch.setattr("speculon.train.eagle3_head.attention", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         test_training_computes_what_a_chain_of_drafts_does({}, teacher, tmp_path)
 
@@ -181,9 +181,9 @@ def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
     for tap, found in zip(teacher.taps, looked.split(teacher.width, -1), strict=False):
         if tap + 1 < len(teacher.layers):  # the last of them has been normed
             torch.testing.assert_close(found, out.hidden_states[tap + 1])
-    for kind in (Eagle3(HeadSettings(ttt=2)), SmallDraft(DraftSettings(layers=2))):
+    for kind in (Eagle3(HeadSettings(ttt=2)), DraftModelTraining(DraftSettings(layers=2))):
         student = kind.student(teacher, rows)
-        student.loss(Looks(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
+        student.loss(Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
         assert all(parameter.grad is not None for parameter in student.parameters())
 
 
@@ -199,30 +199,30 @@ def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher
     )
 
 
-def test_looks_are_kept_within_their_bound_and_read_again(
+def test_states_are_kept_within_their_bound_and_read_again(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(teacher)
     row_bytes = 20 * 4 * teacher.width * 4  # tokens x (three taps and the last state) x fp32
-    fresh = Looks(teacher, rows, tmp_path / "none", 0).batch([0, 1, 2])
-    kept = Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes)
+    fresh = Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1, 2])
+    kept = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes)
     kept.batch([1, 2])
-    assert (tmp_path / "looks").stat().st_size == 2 * row_bytes
-    again = Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes)
+    assert (tmp_path / "states").stat().st_size == 2 * row_bytes
+    again = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes)
     seen: list[int] = []
     monkeypatch.setattr(teacher, "look", lambda ids, look=teacher.look: seen.append(len(ids)) or look(ids))
     batch = again.batch([0, 1, 2])
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
     torch.testing.assert_close(batch.taps, fresh.taps)
     torch.testing.assert_close(batch.p, fresh.p)
-    (tmp_path / "looks").unlink()  # to make room
+    (tmp_path / "states").unlink()  # to make room
     torch.testing.assert_close(
-        Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
+        Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
     )
     monkeypatch.setattr(
         "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
     )
-    assert Looks(teacher, rows, tmp_path / "full disk", 1e9).room == 1
+    assert Dataset(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
 
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
@@ -244,14 +244,14 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
         >= held["accuracy_full"][2]
     )
     assert record["data"]["hash"] == json.loads((told.folder / "run.json").read_text())["rows_hash"]
-    sheet = recognise_drafter(told.out)
-    assert (sheet.dialect, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == (
+    sheet = read_eagle3_config(told.out)
+    assert (sheet.format, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == (
         "speculators",
         3,
         True,
         3,
     )
-    assert sheet.readings(2)[0] == (-1, 0, 1)
+    assert sheet.tap_layouts(2)[0] == (-1, 0, 1)
 
 
 def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
@@ -263,17 +263,17 @@ def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
     teacher = Teacher(told.target, None, "fp32", "cpu")
     assert tensors["lm_head.weight"].shape == (32, teacher.width)
     assert not {"embed_tokens.weight", "embed"} & tensors.keys()
-    assert recognise_drafter(told.out).draft_vocab_size == 32
+    assert read_eagle3_config(told.out).draft_vocab_size == 32
 
 
 def test_a_draft_begins_as_the_ends_of_its_target_and_drafts_in_the_engine(world: Path) -> None:
     told = settings(world, "draft", steps=30, eval_prompts=2)
-    done = train(SmallDraft(DraftSettings(layers=1)), told, Silent())
+    done = train(DraftModelTraining(DraftSettings(layers=1)), told, Silent())
     assert done.record is not None
     assert done.record["evaluation"]["tokens_per_target_call"] > 1
     assert done.record["loss_at_last"] < done.record["loss_at_first"]
     teacher = Teacher(told.target, (), "fp32", "cpu")
-    fresh = SmallDraft(DraftSettings(layers=2)).student(teacher, rows_of(teacher))
+    fresh = DraftModelTraining(DraftSettings(layers=2)).student(teacher, rows_of(teacher))
     for name, parameter in fresh.model.named_parameters():
         assert torch.equal(parameter, teacher.model.get_parameter(name)), name
 

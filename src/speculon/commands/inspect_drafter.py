@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speculon.checkpoints.eagle3_config import MAKERS, Eagle3Config
+from speculon.checkpoints.families import Family
+from speculon.checkpoints.headers import Checkpoint
+from speculon.checkpoints.pairing import check_fit
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, print_json
 from speculon.errors import ModelError, UnsupportedModel
-from speculon.models.drafters import MAKERS, Eagle3
-from speculon.models.families import Family
-from speculon.models.pairing import check_fit
-from speculon.models.recognise import Checkpoint
 
 Facts = dict[str, Any]
 
@@ -60,14 +60,14 @@ def facts_of(family: Family) -> Facts:
     }
 
 
-def head_facts(sheet: Eagle3) -> Facts:
+def head_facts(sheet: Eagle3Config) -> Facts:
     windows = sorted({window for window in sheet.windows if window})
     return {
-        "dialect": sheet.dialect,
+        "dialect": sheet.format,
         "attention": f"{sheet.heads} heads of {sheet.head_dim}, {sheet.kv_heads} for keys and values, "
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
-        "taps": sheet.tap_words(),
+        "taps": sheet.describe_taps(),
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -86,7 +86,7 @@ def fit_of(family: Family, target: Checkpoint) -> Facts:
     if family.sheet:
         facts |= {
             "found": family.beside(target.num_layers).line,
-            "taps": family.sheet.tap_words(target.num_layers),
+            "taps": family.sheet.describe_taps(target.num_layers),
         }
     return facts
 

@@ -34,7 +34,7 @@ AROUND = (
 Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
 
 
-class NotThisKind(Exception):
+class CannotReplace(Exception):
     """A stock module lacks what a fused one is made of; the text says what."""
 
 
@@ -164,12 +164,12 @@ def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
 
 
 def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
-    """A fused form of a decoder layer. Raises `NotThisKind` where a part of it is missing."""
+    """A fused form of a decoder layer. Raises `CannotReplace` where a part of it is missing."""
     children = dict(stock.named_children())
     inner = children.pop("self_attn", None)
     mlp = children.pop("mlp", None)
     if inner is None or mlp is None:
-        raise NotThisKind("no self_attn and mlp")
+        raise CannotReplace("no self_attn and mlp")
     return Block(
         attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children)
     )
@@ -186,7 +186,7 @@ def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, 
 def attention_of(stock: Any, layer: int, kv_heads: int, head_dim: int, share: bool) -> Attention:
     inputs = linears(stock, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
     if stock.training and getattr(stock, "attention_dropout", 0.0):
-        raise NotThisKind("dropout in training")
+        raise CannotReplace("dropout in training")
     heads = sum(layer.out_features for layer in inputs) // head_dim - 2 * kv_heads
     return Attention(
         layer=layer,
@@ -209,7 +209,7 @@ def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> Norm | No
         return None
     query, key = norm_of(stock.q_norm), norm_of(stock.k_norm)
     if query.eps != key.eps or {query.weight.numel(), key.weight.numel()} != {head_dim}:
-        raise NotThisKind(f"{type(stock).__name__} normalises queries and keys in another way")
+        raise CannotReplace(f"{type(stock).__name__} normalises queries and keys in another way")
     return Norm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
 
 
@@ -217,7 +217,7 @@ def mlp_of(stock: Any, share: bool) -> Gated | Stock:
     try:
         gate_up = linears(stock, ("gate_up_proj",), ("gate_proj", "up_proj"))
         down = linears(stock, ("down_proj",))
-    except NotThisKind:
+    except CannotReplace:
         return Stock(stock)
     act = getattr(stock, "act_fn", None) or stock.activation_fn
     return Gated(joined(gate_up, share), joined(down, share), act)
@@ -229,7 +229,7 @@ def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
         found: list[Any] = [getattr(module, name, None) for name in names]
         if all(map(plain, found)):
             return found
-    raise NotThisKind(
+    raise CannotReplace(
         f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}"
     )
 
@@ -237,7 +237,7 @@ def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
 def norm_of(stock: nn.Module) -> Norm:
     """The native form of an RMS norm with weight w, or 1 + w: whichever gives the same.
 
-    Raises `NotThisKind` if neither does.
+    Raises `CannotReplace` if neither does.
     """
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     named = dict(stock.named_parameters())
@@ -247,14 +247,14 @@ def norm_of(stock: nn.Module) -> Norm:
         or list(named) != ["weight"]
         or named["weight"].dim() != 1
     ):
-        raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
+        raise CannotReplace(f"{type(stock).__name__} is no RMS norm with one weight")
     if hooked(stock):
-        raise NotThisKind(f"{type(stock).__name__} has hooks")
+        raise CannotReplace(f"{type(stock).__name__} has hooks")
     weight = named["weight"].detach().clone()
     for candidate in (Norm(weight, float(eps)), Norm(1.0 + weight, float(eps))):
         if same_norm(stock, candidate):
             return candidate
-    raise NotThisKind(f"{type(stock).__name__} differs from the library's norm")
+    raise CannotReplace(f"{type(stock).__name__} differs from the library's norm")
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.kv.store import View
-from speculon.models.block import NotThisKind, Stock
+from speculon.models.block import CannotReplace, Stock
 from speculon.models.compare import close
 from speculon.models.loop import Loop
 from speculon.models.taps import Taps
@@ -97,13 +97,13 @@ class Captured:
     def __init__(self, loop: Loop, device: torch.device, record: Recorder):
         self.loop, self.blocks, most = loop, loop.blocks, BUCKETS[-1]
         if any(isinstance(block.mlp, Stock) for block in self.blocks):
-            raise NotThisKind("not captured: it has experts, or another MLP that is left as it is")
+            raise CannotReplace("not captured: it has experts, or another MLP that is left as it is")
         shapes = {
             (block.attention.heads, block.attention.kv_heads, block.attention.head_dim)
             for block in self.blocks
         }
         if len(shapes) > 1:
-            raise NotThisKind("not captured: its layers have different numbers of heads")
+            raise CannotReplace("not captured: its layers have different numbers of heads")
         heads, kv_heads, head_dim = shapes.pop()
         self.both = heads + kv_heads
         self.ids, self.positions, rows = torch.zeros(3, 1, most, dtype=torch.long, device=device)
@@ -184,16 +184,16 @@ def copied(part: Tensor) -> Tensor:
 def captured(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], record: Recorder) -> Captured:
     """The loop recorded, and equal to it on every batch given.
 
-    Raises `NotThisKind` where it cannot be recorded, or differs.
+    Raises `CannotReplace` where it cannot be recorded, or differs.
     """
     try:
         made = Captured(loop, target.device, record)
         for batch, view in batches:
             expected, found = loop(batch, view), made(batch, view)
             if expected is None or found is None or not alike(found, expected):
-                raise NotThisKind("not captured: it computes something else")
+                raise CannotReplace("not captured: it computes something else")
     except RuntimeError as error:  # an operation that waits for the device, or no memory, for two
-        raise NotThisKind(
+        raise CannotReplace(
             f"not captured: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}"
         ) from error
     return made

@@ -36,7 +36,7 @@ from speculon.batch import Batch, as_tensor
 from speculon.core import LayerSpec
 from speculon.kv.store import SpanView, View, as_index
 from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, joint_call, reach, unfold
-from speculon.models.block import Block, Norm, NotThisKind, Stock, Tables, rotate, tables_of
+from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
 from speculon.models.linear import Linear, Packed, Product, layout_of
 from speculon.models.loop import Loop
@@ -144,7 +144,7 @@ class Layer(nn.Module):
         super().__init__()
         of, mlp = block.attention, block.mlp
         if isinstance(mlp, Stock) or of.softcap is not None or of.sinks is not None:
-            raise NotThisKind("not compiled: its layers are more than products and plain attention")
+            raise CannotReplace("not compiled: its layers are more than products and plain attention")
         self.heads, self.kv_heads, self.head_dim = of.heads, of.kv_heads, of.head_dim
         self.scaling, self.rotates, self.act = of.scaling, of.rotates, mlp.act
         self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
@@ -208,12 +208,12 @@ class Layers(nn.Module):
 def linear_of(product: Product) -> nn.Linear:
     """A product as the library's own layer, its weights unpacked.
 
-    Raises `NotThisKind` for weights that may not be copied.
+    Raises `CannotReplace` for weights that may not be copied.
     """
     if isinstance(product, nn.Linear):
         return product
     if not isinstance(product, Packed | Linear):
-        raise NotThisKind("not compiled: the weights of a model object stay where they are")
+        raise CannotReplace("not compiled: the weights of a model object stay where they are")
     weight = product.weight.to_dense() if isinstance(product, Packed) else product.weight
     with torch.device("meta"):
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=product.bias is not None)
@@ -337,7 +337,7 @@ def loaded(path: Path, layers: Layers, settings: Settings) -> Program:
     )
     wanted = package.get_constant_fqns()
     if missing := set(wanted) - weights.keys():
-        raise NotThisKind(f"not compiled: {min(missing)} is a constant, but no weight")
+        raise CannotReplace(f"not compiled: {min(missing)} is a constant, but no weight")
     given = {name: weights[name].detach() for name in wanted}  # which the package keeps for good
     package.load_constants(given, check_full_update=True, user_managed=True)
     return partial(call, run)
@@ -416,10 +416,10 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
     """The loop compiled for steps of the kinds given, which takes half a minute each, and equal to it on all,
     pages included.
 
-    Raises `NotThisKind` where it cannot be compiled, or differs.
+    Raises `CannotReplace` where it cannot be compiled, or differs.
     """
     if not measured(target.dtype, target.device):
-        raise NotThisKind(f"not compiled: {target.dtype} on {target.device.type} was never measured")
+        raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -436,7 +436,7 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
                 if form not in made.programs:
                     made.programs[form] = program(layers, form, making.settings[form], given, key)
         if made.programs.keys() != making.settings.keys():
-            raise NotThisKind(
+            raise CannotReplace(
                 f"not compiled: no step was tried for {sorted(making.settings.keys() - made.programs.keys())}"
             )
         for batch, view in batches:
@@ -445,11 +445,11 @@ def compiled(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]]) 
                 view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
             found = [made(batch, view), *written(view, len(kinds))]
             if any(a is None or b is None or not close(a, b) for a, b in zip(found, expected, strict=True)):
-                raise NotThisKind("not compiled: it computes something else")
-    except NotThisKind:
+                raise CannotReplace("not compiled: it computes something else")
+    except CannotReplace:
         raise
     except Exception as error:  # no C++ compiler, a folder that cannot be written, or whatever else the compiler's parts raise
-        raise NotThisKind(
+        raise CannotReplace(
             f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}"
         ) from error
     return made

@@ -19,13 +19,13 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculon.batch import Batch
+from speculon.checkpoints.eagle3_config import Eagle3Config, check_offsets
+from speculon.checkpoints.headers import read_header
 from speculon.core import LayerSpec, Needs
 from speculon.errors import MissingWeights, UnsupportedModel
 from speculon.kv.store import PageStore, SpanView, View
 from speculon.models.block import Attention, Block, Gated, Norm, Tables, tables_of
-from speculon.models.drafters import Eagle3, check_offsets
 from speculon.models.linear import Product, joined
-from speculon.models.recognise import read_header
 from speculon.models.target import scratch_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class EagleHead:
         return scores if not missing else F.pad(scores, (0, missing), value=-math.inf)
 
 
-def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, scored: int) -> Needs:
+def head_needs(sheet: Eagle3Config, taps: tuple[int, ...], target: Target, rows: int, scored: int) -> Needs:
     """The claims of a head that is not loaded; T = `rows`, R = `scored` in its largest forward."""
     dtype, widths = target.dtype, sheet.taps * sheet.target_hidden
     layers = [LayerSpec("taps", 1, widths, 0, dtype)]
@@ -117,7 +117,7 @@ def head_needs(sheet: Eagle3, taps: tuple[int, ...], target: Target, rows: int, 
     return Needs(taps, tuple(layers), bytes_fixed=weights * dtype.itemsize, bytes_scratch=scratch)
 
 
-def load_head(sheet: Eagle3, target: Target) -> EagleHead:
+def load_head(sheet: Eagle3Config, target: Target) -> EagleHead:
     """The head in the target's dtype, sharing what its checkpoint leaves out.
 
     Raises a `ModelError` for what it lacks.
@@ -233,7 +233,7 @@ def agreement(
     return (guesses == out.logits[1:].argmax(-1)).float().mean().item()
 
 
-def read_tensors(sheet: Eagle3) -> dict[str, Tensor]:
+def read_tensors(sheet: Eagle3Config) -> dict[str, Tensor]:
     """The tensors of a checkpoint under the sheet's names."""
     wanted = {stored: name for name, stored in sheet.names.items()}
     tensors: dict[str, Tensor] = {}
@@ -243,7 +243,7 @@ def read_tensors(sheet: Eagle3) -> dict[str, Tensor]:
     return tensors
 
 
-def rope_config(sheet: Eagle3) -> LlamaConfig:
+def rope_config(sheet: Eagle3Config) -> LlamaConfig:
     """What the library's rotary table reads."""
     return LlamaConfig(
         hidden_size=sheet.hidden,
@@ -255,7 +255,9 @@ def rope_config(sheet: Eagle3) -> LlamaConfig:
     )
 
 
-def ids_of(sheet: Eagle3, offsets: Tensor | None, device: torch.device) -> Tensor | None:  # [Vd] -> [Vd]
+def ids_of(
+    sheet: Eagle3Config, offsets: Tensor | None, device: torch.device
+) -> Tensor | None:  # [Vd] -> [Vd]
     """The target's id of each draft id: d2t holds the difference."""
     if offsets is None:
         return None

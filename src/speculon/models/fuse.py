@@ -7,7 +7,6 @@ What is built lies in models/block and models/linear; here is the door it must p
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View, as_index
 from speculon.models.attention import FOLD_ROWS
-from speculon.models.block import Block, Norm, NotThisKind, Tables, block_of, norm_of, tables_of
+from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
+from speculon.models.fusion import Fusion
 from speculon.models.linear import head_is_copied, hooked, joined, plain
 from speculon.models.loop import Loop
 from speculon.models.target import Target, stock_forward
@@ -33,23 +33,6 @@ LENGTHS, PAGE = (5, 3), 8  # two texts, a page each: one at the beginning, one a
 Place = tuple[nn.Module, str]  # where a module hangs: its parent, and its name there
 # what a module of another build answers
 ODD = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-@dataclass(slots=True)
-class Fusion:
-    """What was fused, and why the rest was not."""
-
-    layers: int  # that a model has
-    blocks: int = 0  # of them fused
-    one_loop: bool = False  # no code of the stock model is left in a step
-    compiled: bool = False
-    captured: bool = False  # its pieces between attentions are recorded and replayed
-    refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
-
-    def __str__(self) -> str:
-        loop = ", one loop" * self.one_loop + ", compiled" * self.compiled + ", captured" * self.captured
-        why = "".join(f"; {reason} ({count})" for reason, count in self.refused.items())
-        return f"{self.blocks} of {self.layers} layers{loop}{why}"
 
 
 class FusedLayer(nn.Module):
@@ -168,7 +151,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             try:
                 fused = FusedLayer(block_of(stock, number, spec.heads, spec.k_dim, share))
                 check(stock, fused, trial, number)
-            except NotThisKind as reason:
+            except CannotReplace as reason:
                 fusion.refused[str(reason)] += 1
             except ODD as error:
                 fusion.refused[
@@ -189,7 +172,7 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
             elif compile:
                 target.run = compiled_loop(loop, target)
                 fusion.compiled = True
-        except NotThisKind as reason:
+        except CannotReplace as reason:
             fusion.refused[str(reason)] += 1
     target.fusion = fusion
     target.capture(tapped)
@@ -230,11 +213,11 @@ def recorded(model: nn.Module, trial: Trial) -> Iterator[dict[int, Place]]:
 
 
 def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None:
-    """Raises `NotThisKind` unless the fused layer is as near to the truth as the stock one, and nobody
+    """Raises `CannotReplace` unless the fused layer is as near to the truth as the stock one, and nobody
     watches that.
     """
     if any(map(hooked, stock.modules())):
-        raise NotThisKind(f"{type(stock).__name__} has hooks")
+        raise CannotReplace(f"{type(stock).__name__} has hooks")
     expected, found = trial.outcome(stock, number), trial.outcome(fused, number)
     if trial.target.dtype is torch.float32:
         differ = any(not close(a, b) for a, b in zip(found, expected, strict=True))
@@ -242,7 +225,7 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
         truth = trial.outcome(copy.deepcopy(stock).float(), number, like=torch.float32)
         differ = any(not nearly(a, b, t) for a, b, t in zip(found, expected, truth, strict=True))
     if differ:
-        raise NotThisKind(f"{type(stock).__name__} computes something else")
+        raise CannotReplace(f"{type(stock).__name__} computes something else")
 
 
 def in_dtype(spec: Any, dtype: torch.dtype) -> Any:
@@ -268,7 +251,7 @@ def replace_norms(target: Target) -> None:
         for name, child in list(parent.named_children()):
             try:
                 norm = norm_of(child)
-            except NotThisKind:
+            except CannotReplace:
                 continue
             if norm.weight.dtype is target.dtype:
                 setattr(parent, name, Fused(norm))
@@ -287,31 +270,31 @@ def leave_file(model: nn.Module) -> None:
 
 
 def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
-    """The whole forward as one loop. Raises `NotThisKind` where the stock model does anything besides."""
+    """The whole forward as one loop. Raises `CannotReplace` where the stock model does anything besides."""
     model, base = target.model, target.model.base_model
     layers = list(getattr(base, "layers", ()))
     norm, head = getattr(base, "norm", None), model.get_output_embeddings()
     if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
-        raise NotThisKind("no loop: layers of the stock model are left")
+        raise CannotReplace("no loop: layers of the stock model are left")
     if (
         not isinstance(norm, Fused)
         or not isinstance(norm.inner, Norm)
         or not plain(head)
         or not hasattr(base, "rotary_emb")
     ):
-        raise NotThisKind(f"no loop: {type(base).__name__} has another norm, head or rotary table")
+        raise CannotReplace(f"no loop: {type(base).__name__} has another norm, head or rotary table")
     if hooked(model) or hooked(base):
-        raise NotThisKind(f"no loop: {type(model).__name__} has hooks")
+        raise CannotReplace(f"no loop: {type(model).__name__} has hooks")
     loop = Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
     try:
         expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
     except ODD as error:
-        raise NotThisKind(
+        raise CannotReplace(
             f"no loop: {type(base).__name__} is built in another way ({type(error).__name__})"
         ) from error
     assert expected is not None and found is not None  # all rows are scored
     if not close(found.float(), expected.float()):  # the same operations: in any dtype
-        raise NotThisKind(f"no loop: {type(model).__name__} does more than its layers")
+        raise CannotReplace(f"no loop: {type(model).__name__} does more than its layers")
     if not share and head_is_copied(head.weight.nbytes, target.num_bytes, target.dtype, target.device):
         if head.weight is base.embed_tokens.weight:
             target.num_bytes += head.weight.nbytes
@@ -321,7 +304,7 @@ def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
 
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
-    """The loop compiled. Raises `NotThisKind` where that is not to be had."""
+    """The loop compiled. Raises `CannotReplace` where that is not to be had."""
     from speculon.models.compiled import bytes_more, compiled  # brings the compiler's own modules
 
     # The first of each kind is compiled: but for one row's, no size is 0 or 1, which the compiler would take
@@ -349,7 +332,7 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
 
 
 def captured_loop(loop: Loop, target: Target) -> Captured:
-    """The loop with its pieces recorded. Raises `NotThisKind` where that is not to be had."""
+    """The loop with its pieces recorded. Raises `CannotReplace` where that is not to be had."""
     trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
     made = captured(
         loop,

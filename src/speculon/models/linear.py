@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.models.race import race
+from speculon.models.autotune import median_times
 
 COPIED_HEAD = 0.1  # of the weights: the largest head that is worth a second copy
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
@@ -114,7 +114,7 @@ def fastest(dtype: torch.dtype, threads: int) -> Layout:
         for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
     )
     products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
-    times = [race([partial(multiply, made, x) for made in products]) for x in inputs]
+    times = [median_times([partial(multiply, made, x) for made in products]) for x in inputs]
     in_rows, in_blocks = map(prod, zip(*times, strict=True))
     log.info(
         "weights of %s: packed, a product takes %.2f of its time",

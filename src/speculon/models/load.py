@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,28 +21,25 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import (
     ConfigError,
     CorruptWeights,
     MissingWeights,
     ModelError,
-    ModelNotFound,
     UnsafeCheckpoint,
     UnsupportedModel,
 )
 from speculon.models import attention
 from speculon.models.fuse import fuse
+from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
-from speculon.models.prove import prove, stock_logits
-from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
-DEMO = Path(__file__).resolve().parent.parent / "demo"
-SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-eagle3": DEMO / "eagle3"}
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DEFAULT_CONTEXT = 4096  # guess, for a config that names no limit
 
 Progress = Callable[[str], None]  # told each stage's name as it begins
@@ -69,7 +64,7 @@ def load_target(
     tell = progress or (lambda stage: None)
     tell("reading the checkpoint")
     folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    checkpoint = recognise(folder)
+    checkpoint = read_checkpoint(folder)
     refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
@@ -152,33 +147,8 @@ def make_target(
     use_attention(model, attention.NAME)
     if fused:
         fuse(target, share=share, compile=compile)
-    prove(target, expected)
+    check_logits(target, expected)
     return target
-
-
-def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Path:
-    """The folder of `path`; a hub id is fetched, or found in the cache when offline."""
-    if str(path) in SHIPPED:
-        return SHIPPED[str(path)]
-    folder = Path(path).expanduser()
-    if folder.exists() or not HUB_ID.fullmatch(str(path)):
-        return folder
-    from huggingface_hub import snapshot_download
-
-    wanted = (
-        ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        + ["*.bin"] * allow_pickle
-        + ["*.py"] * trust_remote_code
-    )
-    try:
-        return Path(
-            snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
-        )
-    except Exception as error:
-        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ModelNotFound(
-            f"{path}: no such folder, and the hub gave none of that name ({first_line(error)}){offline}"
-        ) from error
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
@@ -323,7 +293,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
+from speculon.models.fusion import Fusion
 from speculon.models.taps import Taps
-
-if TYPE_CHECKING:
-    from speculon.models.fuse import Fusion
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 

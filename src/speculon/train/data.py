@@ -112,12 +112,12 @@ def read_line(line: str, place: str, tokens: Tokens) -> Iterator[Document]:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{place}: not JSON ({error})") from None
-    kind = next((kind for kind in KINDS if isinstance(record, dict) and kind <= record.keys()), None)
+    kind = next((kind for kind in RECORD_READERS if isinstance(record, dict) and kind <= record.keys()), None)
     if kind is None:
-        known = "; ".join(" and ".join(sorted(kind)) for kind in KINDS)
+        known = "; ".join(" and ".join(sorted(kind)) for kind in RECORD_READERS)
         raise DataError(f"{place}: none of the known keys in it: {known}")
     try:
-        yield from KINDS[kind](record, tokens)
+        yield from RECORD_READERS[kind](record, tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{place}: {error}") from None
 
@@ -185,7 +185,7 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
 
 
 Reader = Callable[[Mapping[str, Any], Tokens], Iterator[Document]]
-KINDS: Mapping[frozenset[str], Reader] = {
+RECORD_READERS: Mapping[frozenset[str], Reader] = {
     frozenset({"messages"}): chat,
     frozenset({"prompt", "completion"}): completion,
     frozenset({"tokens"}): token_ids,

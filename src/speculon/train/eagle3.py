@@ -1,4 +1,4 @@
-"""From settings to a student: an EAGLE-3 head for this target."""
+"""From settings to a drafter: an EAGLE-3 head for this target."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.data import Rows
+from speculon.train.eagle3_head import Eagle3Head, HeadForm
 from speculon.train.export import write_head
-from speculon.train.head import Eagle3Head, HeadForm
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Teacher
 
 
-class Eagle3:
-    """How `train eagle3` makes its student, and what it writes in the end."""
+class Eagle3Training:
+    """How `train eagle3` makes its drafter, and what it writes in the end."""
 
     method = "eagle3"
 
@@ -38,7 +38,7 @@ class Eagle3:
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
-    def student(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
+    def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
         """Random layers between the target's own embeddings and scores."""
         teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
         head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
@@ -47,8 +47,8 @@ class Eagle3:
         head.start_from(teacher.embed, teacher.norm, teacher.head.weight, teacher.used)
         return head
 
-    def write(self, student: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
-        write_head(student, teacher, target, folder)
+    def write(self, drafter: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
+        write_head(drafter, teacher, target, folder)
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
         """Settings under which `LLM` drafts with what was written."""

@@ -5,29 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speculon.config import SamplingParams
 from speculon.errors import EngineError
 from speculon.llm import LLM
 from speculon.telemetry import RequestStats
 from speculon.train.data import Document
+from speculon.train.progress import Progress
 from speculon.train.regenerate import beginning, unlooped
 from speculon.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from speculon.train.run import Watch
 
 MOST = 8  # drafts of a round, at most
 
 
 def evaluate(
-    speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], watch: Watch
+    speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], progress: Progress
 ) -> dict[str, Any]:
     """Greedy texts after held-out prompts, one at a time, each up to where it begins to repeat itself: loops
     are easy.
     """
-    watch.tell("drafting on held-out texts")
+    progress.tell("drafting on held-out texts")
     asked = {
         **speculation,
         "policy": "fixed",
@@ -37,7 +35,7 @@ def evaluate(
     room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
     total = RequestStats()
     order = random.Random(settings.seed).sample(held, len(held))
-    with watch.counting("drafting", settings.eval_prompts, "texts") as advance:
+    with progress.counting("drafting", settings.eval_prompts, "texts") as advance:
         for number in range(settings.eval_prompts):
             prompt = beginning([order[number % len(order)]], settings.seed, number, room)
             length = first_loop(llm, prompt, settings.eval_tokens)

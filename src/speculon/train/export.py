@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from speculon.bench.report import commit, versions
-from speculon.train.head import Eagle3Head
+from speculon.train.eagle3_head import Eagle3Head
+from speculon.train.record import write_json
 from speculon.train.teacher import Teacher
 
 
@@ -81,12 +78,3 @@ def head_config(head: Eagle3Head, teacher: Teacher, target: str) -> dict[str, An
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,
     }
-
-
-def circumstances() -> dict[str, Any]:
-    """What a run is made with: command, commit, versions."""
-    return {"argv": sys.argv, "commit": commit(), "versions": versions()}
-
-
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -5,30 +5,27 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from speculon.config import SamplingParams
 from speculon.llm import LLM
 from speculon.train.data import Document
+from speculon.train.progress import Progress
+from speculon.train.record import whole_lines
 from speculon.train.settings import SHORTEST, TrainSettings
-
-if TYPE_CHECKING:
-    from speculon.train.run import Watch
 
 CROWD = 32  # texts at once, and between two writes to the file
 GRAM = 16  # tokens that, said twice, show that an answer runs in circles
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
-def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch) -> list[Document]:
+def regenerate(settings: TrainSettings, documents: list[Document], progress: Progress) -> list[Document]:
     """What the target writes after each prompt, or after a beginning of a plain text; kept in the work
     folder, so done once.
     """
     file = settings.folder / "regenerated.jsonl"
     done = [json.loads(line) for line in whole_lines(file)]
     if len(done) < settings.regenerate:
-        watch.tell("loading the target, to write")
+        progress.tell("loading the target, to write")
         llm = LLM(
             settings.target,
             device=settings.device,
@@ -37,7 +34,7 @@ def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch)
         )
         room = min(settings.length, llm.engine.target.max_context) - settings.regenerate_tokens
         with (
-            watch.counting("writing texts", settings.regenerate, "texts") as advance,
+            progress.counting("writing texts", settings.regenerate, "texts") as advance,
             file.open("a", encoding="utf-8") as out,
         ):
             advance(len(done))
@@ -52,17 +49,6 @@ def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch)
                 advance(len(numbers))
         llm.close()
     return [written(record["tokens"], record["prompt_tokens"]) for record in done[: settings.regenerate]]
-
-
-def whole_lines(file: Path) -> list[str]:
-    """The lines of a file that was appended to; one that a killed run left torn is cut off."""
-    if not file.exists():
-        return []
-    content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        file.write_bytes(whole)
-    return whole.decode().splitlines()
 
 
 def beginning(documents: Seq[Document], seed: int, number: int, room: int) -> list[int]:

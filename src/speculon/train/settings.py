@@ -13,7 +13,7 @@ SHORTEST = 8  # tokens of a prompt that is cut out of a plain text
 
 
 class TrainSettings(Checked):
-    """Target, data and course of a run, whatever is trained."""
+    """What a run of either training method is told."""
 
     target: str = Field(description="the model to draft for: a folder, a hub id, or `demo`")
     data: tuple[Path, ...] = Field(

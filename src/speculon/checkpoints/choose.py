@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 
+from speculon.checkpoints.families import DRAFT_MODEL, family_of
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.pairing import AUTO, is_search, search
 from speculon.config import EngineConfig, ModelObject
 from speculon.errors import ModelNotFound, UnsupportedModel
-from speculon.models.families import DRAFT_MODEL, family_of
-from speculon.models.load import locate
-from speculon.models.pairing import AUTO, is_search, search
-from speculon.models.recognise import recognise
 
 log = logging.getLogger("speculon")
 
@@ -54,7 +54,7 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
-    found = search(draft, recognise(folder))
+    found = search(draft, read_checkpoint(folder))
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)
     if not found.drafts:

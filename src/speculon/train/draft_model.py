@@ -1,4 +1,4 @@
-"""From settings to a student: a small causal language model that guesses what this target says."""
+"""From settings to a drafter: a small causal language model that guesses what this target says."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target
 DRAFTS = 4  # per round, when it is tried out
 
 
-class SmallModel(nn.Module):
-    """A stock model as a student. Parameters bear its own names."""
+class DraftModel(nn.Module):
+    """A stock model as a drafter. Parameters bear its own names."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -45,8 +45,8 @@ class SmallModel(nn.Module):
         return (best == batch.best)[batch.weights > 0][None]
 
 
-class SmallDraft:
-    """How `train draft` makes its student, and what it writes in the end."""
+class DraftModelTraining:
+    """How `train draft` makes its drafter, and what it writes in the end."""
 
     method = "draft"
     taps: tuple[int, ...] | None = ()
@@ -63,7 +63,7 @@ class SmallDraft:
         """Raises InvalidParameter for a form that does not fit the target."""
         config_of(self.settings, teacher)
 
-    def student(self, teacher: Teacher, rows: Rows) -> SmallModel:
+    def drafter(self, teacher: Teacher, rows: Rows) -> DraftModel:
         """A model of few layers, which begins with the target's own parameters where the widths agree."""
         config = config_of(self.settings, teacher)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -72,12 +72,12 @@ class SmallDraft:
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.zero_()  # what is not copied from the target begins by adding nothing
         copy_alike(teacher.model, model, config.num_hidden_layers, len(teacher.layers))
-        return SmallModel(model.to(teacher.device))
+        return DraftModel(model.to(teacher.device))
 
-    def write(self, student: SmallModel, teacher: Teacher, target: str, folder: Path) -> None:
+    def write(self, drafter: DraftModel, teacher: Teacher, target: str, folder: Path) -> None:
         """The model in bf16, and the target's tokenizer beside it."""
         with quiet():
-            copy.deepcopy(student.model).to(torch.bfloat16).save_pretrained(folder)
+            copy.deepcopy(drafter.model).to(torch.bfloat16).save_pretrained(folder)
         load_tokenizer(target).save_pretrained(folder)
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:

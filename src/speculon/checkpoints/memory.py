@@ -7,15 +7,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import locate
 from speculon.core import LayerSpec, Needs
 from speculon.models.captured import RECORDERS, capture_bytes
 from speculon.models.linear import head_is_copied
-from speculon.models.load import load_config, locate, quiet
-from speculon.models.recognise import recognise, refuse_unsafe
+from speculon.models.load import load_config, quiet
 from speculon.models.target import scratch_bytes
 
 
-def forecast(
+def model_needs(
     path: str | Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -28,7 +29,7 @@ def forecast(
 
     Raises `ModelError` for a checkpoint that loading would refuse.
     """
-    checkpoint = recognise(locate(path))
+    checkpoint = read_checkpoint(locate(path))
     refuse_unsafe(checkpoint, allow_pickle=False)
     with quiet():
         config = load_config(checkpoint, trust_remote_code=False).get_text_config()

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from speculon.checkpoints.eagle3_config import SHORT, Eagle3Config
+from speculon.checkpoints.eagle3_formats import FIRST_Q, Source, open_source, read_eagle3
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
-from speculon.models.dialects import FIRST_Q, Source, open_source, read_eagle3
-from speculon.models.drafters import SHORT, Eagle3
-from speculon.models.recognise import Checkpoint, recognise
 
 EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
 
@@ -25,7 +25,7 @@ class Family:
     path: Path
     method: str | None
     line: str  # what was found, for a person
-    sheet: Eagle3 | None = None
+    sheet: Eagle3Config | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None
 
@@ -217,11 +217,11 @@ def look_at(folder: Path) -> Family:
         return Family(folder, EAGLE3, sheet.line(), sheet=sheet)
     if claims_eagle3(source):
         raise unseen(source)
-    checkpoint = recognise(folder)
+    checkpoint = read_checkpoint(folder)
     return Family(folder, DRAFT_MODEL, line_of(checkpoint), checkpoint=checkpoint)
 
 
-def recognise_drafter(path: str | Path) -> Eagle3:
+def read_eagle3_config(path: str | Path) -> Eagle3Config:
     """The sheet of an EAGLE-3 head; anything else is refused by what it is."""
     family = family_of(path)
     if family.sheet is None:

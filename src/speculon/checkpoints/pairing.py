@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.eagle3_config import (
+    Eagle3Config,
+    TargetShape,
+    check_offsets,
+    check_pair,
+    read_offsets,
+)
+from speculon.checkpoints.families import Family, family_of
+from speculon.checkpoints.headers import Checkpoint, read_json, refuse_unsafe
 from speculon.errors import ConfigError, CorruptWeights, ModelError, UnsupportedModel, WrongPair
-from speculon.models.drafters import Eagle3, Shape, check_offsets, check_pair, read_offsets
-from speculon.models.families import Family, family_of
-from speculon.models.recognise import Checkpoint, read_json, refuse_unsafe
 
 AUTO = "auto"
 
@@ -104,8 +110,8 @@ def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
     return check_model(family.checkpoint, target)
 
 
-def check_head(sheet: Eagle3, target: Checkpoint) -> tuple[str, ...]:
-    odd = check_pair(sheet, Shape.of(target))
+def check_head(sheet: Eagle3Config, target: Checkpoint) -> tuple[str, ...]:
+    odd = check_pair(sheet, TargetShape.of(target))
     check_offsets(sheet.path, read_offsets(sheet), sheet.vocab_size)
     return odd
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.eagle3_config import Eagle3Config
+from speculon.checkpoints.headers import parameters_by_dtype, read_config, read_header, weight_files
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.models.drafters import Eagle3
-from speculon.models.recognise import parameters_by_dtype, read_config, read_header, weight_files
 
 FIRST_Q = "layers.0.self_attn.q_proj.weight"
 PREFIX = re.compile(r"(?:(?:model|speculator|draft_model)\.)+")
@@ -105,19 +105,19 @@ def renamed(theirs: str) -> str:
     )
 
 
-def dialect_of(source: Source) -> str:
+def format_of(source: Source) -> str:
     if source.kind is not None or "speculators_config" in source.config:
         return "speculators"
     if any(name.startswith("use_") for name in source.part("eagle_config")):
         return "modelopt"
-    if source.architecture.startswith("Eagle3"):
+    if source.architecture.startswith("Eagle3Config"):
         return "angelslim"
-    if "Eagle3" in source.architecture:
+    if "Eagle3Config" in source.architecture:
         return "specforge"
     return "nebius" if "truncated_vocab_size" in source.config else "safeailab"
 
 
-def read_eagle3(source: Source) -> Eagle3:
+def read_eagle3(source: Source) -> Eagle3Config:
     """The sheet of a folder whose tensors are an EAGLE-3 head's.
 
     Raises `ModelError` for what does not fit together.
@@ -138,10 +138,10 @@ def read_eagle3(source: Source) -> Eagle3:
         ("num_hidden_layers", layers),
     ):
         doubt(name, body.get(name), found, notes)
-    sheet = Eagle3(
+    sheet = Eagle3Config(
         path=source.folder,
         files=source.files,
-        dialect=dialect_of(source),
+        dialect=format_of(source),
         names=own_names(source, notes),
         hidden=hidden,
         target_hidden=target_hidden,
@@ -287,7 +287,7 @@ def own_names(source: Source, notes: list[str]) -> dict[str, str]:
     return names
 
 
-def check_shapes(source: Source, sheet: Eagle3) -> None:
+def check_shapes(source: Source, sheet: Eagle3Config) -> None:
     """Every tensor that the formula needs is there, and all have the shape that the sheet says."""
     optional = optional_shapes(sheet)
     for layer in range(sheet.layers):
@@ -302,7 +302,7 @@ def check_shapes(source: Source, sheet: Eagle3) -> None:
             )
 
 
-def needed_shapes(source: Source, sheet: Eagle3) -> Shapes:
+def needed_shapes(source: Source, sheet: Eagle3Config) -> Shapes:
     h, q, kv = sheet.hidden, sheet.heads * sheet.head_dim, sheet.kv_heads * sheet.head_dim
     shapes: Shapes = {"fc.weight": (h, sheet.taps * sheet.target_hidden), "norm.weight": (h,)}
     shapes |= {f"fc_norm.{tap}.weight": (sheet.target_hidden,) for tap in range(sheet.taps * sheet.fc_norm)}
@@ -326,7 +326,7 @@ def needed_shapes(source: Source, sheet: Eagle3) -> Shapes:
     return shapes
 
 
-def optional_shapes(sheet: Eagle3) -> Shapes:
+def optional_shapes(sheet: Eagle3Config) -> Shapes:
     return {
         "fc.bias": (sheet.hidden,),
         "lm_head.weight": (sheet.draft_vocab_size, sheet.hidden),
@@ -337,7 +337,7 @@ def optional_shapes(sheet: Eagle3) -> Shapes:
     }
 
 
-def optional_in_layer(sheet: Eagle3) -> Shapes:
+def optional_in_layer(sheet: Eagle3Config) -> Shapes:
     return {
         "self_attn.q_proj.bias": (sheet.heads * sheet.head_dim,),
         "self_attn.k_proj.bias": (sheet.kv_heads * sheet.head_dim,),
@@ -394,7 +394,7 @@ def tap_norms(source: Source, notes: list[str]) -> tuple[bool, bool]:
 
 def norm_before_residual(source: Source, notes: list[str]) -> bool:
     said = flag(source, "norm_before_residual")
-    if said is None and dialect_of(source) == "speculators":
+    if said is None and format_of(source) == "speculators":
         notes.append("the config does not say norm_before_residual: true is assumed")
         return True
     return bool(said)

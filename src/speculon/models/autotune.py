@@ -11,7 +11,7 @@ from time import perf_counter
 TURNS = 7
 
 
-def race(ways: Sequence[Callable[[], object]]) -> list[float]:
+def median_times(ways: Sequence[Callable[[], object]]) -> list[float]:
     """Median seconds of each. They take turns, so that what a shared machine does meanwhile befalls all."""
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(TURNS):

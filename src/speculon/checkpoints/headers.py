@@ -54,7 +54,7 @@ class Checkpoint:
     quantization: str | None
 
 
-def recognise(path: str | Path) -> Checkpoint:
+def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a model folder; a wrong one is refused with the path and the reason."""
     folder = Path(path).expanduser()
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""The course of a run: batches, optimizer, learning rate, checkpoints, log, measurements; whatever is
+"""The trainer of a run: batches, optimizer, learning rate, checkpoints, log, measurements; whatever is
 trained.
 """
 
@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speculon.errors import ConfigError
-from speculon.train.regenerate import whole_lines
+from speculon.train.dataset import Dataset
+from speculon.train.progress import Advance
+from speculon.train.record import whole_lines
 from speculon.train.settings import TrainSettings
-from speculon.train.teacher import Batch, Looks
+from speculon.train.teacher import Batch
 
 FREE = frozenset(
     {"out", "work", "steps", "minutes", "cache_gb", "save_minutes", "eval_prompts", "eval_tokens"}
@@ -31,22 +33,19 @@ FIRST, LAST = 20, 50  # losses that are kept for the record: of the first steps 
 REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3
 
 
-class Student(Protocol):
+class Drafter(Protocol):
     """What is trained: a module whose steps guess one token further each."""
 
     def loss(self, batch: Batch) -> Tensor: ...
     def guesses(self, batch: Batch) -> Tensor: ...  # bool [steps, M], at the positions that count
 
 
-Advance = Callable[[float, Mapping[str, Any]], None]  # share of the run that is done, and figures to show
+class Trainer:
+    """One run of one drafter. What it needs to go on lies in `settings.folder`."""
 
-
-class Course:
-    """One run of one student. What it needs to go on lies in `settings.folder`."""
-
-    def __init__(self, settings: TrainSettings, student: Any, looks: Looks, held: Looks | None):
-        self.settings, self.student, self.looks, self.held = settings, student, looks, held
-        self.optimizers = OPTIMIZERS[settings.optimizer](student, settings, looks.teacher.width)
+    def __init__(self, settings: TrainSettings, drafter: Any, dataset: Dataset, held: Dataset | None):
+        self.settings, self.drafter, self.dataset, self.held = settings, drafter, dataset, held
+        self.optimizers = OPTIMIZERS[settings.optimizer](drafter, settings, dataset.teacher.width)
         self.step, self.elapsed = 0, 0.0
         self.losses: list[float] = []
         self.measured: dict[str, Any] = {}
@@ -86,12 +85,12 @@ class Course:
     def _step(self) -> dict[str, Any]:
         settings = self.settings
         rate = schedule(self.progress, settings.warmup)
-        chosen = self.looks.rows.chosen(settings.seed, self.step, settings.rows)
-        batch = self.looks.batch(chosen)
-        with self.looks.teacher.autocast():
-            loss = self.student.loss(batch)
+        chosen = self.dataset.rows.chosen(settings.seed, self.step, settings.rows)
+        batch = self.dataset.batch(chosen)
+        with self.dataset.teacher.autocast():
+            loss = self.drafter.loss(batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.student.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * rate
@@ -103,7 +102,7 @@ class Course:
             "step": self.step,
             "loss": self.losses[-1],
             "rate": round(rate, 6),
-            "batch": self.looks.rows.hash(chosen),
+            "batch": self.dataset.rows.hash(chosen),
         }
 
     @torch.no_grad()
@@ -115,8 +114,8 @@ class Course:
         right: list[Tensor] = []
         for first in range(0, len(self.held.rows), self.settings.rows):
             batch = self.held.batch(range(len(self.held.rows))[first : first + self.settings.rows])
-            with self.looks.teacher.autocast():
-                right.append(self.student.guesses(batch).cpu())  # [steps, M]
+            with self.dataset.teacher.autocast():
+                right.append(self.drafter.guesses(batch).cpu())  # [steps, M]
         all_right = torch.cat(right, -1)
         if not all_right.numel():
             return {}
@@ -131,9 +130,9 @@ class Course:
     def save(self) -> None:
         """Replaces the checkpoint at once, so that a killed run finds the old one or the new one."""
         tensors = {
-            f"model/{name}": value.detach().contiguous() for name, value in self.student.named_parameters()
+            f"model/{name}": value.detach().contiguous() for name, value in self.drafter.named_parameters()
         }
-        for name, parameter in self.student.named_parameters():
+        for name, parameter in self.drafter.named_parameters():
             for optimizer in self.optimizers:
                 tensors |= {
                     f"optim/{key}/{name}": torch.as_tensor(v)
@@ -145,7 +144,7 @@ class Course:
         temporary.replace(self.checkpoint)
 
     def _resume(self) -> None:
-        parameters = dict(self.student.named_parameters())
+        parameters = dict(self.drafter.named_parameters())
         owner = {p: o for o in self.optimizers for group in o.param_groups for p in group["params"]}
         with safe_open(self.checkpoint, "pt") as file, torch.no_grad():
             for name in file.keys():
@@ -205,17 +204,17 @@ def grouped(parameters: list[nn.Parameter], rate: float, decay: float) -> list[d
     return [group for group in made if group["params"]]
 
 
-def adamw(student: nn.Module, settings: TrainSettings, width: int) -> list[torch.optim.Optimizer]:
+def adamw(drafter: nn.Module, settings: TrainSettings, width: int) -> list[torch.optim.Optimizer]:
     rate = settings.lr or min(MOST_LR, REFERENCE_LR * REFERENCE_WIDTH / width)
-    groups = grouped([p for p in student.parameters() if p.requires_grad], rate, settings.weight_decay)
+    groups = grouped([p for p in drafter.parameters() if p.requires_grad], rate, settings.weight_decay)
     return [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
 
 
-def muon(student: nn.Module, settings: TrainSettings, width: int) -> list[torch.optim.Optimizer]:
+def muon(drafter: nn.Module, settings: TrainSettings, width: int) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings, scores and norms."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer = 'muon': PyTorch has it from 2.9 on, this is {torch.__version__}")
-    named = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     inner = [
         p
         for name, p in named.items()

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.headers import Checkpoint, read_header
 from speculon.errors import CorruptWeights, ModelError, WrongPair
-from speculon.models.recognise import Checkpoint, read_header
 
 MAKERS = {
     "safeailab": "SafeAILab",
@@ -28,7 +28,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3:
+class Eagle3Config:
     """An EAGLE-3 head (Li 2025). Widths come from its tensors, the rest from its config."""
 
     path: Path
@@ -64,7 +64,7 @@ class Eagle3:
     dtype: str | None = None  # of most parameters
     num_bytes: int = 0  # of the weight files
 
-    def readings(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    def tap_layouts(self, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """The taps as outputs of 0-based target layers (-1: the embeddings), the likelier reading first; one
         or two.
 
@@ -99,15 +99,15 @@ class Eagle3:
     def line(self, num_layers: int | None = None) -> str:
         """What was found, for a person; `num_layers` are the target's, where it is known."""
         layers = f"{self.layers} layer{'s' * (self.layers > 1)} of {self.hidden:,}"
-        taps = f"{self.taps} taps of width {self.target_hidden:,} {self.tap_words(num_layers)}"
+        taps = f"{self.taps} taps of width {self.target_hidden:,} {self.describe_taps(num_layers)}"
         tokens = f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens"
         dtype = SHORT.get(self.dtype or "", self.dtype)
-        return f"EAGLE-3 head by {MAKERS[self.dialect]}: {layers}, {taps}, {tokens}; {dtype}, {self.num_bytes / 1e6:.1f} MB"
+        return f"EAGLE-3 head by {MAKERS[self.format]}: {layers}, {taps}, {tokens}; {dtype}, {self.num_bytes / 1e6:.1f} MB"
 
-    def tap_words(self, num_layers: int | None = None) -> str:
+    def describe_taps(self, num_layers: int | None = None) -> str:
         if num_layers is not None:
             return " or ".join(
-                f"after layers {', '.join(map(str, taps))}" for taps in self.readings(num_layers)
+                f"after layers {', '.join(map(str, taps))}" for taps in self.tap_layouts(num_layers)
             )
         if self.tap_ids is None:
             return "after layers 1, N/2 - 1, N - 4 of N"
@@ -118,7 +118,7 @@ class Eagle3:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TargetShape:
     """What a drafter must know of its target."""
 
     hidden: int
@@ -127,7 +127,7 @@ class Shape:
     architecture: str
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Shape:
+    def of(cls, checkpoint: Checkpoint) -> TargetShape:
         """Raises `ModelError` where the config does not say."""
         hidden, vocab, layers = checkpoint.hidden_size, checkpoint.vocab_size, checkpoint.num_layers
         if hidden is None or vocab is None or layers is None:
@@ -137,7 +137,7 @@ class Shape:
         return cls(hidden, vocab, layers, checkpoint.architecture)
 
 
-def check_pair(sheet: Eagle3, target: Shape) -> tuple[str, ...]:
+def check_pair(sheet: Eagle3Config, target: TargetShape) -> tuple[str, ...]:
     """Raises `WrongPair` where the head cannot draft for the target; returns what is odd about the pair all
     the same.
     """
@@ -149,13 +149,13 @@ def check_pair(sheet: Eagle3, target: Shape) -> tuple[str, ...]:
         raise WrongPair(
             f"{sheet.path}: made for a vocabulary of {sheet.vocab_size:,}, the target's is {target.vocab_size:,}"
         )
-    sheet.readings(target.num_layers)
+    sheet.tap_layouts(target.num_layers)
     if sheet.verifier and target.architecture not in sheet.verifier:
         return (f"made for {', '.join(sheet.verifier)}, the target is {target.architecture}",)
     return ()
 
 
-def read_offsets(sheet: Eagle3) -> list[int]:
+def read_offsets(sheet: Eagle3Config) -> list[int]:
     """d2t [Vd] from its file; empty where it has none. Raises `CorruptWeights` for other than integers."""
     name = sheet.names.get("d2t")
     for file in sheet.files if name else ():

@@ -24,7 +24,7 @@ Piece = tuple[Tensor, list[int], int, int]  # a text [n], its pages, and the par
 
 
 @torch.inference_mode()
-def prove(target: Target, stock: Tensor) -> float:
+def check_logits(target: Target, stock: Tensor) -> float:
     """The largest difference of a logit, relative to the largest logit; too large a one is refused.
 
     `stock` is what `stock_logits` gave before anything was fused.
