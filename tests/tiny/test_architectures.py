@@ -224,7 +224,7 @@ def test_wrapping_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(texts[0][None]).logits, before)
 
 
-def test_bf16_is_carried() -> None:
+def test_bf16_is_supported() -> None:
     model = copy.deepcopy(tiny_model("qwen3")).to(torch.bfloat16)
     target = wrap_model(model)
     assert target.dtype == torch.bfloat16
@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_carried_is_refused_by_name(case: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
     model_type, settings, reason = REFUSED[case]
     base = {"vocab_size": VOCAB} if model_type in ("mamba", "mamba2", "bloom") else None
     model = (
@@ -293,7 +293,7 @@ def test_a_class_that_keeps_its_own_attention_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("argument", ["position_bias", "indices", "head_mask", "s_aux_2"])
-def test_a_tensor_nobody_carries_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_tensor_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     layer = type(model.model.layers[1].self_attn)
     inner = layer.forward

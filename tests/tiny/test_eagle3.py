@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of every dialect change no token, and their rows are those of the formula, whatever happens
+"""EAGLE-3 heads of every format change no token, and their rows are those of the formula, whatever happens
 to their pages.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from speculon.config import SamplingParams
 from speculon.errors import SpeculonError, UnsupportedModel
-from speculon.models import eagle
+from speculon.models import eagle, eagle_load
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
-from tests.tiny.checkpoint_formats import DIALECTS, LLAMA3, TAPLESS, write_eagle3
+from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
     CONTEXT,
     Texts,
@@ -118,10 +118,10 @@ def ask(k: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_changes_no_token(dialect: str, k: int, tmp_path: Path) -> None:
-    taps = None if dialect in TAPLESS else (1, 3, 4)
-    head = write_eagle3(tmp_path, deep_model().config, dialect, taps=taps)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
+    taps = None if format in TAPLESS else (1, 3, 4)
+    head = write_eagle3(tmp_path, deep_model().config, format, taps=taps)
     watch = watch_heads(plain("greedy"))
     results = write(crowd("greedy"), folder_of(head), ask(k))
     assert texts_of(results) == plain("greedy")
@@ -343,18 +343,18 @@ def fed_back_normed(patch: pytest.MonkeyPatch) -> None:
 
 
 def inherited_theta(patch: pytest.MonkeyPatch) -> None:
-    config = eagle.rope_config
+    rope_config = eagle_load.rope_config
 
-    def inherit(sheet: Any) -> Any:
-        made = config(sheet)
+    def inherit(config: Any) -> Any:
+        made = rope_config(config)
         made.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
         return made
 
-    patch.setattr(eagle, "rope_config", inherit)
+    patch.setattr(eagle_load, "rope_config", inherit)
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle, "ids_of", lambda sheet, offsets, device: offsets)
+    patch.setattr(eagle_load, "ids_of", lambda config, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
         "config.json: not readable as JSON",
     ),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "not a JSON object"),
-    "config makes no sense": (
+    "invalid config": (
         lambda f: edit_config(f, num_attention_heads="four"),
         ModelError,
         "config.json",
@@ -147,14 +147,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     ),
     "empty file": (lambda f: truncate(f, 0), CorruptWeights, "truncated"),
     "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),
-    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header promises"),
+    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header says"),
     "one byte short": (lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1), CorruptWeights, "truncated"),
     "header is noise": (
         lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"),
         CorruptWeights,
         "header is not JSON",
     ),
-    "header lies": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "makes no sense"),
+    "invalid entry": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "is invalid"),
     "tensor missing": (
         lambda f: edit_weights(f, lambda w: w.pop("model.norm.weight")),
         MissingWeights,

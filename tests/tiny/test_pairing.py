@@ -61,14 +61,14 @@ def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> No
     assert found.drafts == {"eagle3": str(target / "eagle"), "draft_model": str(household / "draft")}
     lines = {Path(line.split(": ")[0]).name: line for line in found.lines}
     assert lines["eagle"].endswith(": taken as eagle3") and lines["draft"].endswith(": taken as draft_model")
-    assert f"left out: fits, but {target / 'eagle'} is likelier" in lines["beside"]
+    assert f"left out: fits, but {target / 'eagle'} is preferred" in lines["beside"]
     for name, why in {
         "narrow": "width 16, the target's are 32",
         "broken": "fc.bias is [1], not [32]",
         "damaged": "no d2t says which",
         "other": "another tokenizer: the id of",
         "twin": "the target has",
-        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not carried",
+        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not supported",
     }.items():
         assert why in lines[name] and "left out" in lines[name], name
     assert len(lines) == 9
@@ -147,7 +147,7 @@ def test_an_engine_that_finds_none_goes_on_with_look_ups(
         llm = LLM(
             str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"}
         )
-    assert f"draft auto: no drafter for {household / 'target'}: look-ups only" in caplog.messages
+    assert f"draft auto: no drafter for {household / 'target'}: lookups only" in caplog.messages
     params = SamplingParams(temperature=0, max_tokens=4)
     for method in ("eagle3", "draft_model"):
         assert "no_drafter" in llm.generate("def add(", params, speculation={"method": method})[0].reasons
@@ -169,7 +169,7 @@ def inspect(*arguments: Any) -> Result:
 
 def test_inspect_says_what_a_drafter_is(household: Path) -> None:
     facts = json.loads(inspect(household / "beside", "--json").stdout)
-    assert (facts["method"], facts["dialect"], facts["verifier"]) == (
+    assert (facts["method"], facts["format"], facts["verifier"]) == (
         "eagle3",
         "speculators",
         ["Qwen3ForCausalLM"],
@@ -195,7 +195,7 @@ def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
     assert (wrong.exit_code, json.loads(wrong.stdout)["error"]["type"]) == (2, WrongPair.__name__)
 
 
-def test_inspect_names_what_is_not_carried(household: Path) -> None:
+def test_inspect_names_what_is_not_supported(household: Path) -> None:
     done = inspect(household / "dflash", "--json")
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")

@@ -123,17 +123,17 @@ def test_training_computes_what_a_chain_of_drafts_does(
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
     kind, head = head_of(teacher, rows, form)
     kind.write(head, teacher, "somewhere", tmp_path)
-    sheet = read_eagle3_config(tmp_path)  # what the config says of the form
+    config = read_eagle3_config(tmp_path)  # what the config says of the form
     tensors = {name: value.detach() for name, value in head.named_parameters()}
     batch = Dataset(teacher, rows, tmp_path / "states", 0).batch([0, 1, 2])
     with torch.no_grad():
         steps = [head.lm_head(hidden) for hidden in head.hiddens(batch.ids, batch.taps)]  # 3 of [B, N, Vd]
         for row in range(3):
-            ids, states = batch.ids[row].tolist(), fuse(tensors, sheet, batch.taps[row])
+            ids, states = batch.ids[row].tolist(), fuse(tensors, config, batch.taps[row])
             for i in (0, 5, 16):
                 tokens, u = ids[1 : i + 2], states[: i + 1]
                 for k, found in enumerate(steps):
-                    back, logits = forward(tensors, sheet, tokens, u, teacher.embed, None)
+                    back, logits = forward(tensors, config, tokens, u, teacher.embed, None)
                     torch.testing.assert_close(found[row, i], logits[-1], rtol=1e-3, atol=1e-4)
                     tokens, u = (
                         [*tokens, ids[i + 2 + k]] if i + 2 + k < len(ids) else tokens,
@@ -244,14 +244,14 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
         >= held["accuracy_full"][2]
     )
     assert record["data"]["hash"] == json.loads((told.folder / "run.json").read_text())["rows_hash"]
-    sheet = read_eagle3_config(told.out)
-    assert (sheet.format, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == (
+    config = read_eagle3_config(told.out)
+    assert (config.format, config.taps, config.norm_output, config.speculative_tokens) == (
         "speculators",
         3,
         True,
         3,
     )
-    assert sheet.tap_layouts(2)[0] == (-1, 0, 1)
+    assert config.tap_layouts(2)[0] == (-1, 0, 1)
 
 
 def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:

@@ -1,7 +1,4 @@
-"""Which way of drafting is this folder for?
-
-Config and tensor names say it; what is not carried is refused by its name.
-"""
+"""Which drafting method a folder is for, from config and tensor names. Others are refused by name."""
 
 from __future__ import annotations
 
@@ -10,81 +7,88 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speculon.checkpoints.eagle3_config import SHORT, Eagle3Config
-from speculon.checkpoints.eagle3_formats import FIRST_Q, Source, open_source, read_eagle3
+from speculon.checkpoints.eagle3_config import DTYPE_NAMES, Eagle3Config
+from speculon.checkpoints.eagle3_formats import read_eagle3
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 
 EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+# what a config or header with values of unexpected types raises
+WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A folder, and the method it is for; none where nothing here can use it, and `refusal` says why."""
+    """A folder and its drafting method; None where it is unsupported, and `refusal` says why."""
 
     path: Path
     method: str | None
-    line: str  # what was found, for a person
-    sheet: Eagle3Config | None = None
+    summary: str  # one line for people
+    head: Eagle3Config | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None
 
-    def beside(self, num_layers: int | None) -> Family:
-        """The same, told for a target of so many layers."""
-        return self if self.sheet is None else replace(self, line=self.sheet.line(num_layers))
+    def for_target(self, num_layers: int | None) -> Family:
+        """The same with a summary for a target of `num_layers` layers."""
+        return self if self.head is None else replace(self, summary=self.head.summary(num_layers))
+
+
+Test = Callable[[Source], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """A family that is known by its signs, and not carried."""
+class UnsupportedFamily:
+    """A family that is recognised, and not supported."""
 
     name: str
     what: str
-    signs: Callable[[Source], bool]
+    matches: Test
 
 
-def said(*words: str) -> Callable[[Source], bool]:
-    """An architecture with one of these words in it, or the speculators format's own name for it."""
+def named(*words: str) -> Test:
+    """An architecture with one of these words in it, or one of them as speculators_model_type."""
     small = tuple(word.lower() for word in words)
     return lambda source: any(
-        word in source.architecture.lower() or word == (source.kind or "").lower() for word in small
+        word in source.architecture.lower() or word == (source.speculators_type or "").lower()
+        for word in small
     )
 
 
-def keyed(*names: str) -> Callable[[Source], bool]:
+def has_key(*names: str) -> Test:
     return lambda source: any(
         name in table for name in names for table in (source.config, source.part("dflash_config"))
     )
 
 
-def typed(*names: str) -> Callable[[Source], bool]:
+def has_type(*names: str) -> Test:
     return lambda source: source.config.get("model_type") in names
 
 
-def projector(name: str) -> Callable[[Source], bool]:
+def has_projector(name: str) -> Test:
     return lambda source: source.part("dflash_config").get("projector_type") == name
 
 
-def holds(pattern: str) -> Callable[[Source], bool]:
-    """A tensor whose name, in ours, begins so."""
+def has_tensor(pattern: str) -> Test:
+    """A tensor whose name here matches the pattern at its beginning."""
     return lambda source: any(re.match(pattern, name) for name in source.shapes)
 
 
-def only(pattern: str) -> Callable[[Source], bool]:
+def has_only(pattern: str) -> Test:
     return lambda source: bool(source.shapes) and all(re.match(pattern, name) for name in source.shapes)
 
 
-def either(*signs: Callable[[Source], bool]) -> Callable[[Source], bool]:
-    return lambda source: any(sign(source) for sign in signs)
+def any_of(*tests: Test) -> Test:
+    return lambda source: any(test(source) for test in tests)
 
 
 def is_eagle1(source: Source) -> bool:
-    """One hidden state beside the embedding, joined before the layer instead of in it."""
+    """One hidden state and the embedding, joined before the layer instead of inside it."""
     fc, q = source.shapes.get("fc.weight"), source.shapes.get(FIRST_Q)
     joined = fc is not None and q is not None and len(fc) == len(q) == 2 and fc[1] == 2 * q[1] == 2 * fc[0]
     named = (
-        typed("eagle")(source)
-        or source.kind == "eagle"
+        has_type("eagle")(source)
+        or source.speculators_type == "eagle"
         or ("Eagle" in source.architecture and not claims_eagle3(source))
     )
     return joined or (named and not is_eagle3(source))
@@ -111,130 +115,124 @@ def has_wide_layer(source: Source) -> bool:
 
 
 def claims_eagle3(source: Source) -> bool:
-    """What only a config of such a head says; enough to name it where its tensors cannot be seen."""
-    return said("eagle3")(source) or keyed("draft_vocab_size", "truncated_vocab_size", "eagle_config")(source)
+    """Whether the config is an EAGLE-3 head's; enough to name it where its tensors cannot be read."""
+    return named("eagle3")(source) or has_key("draft_vocab_size", "truncated_vocab_size", "eagle_config")(
+        source
+    )
 
 
-FOREIGN = (
-    Foreign(
+UNSUPPORTED = (
+    UnsupportedFamily(
         "P-EAGLE",
         "an EAGLE-3 head that drafts all tokens in one pass",
-        either(said("peagle"), holds("mask_hidden")),
+        any_of(named("peagle"), has_tensor("mask_hidden")),
     ),
-    Foreign("DFlash2", "drafts a block of tokens in one pass", said("dflash2")),
-    Foreign(
+    UnsupportedFamily("DFlash2", "drafts a block of tokens in one pass", named("dflash2")),
+    UnsupportedFamily(
         "Domino",
         "a DFlash drafter with a recurrent head",
-        either(said("domino"), projector("domino"), holds("prefix_gru")),
+        any_of(named("domino"), has_projector("domino"), has_tensor("prefix_gru")),
     ),
-    Foreign("LiLiCorr", "a DFlash drafter with a lattice head", said("lilicorr")),
-    Foreign(
+    UnsupportedFamily("LiLiCorr", "a DFlash drafter with a lattice head", named("lilicorr")),
+    UnsupportedFamily(
         "DSpark",
         "a DFlash drafter with a Markov head",
-        either(
-            said("dspark"),
-            projector("dspark"),
-            keyed("markov_rank", "num_anchors"),
-            holds("(logit_head.)?markov_head"),
+        any_of(
+            named("dspark"),
+            has_projector("dspark"),
+            has_key("markov_rank", "num_anchors"),
+            has_tensor("(logit_head.)?markov_head"),
         ),
     ),
-    Foreign(
+    UnsupportedFamily(
         "DFlash",
         "drafts a block of tokens in one pass",
-        either(said("dflash", "museglimmerassistant"), keyed("dflash_config"), holds("hidden_norm")),
+        any_of(named("dflash", "museglimmerassistant"), has_key("dflash_config"), has_tensor("hidden_norm")),
     ),
-    Foreign("MTP", "prediction layers that belong to their target", either(said("mtp"), only("mtp"))),
-    Foreign(
+    UnsupportedFamily(
+        "MTP", "prediction layers that belong to their target", any_of(named("mtp"), has_only("mtp"))
+    ),
+    UnsupportedFamily(
         "Medusa",
         "one head per position",
-        either(
-            said("medusa"),
-            keyed("medusa_num_heads"),
-            typed("medusa"),
-            holds(r"(medusa_heads\.)?\d+\.\d+\.(linear\.)?weight"),
+        any_of(
+            named("medusa"),
+            has_key("medusa_num_heads"),
+            has_type("medusa"),
+            has_tensor(r"(medusa_heads\.)?\d+\.\d+\.(linear\.)?weight"),
         ),
     ),
-    Foreign(
+    UnsupportedFamily(
         "MLP speculator",
         "one small network per position",
-        either(typed("mlp_speculator"), said("mlpspeculator")),
+        any_of(has_type("mlp_speculator"), named("mlpspeculator")),
     ),
-    Foreign("LSTM speculator", "one recurrent cell per position", said("lstmspeculator")),
-    Foreign("PARD", "a draft model that drafts all tokens in one pass", keyed("pard_token")),
-    Foreign(
+    UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
+    UnsupportedFamily("PARD", "a draft model that drafts all tokens in one pass", has_key("pard_token")),
+    UnsupportedFamily(
         "Gemma 4 assistant",
         "reads its target's own keys and values",
-        either(typed("gemma4_assistant"), said("gemma4assistant")),
+        any_of(has_type("gemma4_assistant"), named("gemma4assistant")),
     ),
-    Foreign("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", said("eagle3deepseek")),
-    Foreign(
+    UnsupportedFamily("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", named("eagle3deepseek")),
+    UnsupportedFamily(
         "an EAGLE-3 head with latent attention",
         "MLA, as DeepSeek's",
         lambda source: (
-            "fc.weight" in source.shapes and holds(r"layers\.0\.self_attn\.(q_a|kv_a)_proj")(source)
+            "fc.weight" in source.shapes and has_tensor(r"layers\.0\.self_attn\.(q_a|kv_a)_proj")(source)
         ),
     ),
-    Foreign("an EAGLE-3 head without taps", "it reads the last hidden state only", is_tapless),
-    Foreign("EAGLE-1/2", "reads the last hidden state only", is_eagle1),
+    UnsupportedFamily("an EAGLE-3 head without taps", "it reads the last hidden state only", is_tapless),
+    UnsupportedFamily("EAGLE-1/2", "reads the last hidden state only", is_eagle1),
 )
 
 
 def family_of(path: str | Path) -> Family:
-    """What a folder is.
-
-    Raises `ModelError` for one that cannot be read, or whose tensors contradict each other.
-    """
+    """The family of a folder. Raises `ModelError` for one that cannot be read or contradicts itself."""
     folder = Path(path).expanduser()
     try:
-        return look_at(folder)
+        return classify(folder)
     except SpeculonError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        OverflowError,
-    ) as error:  # a value of another kind somewhere
-        raise ModelError(
-            f"{folder}: its config or headers are not to be read ({type(error).__name__}: {error})"
-        ) from error
+    except WRONG_TYPES as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{folder}: its config or headers cannot be read ({reason})") from error
 
 
-def look_at(folder: Path) -> Family:
+def classify(folder: Path) -> Family:
     source = open_source(folder)
-    foreign = next((one for one in FOREIGN if one.signs(source)), None)
-    if foreign:
-        name, what = foreign.name, foreign.what
-        return Family(
-            folder, None, f"{name}: {what}", refusal=f"{name} ({what}) is recognised, but not carried"
-        )
-    if source.kind not in (None, EAGLE3):
-        line = f"speculators_model_type {source.kind!r}"
-        return Family(folder, None, line, refusal=f"{line} is not known here")
+    unsupported = next((family for family in UNSUPPORTED if family.matches(source)), None)
+    if unsupported:
+        name, what = unsupported.name, unsupported.what
+        refusal = f"{name} ({what}) is recognised, but not supported"
+        return Family(folder, None, f"{name}: {what}", refusal=refusal)
+    if source.speculators_type not in (None, EAGLE3):
+        summary = f"speculators_model_type {source.speculators_type!r}"
+        return Family(folder, None, summary, refusal=f"{summary} is not known here")
     if is_eagle3(source):
-        sheet = read_eagle3(source)
-        return Family(folder, EAGLE3, sheet.line(), sheet=sheet)
+        head = read_eagle3(source)
+        return Family(folder, EAGLE3, head.summary(), head=head)
     if claims_eagle3(source):
-        raise unseen(source)
+        raise missing_head(source)
     checkpoint = read_checkpoint(folder)
-    return Family(folder, DRAFT_MODEL, line_of(checkpoint), checkpoint=checkpoint)
+    return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
 
 
 def read_eagle3_config(path: str | Path) -> Eagle3Config:
-    """The sheet of an EAGLE-3 head; anything else is refused by what it is."""
+    """The config of an EAGLE-3 head. Raises `UnsupportedModel` for anything else."""
     family = family_of(path)
-    if family.sheet is None:
-        raise UnsupportedModel(f"{family.path}: {family.refusal or f'no EAGLE-3 head, but a {family.line}'}")
-    return family.sheet
+    if family.head is None:
+        reason = family.refusal or f"no EAGLE-3 head, but a {family.summary}"
+        raise UnsupportedModel(f"{family.path}: {reason}")
+    return family.head
 
 
-def unseen(source: Source) -> ModelError:
-    """Why a head that its config promises is not in its files."""
+def missing_head(source: Source) -> ModelError:
+    """Why the tensors of a head are missing that its config names."""
     if source.pickled:
         return UnsafeCheckpoint(
-            f"{source.files[0]}: pickle weights can run code; a drafter is known by the headers of safetensors files, "
-            "so convert them, allow_pickle does not help"
+            f"{source.files[0]}: pickle weights can run code; a drafter is recognised by the headers "
+            "of safetensors files, so convert them, allow_pickle does not help"
         )
     missing = next((name for name in ("fc.weight", FIRST_Q) if name not in source.shapes), None)
     if missing:
@@ -242,13 +240,13 @@ def unseen(source: Source) -> ModelError:
             f"{source.folder}: the config is an EAGLE-3 head's, but there is no tensor {missing}"
         )
     fc, q = source.shapes["fc.weight"], source.shapes[FIRST_Q]
-    return ModelError(
-        f"{source.folder}: the config is an EAGLE-3 head's, but fc is {list(fc)} and the first q_proj {list(q)}"
-    )
+    shapes = f"fc is {list(fc)} and the first q_proj {list(q)}"
+    return ModelError(f"{source.folder}: the config is an EAGLE-3 head's, but {shapes}")
 
 
-def line_of(checkpoint: Checkpoint) -> str:
+def model_summary(checkpoint: Checkpoint) -> str:
     size = f"{checkpoint.num_parameters:,} parameters" if checkpoint.num_parameters else "pickle weights"
-    dtype = SHORT.get(checkpoint.dtype or "", checkpoint.dtype)
+    dtype = DTYPE_NAMES.get(checkpoint.dtype or "", checkpoint.dtype)
     layers = f"{checkpoint.num_layers} layer{'s' * (checkpoint.num_layers != 1)} of {checkpoint.hidden_size}"
-    return f"language model {checkpoint.architecture}: {layers}, {size}; {dtype}, {checkpoint.num_bytes / 1e6:.1f} MB"
+    weights = f"{dtype}, {checkpoint.num_bytes / 1e6:.1f} MB"
+    return f"language model {checkpoint.architecture}: {layers}, {size}; {weights}"

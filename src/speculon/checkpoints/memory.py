@@ -1,4 +1,4 @@
-"""What a checkpoint will take of memory, from its config and the headers of its files alone."""
+"""Memory that a model will take, estimated from its config and file headers before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
 from speculon.core import LayerSpec, Needs
 from speculon.models.captured import RECORDERS, capture_bytes
@@ -25,7 +25,7 @@ def model_needs(
     fused: bool = True,
     compile: bool = False,
 ) -> Needs:
-    """The needs of a model that is not loaded; `rows` and `scored` are T and R of its largest forward.
+    """The needs of a model that is not loaded; T = `rows` and R = `scored` in its largest forward.
 
     Raises `ModelError` for a checkpoint that loading would refuse.
     """
@@ -33,32 +33,47 @@ def model_needs(
     refuse_unsafe(checkpoint, allow_pickle=False)
     with quiet():
         config = load_config(checkpoint, trust_remote_code=False).get_text_config()
-    stored = checkpoint.num_parameters is None or checkpoint.quantization is not None
-    weights = checkpoint.num_bytes if stored else (checkpoint.num_parameters or 0) * dtype.itemsize
-    head = config.vocab_size * config.hidden_size * dtype.itemsize
-    if fused and config.tie_word_embeddings and head_is_copied(head, weights, dtype, device):
-        weights += head
-    layers = expected_layers(config, dtype)
-    if fused and compile and device.type in RECORDERS:
-        weights += capture_bytes(config, layers, dtype)
-    elif fused and compile:
-        from speculon.models.compiled import bytes_more  # brings the compiler's own modules
-
-        weights += bytes_more(weights, dtype, device)
+    weights = weight_bytes(checkpoint, dtype)
+    if fused:
+        weights += fused_bytes(config, weights, dtype, device)
+    if fused and compile:
+        weights += compiled_bytes(config, weights, dtype, device)
     return Needs(
-        layers=layers,
+        layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
         bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),
     )
 
 
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """The weights in `dtype`; those of pickles and quantised ones as they are stored."""
+    if checkpoint.num_parameters is None or checkpoint.quantization is not None:
+        return checkpoint.num_bytes
+    return checkpoint.num_parameters * dtype.itemsize
+
+
+def fused_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What fusing adds: a packed copy of a head that is tied to the embedding."""
+    head: int = config.vocab_size * config.hidden_size * dtype.itemsize
+    return head if config.tie_word_embeddings and head_is_copied(head, weights, dtype, device) else 0
+
+
+def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What `compile` adds: CUDA graphs, or the programs of torch's compiler."""
+    if device.type in RECORDERS:
+        return capture_bytes(config, expected_layers(config, dtype), dtype)
+    from speculon.models.compiled import bytes_more  # imports the compiler
+
+    return bytes_more(weights, dtype, device)
+
+
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
-    """One attention layer's K and V as the config tells their shape, for each layer."""
+    """The shapes of each layer's K and V that the config implies."""
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention keeps what it expands to
+    if getattr(config, "kv_lora_rank", None):  # latent attention: pages hold the expanded heads
         k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
         heads = getattr(config, "num_key_value_heads", None) or heads
         k_dim = v_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return (LayerSpec("attention", heads, k_dim, v_dim, dtype),) * config.num_hidden_layers
+    return (LayerSpec("attention", heads, k_dim, v_dim, dtype),) * int(config.num_hidden_layers)

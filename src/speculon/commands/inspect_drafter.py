@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speculon.checkpoints.eagle3_config import MAKERS, Eagle3Config
+from speculon.checkpoints.eagle3_config import AUTHORS, Eagle3Config
 from speculon.checkpoints.families import Family
 from speculon.checkpoints.headers import Checkpoint
 from speculon.checkpoints.pairing import check_fit
@@ -23,7 +23,7 @@ WORDS = {
     "path": "folder",
     "found": "drafter",
     "method": "method",
-    "dialect": "written by",
+    "format": "written by",
     "attention": "attention",
     "rope": "RoPE",
     "taps": "taps",
@@ -54,16 +54,16 @@ def show(family: Family, target: Checkpoint | None, as_json: bool) -> None:
 def facts_of(family: Family) -> Facts:
     return {
         "path": str(family.path),
-        "found": family.line,
+        "found": family.summary,
         "method": family.method,
-        **(head_facts(family.sheet) if family.sheet else {}),
+        **(head_facts(family.head) if family.head else {}),
     }
 
 
 def head_facts(sheet: Eagle3Config) -> Facts:
     windows = sorted({window for window in sheet.windows if window})
     return {
-        "dialect": sheet.format,
+        "format": sheet.format,
         "attention": f"{sheet.heads} heads of {sheet.head_dim}, {sheet.kv_heads} for keys and values, "
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
@@ -83,10 +83,10 @@ def head_facts(sheet: Eagle3Config) -> Facts:
 def fit_of(family: Family, target: Checkpoint) -> Facts:
     odd = check_fit(family, target)
     facts: Facts = {"fits": True, "target": str(target.path), "odd": list(odd)}
-    if family.sheet:
+    if family.head:
         facts |= {
-            "found": family.beside(target.num_layers).line,
-            "taps": family.sheet.describe_taps(target.num_layers),
+            "found": family.for_target(target.num_layers).summary,
+            "taps": family.head.describe_taps(target.num_layers),
         }
     return facts
 
@@ -102,8 +102,8 @@ def as_table(facts: Facts) -> Table:
 
 
 def in_words(name: str, value: Any) -> str:
-    if name == "dialect":
-        return MAKERS[value]
+    if name == "format":
+        return AUTHORS[value]
     between = "\n" if name == "notes" else ", "
     return between.join(value) if isinstance(value, list) else str(value)
 

@@ -96,7 +96,7 @@ def refuse_arguments(module: nn.Module, where: str, kwargs: dict[str, Any]) -> N
     for name, value in kwargs.items():
         if name not in HONOURED | HARMLESS and isinstance(value, Tensor):
             raise UnsupportedModel(
-                f"{where} passes `{name}` {list(value.shape)} to attention, which is not carried"
+                f"{where} passes `{name}` {list(value.shape)} to attention, which is not supported"
             )
 
 

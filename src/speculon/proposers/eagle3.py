@@ -23,7 +23,8 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Sequence, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
+from speculon.models.eagle import EagleHead, agreement
+from speculon.models.eagle_load import head_needs, load_head
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 
@@ -68,7 +69,7 @@ class Eagle3Drafter:
             sheet,
             TargetShape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__),
         )
-        log.info("%s: %s", NAME, sheet.line(len(model.layers)))
+        log.info("%s: %s", NAME, sheet.summary(len(model.layers)))
         for note in (*sheet.notes, *odd):
             log.warning("%s: %s", NAME, note)
         return cls(sheet, target, config.draft_min_confidence)
