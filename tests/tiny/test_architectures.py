@@ -19,10 +19,11 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore
-from speculon.models import attention
+from speculon.kv.store import PageStore, SpanView
+from speculon.models import attention, grouping
 from speculon.models.load import context_limit, wrap_model
 from speculon.models.load_check import Piece, run_pieces
+from speculon.models.masks import MaskCache
 from speculon.models.probe import window_of
 from speculon.models.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
@@ -123,7 +124,7 @@ def regrouped(
     return out[:, :, heads.argsort()], None
 
 
-class ShiftedMasks(attention.MaskCache):
+class ShiftedMasks(MaskCache):
     def slice(
         self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -188,7 +189,7 @@ def test_a_wrong_place_is_seen(name: str, run: Callable[..., list[Tensor]]) -> N
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_mask_off_by_one_row_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MASKS", ShiftedMasks())
+    monkeypatch.setattr(grouping, "MASKS", ShiftedMasks())
     assert difference(name) > VISIBLE
 
 
@@ -205,7 +206,7 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
     chunk, rest = PageStore(target.layers, 8, BLOCK, "cpu"), list(range(4))
     scored = PageStore(target.layers, 8, BLOCK, "cpu")
     run_pieces(target, scored, [(text, rest, 0, 9)])
-    span = chunk.view_of([attention.SpanView(0, 9, chunk.where(rest, 9), 9)])
+    span = chunk.view_of([SpanView(0, 9, chunk.where(rest, 9), 9)])
     out = target.forward(
         Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
     )
@@ -260,7 +261,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
-    "stablelm": ("stablelm", {}, "StableLmAttention does not hand the arguments of a forward down"),
+    "stablelm": ("stablelm", {}, "StableLmAttention does not pass the arguments of a forward on"),
 }
 
 

@@ -1,6 +1,4 @@
-"""Which of several ways is the fastest on this machine: chips and their libraries differ by a factor of two,
-either way.
-"""
+"""Measures which of several kernels is fastest here: chips and libraries differ by a factor of two."""
 
 from __future__ import annotations
 
@@ -8,15 +6,15 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
 
-TURNS = 7
+REPEATS = 7
 
 
-def median_times(ways: Sequence[Callable[[], object]]) -> list[float]:
-    """Median seconds of each. They take turns, so that what a shared machine does meanwhile befalls all."""
-    seconds: list[list[float]] = [[] for _ in ways]
-    for _ in range(TURNS):
-        for way, taken in zip(ways, seconds, strict=True):
-            began = perf_counter()
-            way()
-            taken.append(perf_counter() - began)
-    return [median(taken) for taken in seconds]
+def median_times(candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """Median seconds of each candidate. They alternate, so that other load on the machine slows all alike."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for _ in range(REPEATS):
+        for candidate, times in zip(candidates, seconds, strict=True):
+            start = perf_counter()
+            candidate()
+            times.append(perf_counter() - start)
+    return [median(times) for times in seconds]

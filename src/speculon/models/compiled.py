@@ -35,11 +35,13 @@ from torch.export import Dim, export
 from speculon.batch import Batch, as_tensor
 from speculon.core import LayerSpec
 from speculon.kv.store import SpanView, View, as_index
-from speculon.models.attention import FOLD_ROWS, MASKS, attend_written, fold, joint_call, reach, unfold
+from speculon.models.attention import attend_written, fold, unfold
 from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rotate, tables_of
 from speculon.models.compare import close
+from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
 from speculon.models.linear import Linear, Packed, Product, layout_of
 from speculon.models.loop import Loop
+from speculon.models.masks import MASKS
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 
@@ -259,7 +261,7 @@ class Compiled:
         keys, values, masks = [], [], {}
         for layer, kind in enumerate(self.kinds):
             window = view.spec(layer).window
-            length = reach(span, window)
+            length = visible_keys(span, window)
             key, value = view.slots_of(layer, span.tail(length))
             keys.append(key)
             values.append(value)
@@ -296,7 +298,7 @@ def shared(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
     """Whether one call for all texts, which pads rows and keys to the most there are and copies the keys, is
     worth it: within a program it took 0.64 to 1.01 of the time of calls back (2 to 8 texts, contexts of 300
     to 1300)."""
-    rows, keys = [span.rows for span in spans], [reach(span, spec.window) for span in spans]
+    rows, keys = [span.rows for span in spans], [visible_keys(span, spec.window) for span in spans]
     padded, most = len(spans) * max(keys), max(rows)
     if most > FOLD_ROWS or len(spans) * most > WASTED_ROWS * sum(rows) or padded > WASTED_KEYS * sum(keys):
         return False

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from speculon.batch import Batch
 from speculon.kv.store import PageStore, SpanView, View, as_index
-from speculon.models.attention import FOLD_ROWS
 from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
 from speculon.models.fusion import Fusion
+from speculon.models.grouping import FOLD_ROWS
 from speculon.models.linear import head_is_copied, hooked, joined, plain
 from speculon.models.loop import Loop
 from speculon.models.target import Target, stock_forward

@@ -1,4 +1,4 @@
-"""What a target's forward is made of: which layers were replaced by faster ones, and why others were not."""
+"""Which layers of a target were replaced by fused ones, and why others were not."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Fusion:
-    """What was fused, and why the rest was not."""
+    """Counts of fused layers, and the reasons for the others."""
 
-    layers: int  # that a model has
-    blocks: int = 0  # of them fused
-    one_loop: bool = False  # no code of the stock model is left in a step
+    layers: int  # of the model
+    blocks: int = 0  # fused layers
+    one_loop: bool = False  # the loop replaces the stock forward
     compiled: bool = False
-    captured: bool = False  # its pieces between attentions are recorded and replayed
+    captured: bool = False  # as CUDA graphs between attentions
     refused: Counter[str] = field(default_factory=Counter)  # reason -> layers or modules
 
     def __str__(self) -> str:
