@@ -12,8 +12,9 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.models import linear
-from speculon.models.compiled import Compiled, Program
+from speculon.models.compiled import Compiled
 from speculon.models.linear import Layout, Linear, packed
+from speculon.models.programs import Program
 
 pytestmark = [
     pytest.mark.soak,

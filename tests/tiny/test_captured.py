@@ -21,12 +21,12 @@ from speculon.models import captured as capturing
 from speculon.models.block import CannotReplace
 from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
 from speculon.models.compare import close
-from speculon.models.fuse import Trial
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import Target
+from speculon.models.trial import Trial
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
 from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
@@ -179,7 +179,7 @@ def test_a_view_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [3, 5, 9])
 def test_nothing_comes_of_what_lies_behind_the_rows(rows: int) -> None:
     target, captured, loop = both()
-    for buffer in (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables):
+    for buffer in (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables):
         with torch.inference_mode():
             buffer.fill_(torch.nan)
     batch, view, _ = step(target, rows)
@@ -302,7 +302,7 @@ def test_in_half_precision_the_rows_agree_as_far_as_they_may() -> None:
 def test_buffers_are_counted(name: str) -> None:
     target, captured, _ = both(name)
     config = target.model.config.get_text_config()
-    kept = (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables)
+    kept = (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables)
     kept += (captured.ids, captured.positions, captured.score_rows)
     assert static_bytes(config, target.layers, target.dtype) == sum(tensor.nbytes for tensor in kept)
     took = capture_bytes(config, target.layers, target.dtype)

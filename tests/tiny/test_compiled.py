@@ -22,14 +22,14 @@ from speculon.core import LayerSpec
 from speculon.decoder import SpeculativeDecoder
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
-from speculon.models import linear
+from speculon.models import compiled_layers, linear, programs
 from speculon.models.block import CannotReplace
-from speculon.models.fuse import Trial
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
 from speculon.models.target import Target
+from speculon.models.trial import Trial
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import CONTEXT, MIXED, VOCAB, build, tiny_model
@@ -39,7 +39,7 @@ from tests.tiny.scripted import Request, run
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(compiling, "program", lambda layers, form, settings, given, key: layers)
+    monkeypatch.setattr(compiling, "program", lambda layers, *_: layers)
 
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "c": [1, 2, 3, 4] * 9}
@@ -88,7 +88,7 @@ def test_texts_are_those_of_the_loop(
     ]
     texts, forms, arguments = {}, set[str](), compiling.Compiled.arguments
 
-    def watched(self: compiling.Compiled, *step: Any) -> tuple[str, compiling.Given]:
+    def watched(self: compiling.Compiled, *step: Any) -> tuple[str, programs.Arguments]:
         form, given = arguments(self, *step)
         forms.add(form)
         return form, given
@@ -101,19 +101,19 @@ def test_texts_are_those_of_the_loop(
         results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
         texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
     assert texts[True] == texts[False]
-    assert forms == set(compiling.making_of(torch.float32, torch.device("cpu")).settings), "each program"
+    assert forms == set(compiling.plan_for(torch.float32, torch.device("cpu")).settings), "each program"
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Of each step that goes the compiled way, and whether they are of one text in consecutive slots."""
-    seen, forward = [], compiling.Layers.forward
+    seen, forward = [], compiled_layers.Layers.forward
 
-    def watched(self: compiling.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def watched(self: compiled_layers.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append((len(ids), rest[2] is None))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(compiling.Layers, "forward", watched)
+    monkeypatch.setattr(compiled_layers.Layers, "forward", watched)
     return seen
 
 
@@ -142,7 +142,7 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
 @pytest.mark.parametrize(
     ("layout", "dtype"), [(Linear, "float32"), (packed, "float32"), (packed, "bfloat16")]
 )
-def test_the_forecast_counts_what_compiling_takes(
+def test_the_estimate_counts_what_compiling_takes(
     layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compiling, "layout_of", lambda dtype, device: layout)
@@ -159,7 +159,7 @@ def planted(*args: Any) -> torch.Tensor:
 
 
 def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "rotate", planted)
+    monkeypatch.setattr(compiled_layers, "rotate", planted)
     assert "not compiled: it computes something else" in reasons(made())
 
 
@@ -167,7 +167,7 @@ def test_a_program_that_no_step_was_tried_on_is_not_taken(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    monkeypatch.setattr(compiling, "shared", lambda *given: False)
+    monkeypatch.setattr(compiling, "is_joint", lambda *given: False)
     assert "not compiled: no step was tried for ['joint']" in reasons(made())
 
 
@@ -175,7 +175,7 @@ def test_texts_that_get_each_others_rows_are_given_back(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    right = compiling.attend_joint
+    right = compiled_layers.attend_joint
 
     def wrong(
         keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, joint: Any, *given: Any
@@ -183,7 +183,7 @@ def test_texts_that_get_each_others_rows_are_given_back(
         rows, order, *rest = joint
         return right(keys, values, slots, (rows, order.flip(0), *rest), *given)
 
-    monkeypatch.setattr(compiling, "attend_joint", wrong)
+    monkeypatch.setattr(compiled_layers, "attend_joint", wrong)
     assert "not compiled: it computes something else" in reasons(made())
 
 
@@ -208,11 +208,11 @@ def test_texts_share_a_call_where_that_copies_little_padding(
     rows, keys = [SpanView(0, 20, slice(0, 20), 20)], [SpanView(0, 2, slice(0, 30), 30)]
     rows += [SpanView(20 + i, 21 + i, slice(0, 15), 15) for i in range(5)]
     keys += [SpanView(2 + i, 3 + i, slice(0, 3), 3) for i in range(5)]
-    assert not compiling.shared(rows, spec, 2), "25 rows, padded to 120"
-    assert not compiling.shared(keys, spec, 2), "45 keys, padded to 180"
-    assert compiling.shared(keys, replace(spec, window=3), 2), "19 keys, padded to 24"
-    assert not compiling.shared(keys, replace(spec, window=3, k_dim=1 << 20), 2), "too much to copy"
-    assert not compiling.shared(keys, replace(spec, window=3), 1 << 20), "masks too large"
+    assert not compiling.is_joint(rows, spec, 2), "25 rows, padded to 120"
+    assert not compiling.is_joint(keys, spec, 2), "45 keys, padded to 180"
+    assert compiling.is_joint(keys, replace(spec, window=3), 2), "19 keys, padded to 24"
+    assert not compiling.is_joint(keys, replace(spec, window=3, k_dim=1 << 20), 2), "too much to copy"
+    assert not compiling.is_joint(keys, replace(spec, window=3), 1 << 20), "masks too large"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
 
-    def forgetful(layers: compiling.Layers, form: str, *how: Any) -> compiling.Program:
+    def forgetful(layers: compiled_layers.Layers, form: str, *how: Any) -> programs.Program:
         return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if form == which else layers
 
     monkeypatch.setattr(compiling, "program", forgetful)
@@ -245,7 +245,7 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     loop = wrap_model(tiny_model("qwen3"), share=False).run
     assert isinstance(loop, Loop)
-    layers, given = compiling.Layers(loop, [0] * len(loop.blocks)), {}
+    layers, given = compiled_layers.Layers(loop, [0] * len(loop.blocks)), {}
 
     class Package:
         loader = SimpleNamespace(boxed_run=None)
@@ -257,13 +257,13 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
             given.update(weights)
             assert how == {"check_full_update": True, "user_managed": True}
 
-    monkeypatch.setattr(compiling, "aoti_load_package", lambda path, **how: Package())
-    compiling.loaded(Path("package"), layers, compiling.FOLDED)
+    monkeypatch.setattr(programs, "aoti_load_package", lambda path, **how: Package())
+    programs.loaded(Path("package"), layers, programs.FOLDED)
     assert not given
-    compiling.loaded(Path("package"), layers, compiling.SHARED)
+    programs.loaded(Path("package"), layers, programs.SHARED)
     monkeypatch.setattr(Package, "get_constant_fqns", lambda self: ["lifted_0"])
     with pytest.raises(CannotReplace, match="lifted_0 is a constant, but no weight"):
-        compiling.loaded(Path("package"), layers, compiling.SHARED)
+        programs.loaded(Path("package"), layers, programs.SHARED)
     qkv, head = loop.blocks[1].attention.qkv, loop.head
     assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3
     assert given["layers.1.qkv.weight"].data_ptr() == qkv.weight.data_ptr()
@@ -285,18 +285,18 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "aoti_load_package": load,
         "aoti_compile_and_package": compile,
     }.items():
-        monkeypatch.setattr(compiling, name, stand_in)
+        monkeypatch.setattr(programs, name, stand_in)
     layers: Any = SimpleNamespace(kinds=[0])
-    given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
-    monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
-    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
+    given: programs.Arguments = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
+    monkeypatch.setattr(programs, "export", lambda *args, **how: None)
+    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
     assert (
-        compiling.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
+        programs.program(layers, "scattered", programs.FOLDED, given, "key") and file.read_text() == "whole"
     )
-    monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
-    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
+    monkeypatch.setattr(programs, "aoti_compile_and_package", failing(AssertionError("it is kept")))
+    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:
@@ -307,9 +307,9 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 
 def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(
-        compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
+        programs, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
     )
     assert "not compiled: No working C++ compiler found" in reasons(made())
 
@@ -320,8 +320,8 @@ def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: 
 def test_whatever_the_compiler_raises_the_loop_stays(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(compiling, "export", failing(error))
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(programs, "export", failing(error))
     assert f"not compiled: {error}" in reasons(made())
 
 
@@ -330,7 +330,7 @@ def test_where_the_cache_cannot_be_written_the_loop_stays(
 ) -> None:
     (tmp_path / "file").touch()
     # no folder: not even root may write below it
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file")
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path / "file")
     assert "not compiled: [Errno" in reasons(made())
 
 
@@ -344,7 +344,7 @@ def key_of(**config: Any) -> str:
     like.load_state_dict(model.state_dict())
     loop = wrap_model(like.eval(), share=False).run
     assert isinstance(loop, Loop)
-    return compiling.key_of(compiling.Layers(loop, [0] * len(loop.blocks)))
+    return programs.key_of(compiled_layers.Layers(loop, [0] * len(loop.blocks)))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
     keys = {
-        compiling.key_of(compiling.Layers(loop, kinds))
+        programs.key_of(compiled_layers.Layers(loop, kinds))
         for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
     }
     assert len(keys) == 3

@@ -18,7 +18,7 @@ from speculon.models import fuse as fusing
 from speculon.models import linear
 from speculon.models.autotune import median_times
 from speculon.models.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
-from speculon.models.linear import Beside, Layout, Linear, Packed, joined, packable, packed, plain
+from speculon.models.linear import Layout, Linear, Packed, SideBySide, joined, packable, packed, plain
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
 from speculon.models.target import Target
@@ -80,7 +80,7 @@ def test_joined_layers_give_what_each_gives(
     with torch.inference_mode():
         expected = torch.cat([layer(x) for layer in stock], -1)
         beside, one = joined(stock, share=True), joined(stock, share=False)
-        assert isinstance(beside, Beside)
+        assert isinstance(beside, SideBySide)
         assert isinstance(one, Packed if layout is packed and packable(dtype, x.device) else Linear)
         assert beside.parts[0].weight.data_ptr() == stock[0].weight.data_ptr()
         alone = joined(stock[:1], share=False)
@@ -150,14 +150,14 @@ def test_a_model_in_memory_keeps_its_modules_and_its_weights() -> None:
 
 def swapped(attention: Attention) -> Attention:
     """k and v exchanged in the product of the three."""
-    assert isinstance(attention.qkv, Beside)
+    assert isinstance(attention.qkv, SideBySide)
     q, k, v = attention.qkv.parts
-    attention.qkv = Beside([q, v, k])
+    attention.qkv = SideBySide([q, v, k])
     return attention
 
 
 def without_bias(attention: Attention) -> Attention:
-    assert isinstance(attention.qkv, Beside) and attention.qkv.parts[1].bias is not None
+    assert isinstance(attention.qkv, SideBySide) and attention.qkv.parts[1].bias is not None
     attention.qkv.parts[1].bias = None
     return attention
 
@@ -184,8 +184,8 @@ def one_plus(*args: Any) -> Block:
 
 def up_for_gate(*args: Any) -> Block:
     block = blocks.block_of(*args)
-    assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, Beside)
-    block.mlp.gate_up = Beside(list(reversed(block.mlp.gate_up.parts)))
+    assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, SideBySide)
+    block.mlp.gate_up = SideBySide(list(reversed(block.mlp.gate_up.parts)))
     return block
 
 
@@ -289,8 +289,7 @@ def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(fusing, "block_of", odd)
     fusion = fused("llama").fusion
     assert (
-        fusion is not None
-        and fusion.refused["LlamaDecoderLayer is built in another way (AttributeError)"] == 2
+        fusion is not None and fusion.refused["LlamaDecoderLayer has another structure (AttributeError)"] == 2
     )
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from speculon.errors import ConfigError
-from speculon.models.fuse import LENGTHS, Trial, fuse
+from speculon.models.fuse import fuse
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
+from speculon.models.trial import LENGTHS, Trial
 from tests.tiny.conftest import TINY, tiny_model
 
 

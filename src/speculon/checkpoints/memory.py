@@ -63,9 +63,9 @@ def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, d
     """What `compile` adds: CUDA graphs, or the programs of torch's compiler."""
     if device.type in RECORDERS:
         return capture_bytes(config, expected_layers(config, dtype), dtype)
-    from speculon.models.compiled import bytes_more  # imports the compiler
+    from speculon.models.compiled import extra_bytes  # imports the compiler
 
-    return bytes_more(weights, dtype, device)
+    return extra_bytes(weights, dtype, device)
 
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:

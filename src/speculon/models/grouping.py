@@ -1,4 +1,4 @@
-"""Which spans share a call of the attention kernel: grouped by cost, so that few calls waste little padding."""
+"""Groups spans into calls of the attention kernel, so that few calls waste little padding."""
 
 from __future__ import annotations
 

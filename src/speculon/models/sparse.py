@@ -38,7 +38,7 @@ def is_faster(query: Tensor, group: int) -> bool:
 def sparse_keys(
     where: Where, rows: int, heads: int, group: int, hidden: Tensor | None, slots: int, device: torch.device
 ) -> SparseKeys:
-    """B rows over the keys at the slots `where` [B * S] of `slots`; `hidden` [B, 1, S] is an additive mask."""
+    """B rows over the keys at slots `where` [B * S] of `slots`; `hidden` [B, 1, S] is an additive mask."""
     kv_heads = heads // group
     slot = as_index(where, device).int().view(rows, 1, -1)  # [B, 1, S]
     head = torch.arange(heads, dtype=torch.int32, device=device).div_(group, rounding_mode="floor")[:, None]
