@@ -165,14 +165,14 @@ def test_a_bad_line_is_refused_with_file_and_number(tmp_path: Path, line: str, w
 
 def test_no_text_at_all_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(DataError, match="not one text"):
+    with pytest.raises(DataError, match="no documents"):
         read(tmp_path)
     with pytest.raises(DataError, match="no such file"):
         read(tmp_path / "none")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         read(tmp_path / "b.bin")
-    with pytest.raises(DataError, match="not one text"):  # in a folder it is passed over
+    with pytest.raises(DataError, match="no documents"):  # in a folder it is passed over
         read(tmp_path)
     with pytest.raises(DataError, match="token id 256.*ends at 255"):
         read(lines(tmp_path / "c.jsonl", {"tokens": [256]}))
@@ -252,7 +252,7 @@ def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
             "regenerate_tokens = 1017 leaves no prompt",
             id="no prompt",
         ),
-        pytest.param({"out": "."}, "out = '.': a folder by its name", id="no name"),
+        pytest.param({"out": "."}, "out = '.': must have a name", id="no name"),
         pytest.param({"epochs": 3}, "epochs = 3: unknown field", id="unknown"),
     ],
 )

@@ -23,12 +23,13 @@ from speculon.errors import ConfigError, InvalidParameter
 from speculon.models.load import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
+from speculon.train.dataset import Dataset
 from speculon.train.draft_model import DraftModelTraining
-from speculon.train.eagle3 import Eagle3
+from speculon.train.eagle3 import Eagle3Training
 from speculon.train.eagle3_head import Eagle3Head
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
-from speculon.train.teacher import Dataset, Teacher
+from speculon.train.teacher import Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.training import QUICK, Silent, make_world, settings
@@ -60,15 +61,15 @@ def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> Rows:
     return Rows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
 
 
-def head_of(teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3) -> tuple[Eagle3, Eagle3Head]:
+def head_of(teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3) -> tuple[Eagle3Training, Eagle3Head]:
     """A head whose every parameter matters."""
-    kind = Eagle3(HeadSettings(ttt=steps, **form))
+    method = Eagle3Training(HeadSettings(ttt=steps, **form))
     torch.manual_seed(0)
-    head = kind.student(teacher, rows)
+    head = method.drafter(teacher, rows)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return kind, head
+    return method, head
 
 
 def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
@@ -121,8 +122,8 @@ def test_training_computes_what_a_chain_of_drafts_does(
     """
     rows = rows_of(teacher)
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
-    kind, head = head_of(teacher, rows, form)
-    kind.write(head, teacher, "somewhere", tmp_path)
+    method, head = head_of(teacher, rows, form)
+    method.write(head, teacher, "somewhere", tmp_path)
     config = read_eagle3_config(tmp_path)  # what the config says of the form
     tensors = {name: value.detach() for name, value in head.named_parameters()}
     batch = Dataset(teacher, rows, tmp_path / "states", 0).batch([0, 1, 2])
@@ -155,13 +156,13 @@ def test_a_step_that_does_not_see_its_own_rows_is_found_out(
 def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: Teacher) -> None:
     teacher.taps = (-1, 0)
     ids = torch.from_numpy(rows_of(teacher).ids).long()
-    looked = teacher.look(ids)
+    states = teacher.states(ids)
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
     torch.testing.assert_close(
-        looked, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
+        states, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
     )
-    batch = teacher.teach(ids, torch.ones(ids.shape), looked)
+    batch = teacher.batch(ids, torch.ones(ids.shape), states)
     torch.testing.assert_close(batch.p, out.logits.softmax(-1))
     torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
     assert torch.equal(batch.best, out.logits.argmax(-1))
@@ -176,23 +177,23 @@ def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
     ids = torch.from_numpy(rows.ids).long()
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
-    looked = teacher.look(ids)
-    torch.testing.assert_close(teacher.scores(looked[..., -teacher.width :]), out.logits)
-    for tap, found in zip(teacher.taps, looked.split(teacher.width, -1), strict=False):
+    states = teacher.states(ids)
+    torch.testing.assert_close(teacher.logits(states[..., -teacher.width :]), out.logits)
+    for tap, found in zip(teacher.taps, states.split(teacher.width, -1), strict=False):
         if tap + 1 < len(teacher.layers):  # the last of them has been normed
             torch.testing.assert_close(found, out.hidden_states[tap + 1])
-    for kind in (Eagle3(HeadSettings(ttt=2)), DraftModelTraining(DraftSettings(layers=2))):
-        student = kind.student(teacher, rows)
-        student.loss(Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
-        assert all(parameter.grad is not None for parameter in student.parameters())
+    for method in (Eagle3Training(HeadSettings(ttt=2)), DraftModelTraining(DraftSettings(layers=2))):
+        drafter = method.drafter(teacher, rows)
+        drafter.loss(Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
+        assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
 def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher: Teacher) -> None:
     ids = torch.from_numpy(rows_of(teacher).ids).long()
-    looked = teacher.look(ids)
-    whole = teacher.teach(ids, torch.ones(ids.shape), looked)
+    states = teacher.states(ids)
+    whole = teacher.batch(ids, torch.ones(ids.shape), states)
     teacher.used = whole.best.unique()[::2]
-    part = teacher.teach(ids, torch.ones(ids.shape), looked)
+    part = teacher.batch(ids, torch.ones(ids.shape), states)
     assert torch.equal(part.weights > 0, torch.isin(whole.best, teacher.used))
     torch.testing.assert_close(
         part.p, whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
@@ -210,7 +211,9 @@ def test_states_are_kept_within_their_bound_and_read_again(
     assert (tmp_path / "states").stat().st_size == 2 * row_bytes
     again = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes)
     seen: list[int] = []
-    monkeypatch.setattr(teacher, "look", lambda ids, look=teacher.look: seen.append(len(ids)) or look(ids))
+    monkeypatch.setattr(
+        teacher, "states", lambda ids, states=teacher.states: seen.append(len(ids)) or states(ids)
+    )
     batch = again.batch([0, 1, 2])
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
     torch.testing.assert_close(batch.taps, fresh.taps)
@@ -220,7 +223,7 @@ def test_states_are_kept_within_their_bound_and_read_again(
         Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
     )
     monkeypatch.setattr(
-        "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
+        "speculon.train.dataset.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
     )
     assert Dataset(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
@@ -228,7 +231,7 @@ def test_states_are_kept_within_their_bound_and_read_again(
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     own = {"regenerate": 60, "regenerate_tokens": 32, "eval_prompts": 6, "eval_data": (world / "texts",)}
     told = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
-    done = train(Eagle3(HeadSettings(ttt=3)), told, Silent())
+    done = train(Eagle3Training(HeadSettings(ttt=3)), told, Silent())
     assert done.record is not None
     record = json.loads((told.out / "training.json").read_text())
     assert record == json.loads(json.dumps(done.record))
@@ -256,7 +259,7 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
 
 def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
     told = settings(world, "few", steps=2)
-    train(Eagle3(HeadSettings(ttt=2, draft_vocab=32)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=2, draft_vocab=32)), told, Silent())
     tensors = load_file(told.out / "model.safetensors")
     used = torch.arange(32) + tensors["d2t"]
     assert torch.equal(used, tensors["t2d"].nonzero().ravel())
@@ -273,23 +276,23 @@ def test_a_draft_begins_as_the_ends_of_its_target_and_drafts_in_the_engine(world
     assert done.record["evaluation"]["tokens_per_target_call"] > 1
     assert done.record["loss_at_last"] < done.record["loss_at_first"]
     teacher = Teacher(told.target, (), "fp32", "cpu")
-    fresh = DraftModelTraining(DraftSettings(layers=2)).student(teacher, rows_of(teacher))
+    fresh = DraftModelTraining(DraftSettings(layers=2)).drafter(teacher, rows_of(teacher))
     for name, parameter in fresh.model.named_parameters():
         assert torch.equal(parameter, teacher.model.get_parameter(name)), name
 
 
 def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
     file = told.folder / "regenerated.jsonl"
     texts = file.read_text()
     assert len(texts.splitlines()) == 40
     assert all(len(r["tokens"]) <= r["prompt_tokens"] + 8 for r in map(json.loads, texts.splitlines()))
     file.write_text(texts[: len(texts) // 2])  # a killed run, in the middle of a line
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
     assert file.read_text() == texts
     monkeypatch.setattr("speculon.train.regenerate.LLM", None)
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
 
 
 @pytest.mark.parametrize(
@@ -312,31 +315,31 @@ def test_what_does_not_fit_the_target_is_refused(
     world: Path, changes: dict[str, Any], form: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=words):
-        train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
+        train(Eagle3Training(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
 
 
 def test_the_target_is_not_written_over(world: Path) -> None:
     before = (world / "target" / "config.json").read_bytes()
     with pytest.raises(InvalidParameter, match="the target's own folder, which would be overwritten"):
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
     assert (world / "target" / "config.json").read_bytes() == before
 
 
 def test_another_run_in_the_same_folder_is_refused_by_name(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+    train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with ttt = 2, now 3"):
-        train(Eagle3(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1, seed=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1, seed=1), Silent())
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="target_hash"):
         patch.setattr(Teacher, "fingerprint", "another")
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     (world / "texts" / "more.py").write_text("one more\n")
     try:
         with pytest.raises(ConfigError, match=r"rows_hash"):
-            train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+            train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     finally:
         (world / "texts" / "more.py").unlink()
 
@@ -346,10 +349,10 @@ def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pyt
     own = {"steps": 1, "regenerate": 40, "regenerate_tokens": 8}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
-        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
+        train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
-        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
-    assert train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
+        train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
+    assert train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
 def test_the_command_line_says_what_is_wrong_and_what_was_made(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculon.train.data import Rows
-from speculon.train.eagle3 import Eagle3
+from speculon.train.eagle3 import Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import HeadSettings
 from tests.tiny.training import QUICK, Silent, make_world, settings
@@ -44,7 +44,7 @@ def last_of(folder: Path) -> dict[int, tuple[str, float]]:
 
 def go_on(world: Path, name: str) -> dict[int, tuple[str, float]]:
     told = settings(world, name, **COURSE)
-    train(Eagle3(HeadSettings(ttt=2)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=2)), told, Silent())
     return last_of(told.folder)
 
 
@@ -137,15 +137,13 @@ def test_a_lost_place_in_the_data_is_found_out(
     assert differs(go_on(world, "astray"), whole) == "batches"
 
 
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(
-    world: Path, whole: dict[int, tuple[str, float]]
-) -> None:
-    process = start(world, "asked")
+def test_a_stop_signal_saves_and_says_how_to_go_on(world: Path, whole: dict[int, tuple[str, float]]) -> None:
+    process = start(world, "stopped")
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1].decode()
-    steps = len(log_of(world / "asked.work"))
+    steps = len(log_of(world / "stopped.work"))
     assert process.returncode == 130
     assert f"stopped at step {steps}; the same command goes on from there" in said
-    assert not (world / "asked").exists()
-    assert differs(go_on(world, "asked"), whole) is None
-    assert [int(entry["step"]) for entry in log_of(world / "asked.work")] == list(range(1, STEPS + 1))
+    assert not (world / "stopped").exists()
+    assert differs(go_on(world, "stopped"), whole) is None
+    assert [int(entry["step"]) for entry in log_of(world / "stopped.work")] == list(range(1, STEPS + 1))

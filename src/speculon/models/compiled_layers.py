@@ -121,8 +121,9 @@ class Layers(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
     ) -> Tensor:
-        """`scored` [R] are rows, `slots` [T] the places of their keys and values. `pages` are keys of all slots
-        for each layer, then values, then the results of `Compiled.joint`, if any.
+        """`scored` [R] are rows, `slots` [T] the places of their keys and values.
+
+        `pages` are keys of all slots for each layer, then values, then `Compiled.joint`, if any.
 
         Without `slots` the pages are those of one sequence; with several rows, masks of each kind follow.
         """

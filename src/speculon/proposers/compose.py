@@ -33,7 +33,7 @@ from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, che
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.budget import Promise
+    from speculon.kv.budget import MemoryEstimate
     from speculon.kv.lease import Lease
     from speculon.kv.store import View
 
@@ -53,7 +53,7 @@ class Proposers:
         self,
         config: SpeculationConfig,
         target: TargetFacts,
-        promise: Callable[[list[Needs]], Promise] | None = None,
+        promise: Callable[[list[Needs]], MemoryEstimate] | None = None,
     ):
         self._config, self._facts, self._promise = config, target, promise
         self._built: dict[str, Proposer] = {}

@@ -1,4 +1,4 @@
-"""From settings to a drafter: an EAGLE-3 head for this target."""
+"""Training method `eagle3`: an EAGLE-3 head for the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speculon.train.teacher import Teacher
 
 
 class Eagle3Training:
-    """How `train eagle3` makes its drafter, and what it writes in the end."""
+    """How `train eagle3` makes its drafter, and writes it at the end."""
 
     method = "eagle3"
 
@@ -28,7 +28,7 @@ class Eagle3Training:
 
     @property
     def spare(self) -> int:
-        """Tokens of a row from which nothing is guessed."""
+        """Tokens at the end of a row that predict nothing."""
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
@@ -39,7 +39,7 @@ class Eagle3Training:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
     def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
-        """Random layers between the target's own embeddings and scores."""
+        """Random layers between the target's embeddings and output head."""
         teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
         head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
             teacher.device
@@ -87,11 +87,11 @@ def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:
 
 
 def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:
-    """The `count` tokens that are learned most often, in rising order [Vd]; all of them where count is None."""
+    """The `count` tokens with the largest loss weight, in rising order [Vd]; None: all tokens."""
     if count is None:
         return torch.arange(teacher.vocab_size)
     counts = np.zeros(teacher.vocab_size)
     np.add.at(counts, rows.ids[:, 1:].ravel(), rows.weights[:, :-1].ravel())
     if teacher.head.weight.shape[0] != teacher.vocab_size:
-        raise UnsupportedModel("the target scores another number of tokens than it embeds")
+        raise UnsupportedModel("the target's head and embedding have different numbers of tokens")
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))

@@ -1,4 +1,4 @@
-"""The finished drafter's folder: a head in the speculators format, and the record of how it was made."""
+"""Writes a trained EAGLE-3 head in the speculators format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speculon.train.teacher import Teacher
 
 
 def write_head(head: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
-    """config.json and model.safetensors (bf16). Embeddings are the target's own, so they are not written."""
+    """config.json and model.safetensors (bf16), without embeddings, which are the target's."""
     form = head.form
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.named_parameters()
@@ -73,7 +73,7 @@ def head_config(head: Eagle3Head, teacher: Teacher, target: str) -> dict[str, An
         "fc_norm": form.fc_norm,
         "norm_output": form.norm_output,
         "embed_requires_grad": False,
-        # the format counts what enters a layer
+        # the format numbers the inputs of layers
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps],
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,

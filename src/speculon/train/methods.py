@@ -1,4 +1,4 @@
-"""What can be trained, by the name that the command line gives it."""
+"""The training methods, by their names on the command line."""
 
 from __future__ import annotations
 

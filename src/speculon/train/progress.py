@@ -1,4 +1,4 @@
-"""What a training run reports while it runs."""
+"""The interface through which a training run reports its progress."""
 
 from __future__ import annotations
 

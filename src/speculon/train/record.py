@@ -1,4 +1,4 @@
-"""The record of a run: JSON files, a log of JSON lines, and what the run was made with."""
+"""The record of a run: JSON files, logs of JSON lines, and provenance."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from speculon.bench.report import commit, versions
 
 
-def circumstances() -> dict[str, Any]:
-    """What a run is made with: command, commit, versions."""
+def provenance() -> dict[str, Any]:
+    """Command, commit and versions of a run."""
     return {"argv": sys.argv, "commit": commit(), "versions": versions()}
 
 
@@ -21,7 +21,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def whole_lines(file: Path) -> list[str]:
-    """The lines of a file that was appended to; one that a killed run left torn is cut off."""
+    """The lines of an appended file; a partial last line, left by a killed run, is removed."""
     if not file.exists():
         return []
     content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""One training run from its settings to the finished folder; the story of `speculon train`."""
+"""One training run, from its settings to the finished folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter
@@ -18,34 +19,33 @@ from speculon.train.dataset import Dataset
 from speculon.train.evaluate import evaluate
 from speculon.train.methods import TrainingMethod
 from speculon.train.progress import Progress
-from speculon.train.record import circumstances, whole_lines, write_json
+from speculon.train.record import provenance, whole_lines, write_json
 from speculon.train.regenerate import regenerate
 from speculon.train.settings import TrainSettings
 from speculon.train.teacher import Teacher
-from speculon.train.trainer import FIRST, LAST, ROWS, Trainer, same_run
+from speculon.train.trainer import FIRST, LAST, ROWS, Trainer, refuse_other_run
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run that has ended. `record` is None where it was asked to stop before its end."""
+    """The result of a run. `record` is None where a signal stopped it before its end."""
 
     step: int
     record: Mapping[str, Any] | None
 
 
 def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -> Done:
-    """Trains a drafter and writes its folder; goes on where an earlier run in the same work folder was."""
-    made_with = circumstances()  # now: the code on disk may change while it runs
+    """Trains a drafter and writes its folder. A run in the same work folder is resumed."""
+    made_with = provenance()  # first: the code on disk may change during the run
     if settings.out.resolve() == locate(settings.target).resolve():
-        raise InvalidParameter(
-            "out", str(settings.out), "the target's own folder, which would be overwritten"
-        )
+        reason = "the target's own folder, which would be overwritten"
+        raise InvalidParameter("out", str(settings.out), reason)
     progress.tell("loading the target")
     teacher = Teacher(settings.target, method.taps, settings.precision, settings.device)
     refuse_too_long(settings.length, method.spare, teacher)
     method.check(teacher)
     tokens = Tokenizer(load_tokenizer(settings.target))
-    progress.tell("reading the texts")
+    progress.tell("reading the data")
     documents, held = documents_of(settings, tokens, teacher)
     identity = {
         "method": method.method,
@@ -53,22 +53,17 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
         "target_hash": teacher.fingerprint,
     }
     if settings.regenerate:
-        same_run(settings, identity)  # texts are no other run's
+        refuse_other_run(settings, identity)  # before the texts of another run are used
         documents = regenerate(settings, documents, progress)
     rows = Rows.of(documents, settings.length, end_of(teacher, tokens), settings.prompt_weight, settings.seed)
     held_rows = held_out_rows(settings, held, end_of(teacher, tokens))
     if settings.eval_rows and held_rows is None:
-        progress.tell("the held-out texts fill no row: nothing is measured before the end")
+        progress.tell("the held-out documents fill no row: no measurements before the end")
     torch.manual_seed(settings.seed)
     drafter = method.drafter(teacher, rows)
     identity[ROWS] = rows.fingerprint
-    same_run(settings, identity)
-    limit = settings.cache_gb * 1e9
-    dataset = Dataset(teacher, rows, settings.folder / "states.bin", limit)
-    held_dataset = (
-        Dataset(teacher, held_rows, settings.folder / "states_held.bin", limit) if held_rows else None
-    )
-    trainer = Trainer(settings, drafter, dataset, held_dataset)
+    refuse_other_run(settings, identity)
+    trainer = trainer_of(settings, drafter, teacher, rows, held_rows)
     with (settings.folder / "sessions.jsonl").open("a", encoding="utf-8") as sessions:
         sessions.write(json.dumps({"from_step": trainer.step, **made_with}) + "\n")
     with progress.training() as advance:
@@ -77,7 +72,7 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
         return Done(trainer.step, None)
     progress.tell("writing the folder")
     method.write(drafter, teacher, settings.target, settings.out)
-    record = facts_of(settings, trainer, identity, documents, rows)
+    record = record_of(settings, trainer, identity, documents, rows)
     write_json(settings.out / "training.json", record)
     if settings.eval_prompts and held:
         record["evaluation"] = evaluate(method.speculation(settings.out), settings, held, progress)
@@ -85,10 +80,20 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
     return Done(trainer.step, record)
 
 
+def trainer_of(
+    settings: TrainSettings, drafter: nn.Module, teacher: Teacher, rows: Rows, held_rows: Rows | None
+) -> Trainer:
+    """The trainer, with the target's states of both sets of rows cached in the work folder."""
+    folder, limit = settings.folder, settings.cache_gb * 1e9
+    dataset = Dataset(teacher, rows, folder / "states.bin", limit)
+    held = Dataset(teacher, held_rows, folder / "states_held.bin", limit) if held_rows else None
+    return Trainer(settings, drafter, dataset, held)
+
+
 def documents_of(
     settings: TrainSettings, tokens: Tokenizer, teacher: Teacher
 ) -> tuple[list[Document], list[Document]]:
-    """Texts to learn from, and held-out ones."""
+    """Training documents and held-out ones."""
     documents = read_documents(settings.data, tokens, teacher.vocab_size)
     if not settings.eval_data:
         return split(documents)
@@ -96,7 +101,7 @@ def documents_of(
 
 
 def held_out_rows(settings: TrainSettings, held: list[Document], end: int | None) -> Rows | None:
-    """The first rows of the held-out texts; None where they do not fill one, or nobody wants them."""
+    """The first rows of the held-out documents; None where they fill none, or `eval_rows` is 0."""
     if not settings.eval_rows or sum(len(document.ids) for document in held) < settings.length:
         return None
     rows = Rows.of(held, settings.length, end, 0.0, settings.seed)
@@ -108,24 +113,26 @@ def refuse_too_long(length: int, spare: int, teacher: Teacher) -> None:
     if limit is not None and length > limit:
         raise InvalidParameter("length", length, f"the target reaches {limit} tokens")
     if length <= 2 * spare:
-        raise InvalidParameter("length", length, f"more than twice the {spare} steps that are learned")
+        raise InvalidParameter(
+            "length", length, f"more than twice the {spare} steps of the training-time test"
+        )
 
 
 def end_of(teacher: Teacher, tokens: Tokenizer) -> int | None:
-    """The token that ends a text, if the checkpoint has one."""
+    """The token that ends a document, if the checkpoint has one."""
     end = tokens.inner.eos_token_id
     ids = getattr(teacher.config, "eos_token_id", None)
     return end if end is not None else ids[0] if isinstance(ids, list) else ids
 
 
-def facts_of(
+def record_of(
     settings: TrainSettings,
     trainer: Trainer,
     identity: Mapping[str, Any],
     documents: list[Document],
     rows: Rows,
 ) -> dict[str, Any]:
-    """What the record says of the run."""
+    """The content of training.json."""
     first, last = trainer.losses[:FIRST], trainer.losses[-LAST:]
     return {
         "method": identity["method"],
