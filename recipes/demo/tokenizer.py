@@ -18,8 +18,8 @@ IM_END = "<|im_end|>"
 SPECIALS = (END_OF_TEXT, IM_START, IM_END)
 
 _KEYWORDS = (
-    "and as assert async await class def del elif else except for from global if import in is lambda nonlocal not or"
-    " raise return while with yield"
+    "and as assert async await class def del elif else except for from global if import in is lambda"
+    " nonlocal not or raise return while with yield"
 ).split()
 WORD_PATTERN = "|".join(
     (
@@ -33,7 +33,8 @@ WORD_PATTERN = "|".join(
 )
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

@@ -109,7 +109,6 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
 
 
 # -- taps
-# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_the_line_says_how_the_taps_are_read() -> None:
     assert "before layers 2, 4, 6" in replace(either, after=False).summary()
 
 
-# -- pairs -----------------------------------------------------------------------------------------------------------------
+# -- pairs
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_offsets_ascend_within_the_vocabulary(offsets: list[int], words: str) ->
         check_offsets(Path("head"), offsets, 20)
 
 
-# -- families --------------------------------------------------------------------------------------------------------------
+# -- families
 
 
 FAMILIES: list[Any] = [

@@ -1,4 +1,4 @@
-"""What the repository promises as a product: a light import, short files, nothing in it that should not be."""
+"""Properties of the repository: a light import, short files and functions, nothing in it that is unwanted."""
 
 from __future__ import annotations
 

@@ -248,7 +248,6 @@ def without(*names: str) -> Callable[[Path], None]:
 
 
 # -- config.json, format by format
-# ---------------------------------------------------------------------------------------
 
 
 def llama(head: Head) -> dict[str, Any]:

@@ -135,7 +135,6 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
 
 
 # -- configs that lie
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,8 @@ def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Bloc
 
 def one_plus(*args: Any) -> Block:
     block = blocks.block_of(*args)
-    block.norms = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)  # type: ignore[assignment]
+    norms: Any = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)
+    block.norms = norms
     return block
 
 

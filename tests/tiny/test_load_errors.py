@@ -94,7 +94,10 @@ def test_recognise_reads_the_headers(folder: Path) -> None:
 
 
 def test_recognise_does_without_torch() -> None:
-    code = "import sys, speculon.checkpoints.headers; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, speculon.checkpoints.headers; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

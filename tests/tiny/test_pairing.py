@@ -160,7 +160,6 @@ def test_a_model_object_has_no_folder_to_look_around_in() -> None:
 
 
 # -- inspect
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def inspect(*arguments: Any) -> Result:

@@ -61,7 +61,9 @@ def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> Rows:
     return Rows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
 
 
-def head_of(teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3) -> tuple[Eagle3Training, Eagle3Head]:
+def head_of(
+    teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3
+) -> tuple[Eagle3Training, Eagle3Head]:
     """A head whose every parameter matters."""
     method = Eagle3Training(HeadSettings(ttt=steps, **form))
     torch.manual_seed(0)

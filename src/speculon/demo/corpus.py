@@ -152,8 +152,8 @@ _FIRST = (
 ).split()
 _SECOND = (
     "value item count index name path key node entry buffer line word size result table record token"
-    " field state level group order target source offset limit handle option reader writer parser cursor frame"
-    " label score unit"
+    " field state level group order target source offset limit handle option reader writer parser cursor"
+    " frame label score unit"
 ).split()
 
 
