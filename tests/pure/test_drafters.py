@@ -156,7 +156,7 @@ def test_taps_outside_the_target_are_refused(
         replace(HEAD, tap_ids=ids, after=after).tap_layouts(layers)
 
 
-def test_the_line_says_how_the_taps_are_read() -> None:
+def test_the_summary_describes_the_taps() -> None:
     usual = HEAD.summary()
     assert "1 layer of 8, 3 taps of width 8 after layers 1, N/2 - 1, N - 4 of N, 20 of 20 tokens" in usual
     assert "after layers 1, 3, 4," in HEAD.summary(8)
@@ -185,7 +185,7 @@ def test_a_wrong_pair_is_refused_with_both_numbers(target: TargetShape, words: s
         check_pair(HEAD, target)
 
 
-def test_another_architecture_is_odd_but_no_reason_to_refuse() -> None:
+def test_another_architecture_is_a_warning() -> None:
     odd = ("made for LlamaForCausalLM, the target is Qwen3ForCausalLM",)
     assert check_pair(HEAD, replace(TARGET, architecture="Qwen3ForCausalLM")) == odd
     assert check_pair(replace(HEAD, verifier=()), replace(TARGET, architecture="Qwen3ForCausalLM")) == ()
@@ -299,11 +299,11 @@ def test_what_is_not_supported_is_refused_by_name(
         read_eagle3_config(family.path)
 
 
-def test_every_name_in_the_table_has_a_case() -> None:
+def test_every_unsupported_family_has_a_case() -> None:
     assert {one.name for one in UNSUPPORTED} == {case.values[0] for case in FAMILIES}
 
 
-def test_an_unknown_kind_of_the_speculators_format_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_speculators_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="speculators_model_type 'oracle' is not known here"):
         read_eagle3_config(write(tmp_path / "head", {**CONFIG, "speculators_model_type": "oracle"}, EAGLE3))
 
@@ -332,7 +332,7 @@ def test_a_language_model_is_a_draft_model(shapes: Shapes, tmp_path: Path) -> No
         read_eagle3_config(folder)
 
 
-def test_tensors_decide_whatever_the_config_calls_itself(tmp_path: Path) -> None:
+def test_tensors_decide_whatever_the_config_says(tmp_path: Path) -> None:
     assert (
         family_of(write(tmp_path / "a", {**CONFIG, "architectures": ["LlamaForCausalLM"]}, EAGLE3)).method
         == "eagle3"

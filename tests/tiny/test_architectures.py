@@ -163,7 +163,7 @@ VISIBLE = 20 * TOLERANCE
 
 @pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
+def test_a_wrong_window_is_found(name: str, window: int | None) -> None:
     layers = tuple(
         dataclasses.replace(spec, window=spec.window and window) for spec in tiny_target(name).layers
     )
@@ -176,24 +176,24 @@ def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
     + [(name, scaled) for name in TINY]
     + [(name, regrouped) for name in GROUPED],
 )
-def test_a_wrong_trait_is_seen(name: str, change: Callable[..., Any]) -> None:
+def test_a_wrong_attention_argument_is_found(name: str, change: Callable[..., Any]) -> None:
     with attention_changed(change):
         assert difference(name, fused=False) > VISIBLE
 
 
 @pytest.mark.parametrize("run", [shifted_positions, foreign_page])
 @pytest.mark.parametrize("name", TINY)
-def test_a_wrong_place_is_seen(name: str, run: Callable[..., list[Tensor]]) -> None:
+def test_a_wrong_position_or_page_is_found(name: str, run: Callable[..., list[Tensor]]) -> None:
     assert difference(name, run=run) > VISIBLE
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_mask_off_by_one_row_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_off_by_one_row_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "MASKS", ShiftedMasks())
     assert difference(name) > VISIBLE
 
 
-def test_the_check_at_load_sees_a_planted_error() -> None:
+def test_the_load_check_finds_a_planted_error() -> None:
     with (
         attention_changed(scaled),
         pytest.raises(UnsupportedModel, match=r"differ from the stock model by 0\.\d+ .* allowed is 0.0001"),
@@ -214,7 +214,7 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
 
 
-def test_wrapping_leaves_the_model_as_it_was() -> None:
+def test_wrapping_does_not_modify_the_model() -> None:
     model = build("llama", attn_implementation="sdpa")
     before = model(texts[0][None]).logits
     target = wrap_model(model)

@@ -87,7 +87,7 @@ def test_what_is_captured_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_are_those_of_the_loop(mode: str) -> None:
+def test_outputs_are_those_of_the_loop(mode: str) -> None:
     target, truth = made(tiny_model("llama")), plain(mode)
     assert_same(crowd(mode), run(target, list(crowd(mode))), truth)
     script(truth)
@@ -122,7 +122,7 @@ def test_no_step_is_captured_short() -> None:
 
 
 @pytest.mark.parametrize("scored", [[0], [4], [4, 1], [0, 1, 2, 3, 4], [2, 2, 0]])
-def test_scored_rows_are_those_asked_for(scored: list[int]) -> None:
+def test_the_requested_rows_are_scored(scored: list[int]) -> None:
     target, captured, loop = both()
     for rows in (16, 5):
         batch, view, _ = step(target, rows, scored)
@@ -166,7 +166,7 @@ def kept_after_another_step(target: Target, captured: Captured) -> bool:
     return all(torch.equal(a, b) for a, b in zip(gave, before, strict=True))
 
 
-def test_the_next_step_changes_nothing_that_was_given() -> None:
+def test_the_next_step_changes_no_earlier_result() -> None:
     assert kept_after_another_step(*both()[:2])
 
 
@@ -177,7 +177,7 @@ def test_a_view_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5, 9])
-def test_nothing_comes_of_what_lies_behind_the_rows(rows: int) -> None:
+def test_later_rows_of_a_buffer_have_no_effect(rows: int) -> None:
     target, captured, loop = both()
     for buffer in (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables):
         with torch.inference_mode():
@@ -242,7 +242,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_error_is_given_back(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, name, wrong = PLANTED[plant]
     if name == "RECORDERS":
         monkeypatch.setitem(capturing.RECORDERS, "cpu", wrong)
@@ -258,7 +258,7 @@ def failing(device: torch.device) -> Any:
     return fail
 
 
-def test_what_cannot_be_recorded_stays_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_uses_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(capturing.RECORDERS, "cpu", failing)
     assert reasons(made()).endswith("not captured: called a synchronizing CUDA operation (1)")
 
@@ -283,12 +283,12 @@ def test_a_model_object_is_captured_where_its_weights_are() -> None:
     )
 
 
-def test_the_largest_are_recorded_first() -> None:
+def test_the_largest_are_captured_first() -> None:
     _, captured, _ = both()
     assert list(captured.pieces) == list(captured.scores) == sorted(BUCKETS, reverse=True)
 
 
-def test_in_half_precision_the_rows_agree_as_far_as_they_may() -> None:
+def test_in_half_precision_rows_agree_within_the_tolerance() -> None:
     target = made(build("llama").to(torch.bfloat16))
     assert isinstance(target.run, Captured)
     exact = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
@@ -313,7 +313,7 @@ def test_buffers_are_counted(name: str) -> None:
     )
 
 
-def test_the_forecast_counts_what_recording_takes(tmp_path: Any) -> None:
+def test_the_estimate_counts_what_capturing_takes(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     cuda, target = torch.device("cuda"), tiny_target("llama")
     kept, recorded = (

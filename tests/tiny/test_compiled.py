@@ -62,7 +62,7 @@ def reasons(target: Target) -> str:
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
-def test_the_layers_in_the_compilers_terms_are_the_same(
+def test_the_exportable_layers_compute_the_same(
     name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
@@ -77,7 +77,7 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral", "mixed"])
-def test_texts_are_those_of_the_loop(
+def test_outputs_are_those_of_the_loop(
     name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
@@ -158,12 +158,12 @@ def planted(*args: Any) -> torch.Tensor:
     return args[0]
 
 
-def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_program_is_not_used(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_layers, "rotate", planted)
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_a_program_that_no_step_was_tried_on_is_not_taken(
+def test_a_program_without_a_trial_step_is_not_used(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
@@ -171,7 +171,7 @@ def test_a_program_that_no_step_was_tried_on_is_not_taken(
     assert "not compiled: no step was tried for ['joint']" in reasons(made())
 
 
-def test_texts_that_get_each_others_rows_are_given_back(
+def test_a_joint_call_with_exchanged_rows_is_not_used(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
@@ -187,7 +187,7 @@ def test_texts_that_get_each_others_rows_are_given_back(
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_texts_share_a_call_where_that_copies_little_padding(
+def test_sequences_share_a_call_with_little_padding(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
@@ -219,7 +219,7 @@ def test_texts_share_a_call_where_that_copies_little_padding(
     ("layout", "which"),
     [(Linear, "one"), (Linear, "few"), (Linear, "joint"), (Linear, "many"), (packed, "scattered")],
 )
-def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(
+def test_a_program_that_writes_no_pages_is_not_used(
     layout: Layout, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
@@ -241,7 +241,7 @@ def test_a_draft_models_masks_are_of_its_own_dtype(uncompiled: None) -> None:
         assert mask is not None and mask.shape == (2, 1, rows, 2) and mask.dtype is torch.float32
 
 
-def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_over_weights_in_rows_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     loop = wrap_model(tiny_model("qwen3"), share=False).run
     assert isinstance(loop, Loop)
@@ -270,7 +270,7 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
     assert given["head.weight"].data_ptr() == head.weight.data_ptr()
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str, **how: Any) -> Any:
         if Path(path).read_text() != "whole":
             raise RuntimeError("not a package")
@@ -306,7 +306,7 @@ def failing(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_loop_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(
         programs, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
@@ -317,7 +317,7 @@ def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "error", [PermissionError("no room to write"), AssertionError("planted"), KeyError("planted")], ids=repr
 )
-def test_whatever_the_compiler_raises_the_loop_stays(
+def test_after_any_compiler_error_the_loop_is_used(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
@@ -325,7 +325,7 @@ def test_whatever_the_compiler_raises_the_loop_stays(
     assert f"not compiled: {error}" in reasons(made())
 
 
-def test_where_the_cache_cannot_be_written_the_loop_stays(
+def test_without_a_writable_cache_the_loop_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -350,12 +350,12 @@ def key_of(**config: Any) -> str:
 @pytest.mark.parametrize(
     "config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str
 )
-def test_a_program_of_the_same_weights_with_another_config_is_not_taken(config: dict[str, Any]) -> None:
+def test_a_program_of_another_config_is_not_used(config: dict[str, Any]) -> None:
     assert key_of() == key_of()
     assert key_of() != key_of(**config)
 
 
-def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
+def test_a_program_for_other_layer_kinds_is_not_used() -> None:
     loop = wrap_model(tiny_model("qwen3"), share=False).run
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
@@ -376,13 +376,13 @@ def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
     ],
     ids=["bf16", "shared", "experts", "sinks"],
 )
-def test_what_is_not_compiled_says_why(
+def test_the_reason_for_not_compiling_is_reported(
     model: Callable[[], Any], share: bool, reason: str, uncompiled: None
 ) -> None:
     assert f"not compiled: {reason}" in reasons(made(model(), share=share))
 
 
-def test_a_model_object_that_was_to_be_compiled_says_why_not() -> None:
+def test_a_model_object_reports_why_it_is_not_compiled() -> None:
     decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
     drafter = decoder.engine.proposers._built["draft_model"]
     assert isinstance(drafter, DraftModel)

@@ -97,7 +97,7 @@ def test_a_head_is_read_as_it_was_written(format: str, variant: str, tmp_path: P
 
 @pytest.mark.parametrize("writing", WRITING)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_head_is_read_however_its_files_lie(format: str, writing: str, tmp_path: Path) -> None:
+def test_a_head_is_read_from_any_files(format: str, writing: str, tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, format, draft_vocab=40, **WRITING[writing])
     assert agrees(folder, make_head(TARGET, draft_vocab=40))
     assert not read_eagle3_config(folder).notes
@@ -110,7 +110,7 @@ def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format not in TAPLESS])
 @pytest.mark.parametrize("taps", [(1, 4, 6), (0, 7), (2, 3, 5, 6)])
-def test_named_taps_are_found_among_the_readings(format: str, taps: tuple[int, ...], tmp_path: Path) -> None:
+def test_configured_taps_are_among_the_layouts(format: str, taps: tuple[int, ...], tmp_path: Path) -> None:
     config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, format, taps=taps))
     assert config.tap_layouts(8)[0] == taps
     told = format == "speculators" or taps[0] == 1
@@ -128,7 +128,7 @@ def test_named_taps_are_found_among_the_readings(format: str, taps: tuple[int, .
         pytest.param({"windows": 6}, id="a window"),
     ],
 )
-def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_another_head_is_found(wrong: dict[str, Any], tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40)
     assert agrees(folder, make_head(TARGET, draft_vocab=40))
     assert not agrees(folder, make_head(TARGET, **{"draft_vocab": 40, **wrong}))
@@ -155,7 +155,7 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
         pytest.param({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, the tensors' 3", id="taps"),
     ],
 )
-def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
+def test_a_wrong_config_is_noted_and_tensors_decide(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
     config = read_eagle3_config(
         write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie)
     )
@@ -164,7 +164,7 @@ def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str,
     assert all(getattr(config, name) == getattr(true, name) for name in SAME)
 
 
-def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
+def test_a_norm_with_a_tensor_is_used(tmp_path: Path) -> None:
     lie = {"norm_before_fc": False}
     config = read_eagle3_config(
         write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie)
@@ -175,14 +175,14 @@ def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("format", "value"), [("speculators", True), ("specforge", False)])
-def test_what_norm_before_residual_is_where_nobody_says(format: str, value: bool, tmp_path: Path) -> None:
+def test_the_default_of_norm_before_residual(format: str, value: bool, tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, format, config={"norm_before_residual": None})
     config = read_eagle3_config(folder)
     assert config.norm_before_residual is value
     assert any("norm_before_residual" in note for note in config.notes) is value
 
 
-def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path) -> None:
+def test_taps_of_the_target_are_read_without_target_hidden_size(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"hidden": 16, "taps": (1, 4, 6), "config": {"target_hidden_size": None}}
     config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", **settings))
     assert (config.target_hidden, config.taps) == (32, 3)
@@ -362,7 +362,7 @@ REFUSALS: list[Any] = [
 
 
 @pytest.mark.parametrize(("variant", "change", "error", "words"), REFUSALS)
-def test_what_does_not_fit_together_is_refused(
+def test_contradictions_are_refused(
     variant: dict[str, Any], change: Any, error: type[ModelError], words: str, tmp_path: Path
 ) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, "specforge", **variant)
@@ -373,7 +373,7 @@ def test_what_does_not_fit_together_is_refused(
         read_eagle3_config(folder)
 
 
-def test_taps_in_disorder_are_put_in_order(tmp_path: Path) -> None:
+def test_unordered_taps_are_sorted(tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [7, 2, 5]}
     config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", config=ids))
     assert (config.tap_ids, config.tap_layouts(8)) == ((2, 5, 7), ((1, 4, 6),))
@@ -387,7 +387,7 @@ def test_offsets_are_read_without_torch(tmp_path: Path) -> None:
     assert read_offsets(read_eagle3_config(write_eagle3(tmp_path / "whole", TARGET))) == []
 
 
-def test_an_embedding_that_is_the_head_too(tmp_path: Path) -> None:
+def test_tied_embeddings_are_the_head(tmp_path: Path) -> None:
     folder = write_eagle3(
         tmp_path / "head",
         TARGET,

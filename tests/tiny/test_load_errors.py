@@ -75,7 +75,7 @@ def test_a_good_folder_loads(folder: Path) -> None:
     assert len(stages) == 3
 
 
-def test_recognise_reads_the_headers(folder: Path) -> None:
+def test_a_checkpoint_is_read_from_its_headers(folder: Path) -> None:
     found = read_checkpoint(folder)
     assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == (
         "LlamaForCausalLM",
@@ -93,7 +93,7 @@ def test_recognise_reads_the_headers(folder: Path) -> None:
     assert found.num_bytes == (folder / WEIGHTS).stat().st_size
 
 
-def test_recognise_does_without_torch() -> None:
+def test_reading_headers_does_not_import_torch() -> None:
     code = (
         "import sys, speculon.checkpoints.headers; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -203,7 +203,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     assert target.num_parameters == read_checkpoint(tmp_path).num_parameters  # counted once
 
 
-def test_a_pickle_loads_when_asked_for(folder: Path) -> None:
+def test_a_pickle_loads_with_allow_pickle(folder: Path) -> None:
     as_pickle(folder)
     assert load_target(folder, allow_pickle=True).vocab_size == VOCAB
 
@@ -263,7 +263,7 @@ def test_weights_that_are_not_numbers_are_refused(folder: Path) -> None:
         load_target(folder)
 
 
-def test_no_tokenizer_is_named(folder: Path) -> None:
+def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match="no usable tokenizer"):
         load_tokenizer(folder)
 

@@ -55,7 +55,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> None:
+def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
     target = household / "target"
     found = search("auto", read_checkpoint(target))
     assert found.drafts == {"eagle3": str(target / "eagle"), "draft_model": str(household / "draft")}
@@ -74,7 +74,7 @@ def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> No
     assert len(lines) == 9
 
 
-def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
+def test_a_named_folder_is_searched(household: Path) -> None:
     target = read_checkpoint(household / "target")
     assert search(f"auto:{household / 'beside'}", target).drafts == {"eagle3": str(household / "beside")}
     assert search(f"auto:{household / 'empty'}", target) == search(f"auto:{household / 'empty'}", target)
@@ -104,7 +104,7 @@ def drafts_of(model: Path, draft: Any) -> Any:
     return with_drafts(EngineConfig(model=str(model), speculation={"draft": draft})).speculation.draft
 
 
-def test_a_path_alone_is_recognised(household: Path) -> None:
+def test_a_path_without_method_is_recognised(household: Path) -> None:
     target = household / "target"
     assert drafts_of(target, str(household / "beside")) == {"eagle3": str(household / "beside")}
     assert drafts_of(target, str(household / "draft")) == str(household / "draft")
@@ -140,7 +140,7 @@ def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.Log
         assert set(done.speculation.by_source) == {method}
 
 
-def test_an_engine_that_finds_none_goes_on_with_look_ups(
+def test_without_a_drafter_the_engine_uses_lookups(
     household: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="speculon"):
@@ -154,7 +154,7 @@ def test_an_engine_that_finds_none_goes_on_with_look_ups(
     assert "no_drafter" not in llm.generate("def add(", params)[0].reasons  # `auto` has its look-ups
 
 
-def test_a_model_object_has_no_folder_to_look_around_in() -> None:
+def test_a_model_object_has_no_folder_to_search() -> None:
     with pytest.raises(ConfigError, match="draft = 'auto': a model object lies in no folder"):
         SpeculativeDecoder(tiny_model("llama"), "auto")
 

@@ -114,7 +114,7 @@ def test_single_rows_see_their_own_keys(
 
 
 @torch.inference_mode()
-def test_a_layer_leaves_no_scores_to_the_next() -> None:
+def test_no_scores_remain_for_the_next_layer() -> None:
     torch.manual_seed(0)
     store = store_of(3, layers=2)
     view = store.view_of(spans_of(store, (1, 30), (1, 17)))
@@ -125,7 +125,7 @@ def test_a_layer_leaves_no_scores_to_the_next() -> None:
 
 
 @torch.inference_mode()
-def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_sparse_products_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(3)
     view = store.view_of(spans_of(store, (1, 30), (1, 17)))
     query = torch.randn(2, HEADS, QUERIES // 2 + 1)
@@ -139,7 +139,7 @@ def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("window", "least"), [(None, 17 + 3 * 30), (9, 10 + 3 * 12)])
 @torch.inference_mode()
-def test_what_may_be_read_again_is_counted_in_bytes(
+def test_repeated_keys_are_counted_in_bytes(
     window: int | None, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_of(3, window)
@@ -153,7 +153,7 @@ def test_what_may_be_read_again_is_counted_in_bytes(
 
 
 @torch.inference_mode()
-def test_single_rows_go_along_with_drafts_only_where_all_are_copied_into_the_cache(
+def test_single_rows_join_drafts_only_where_all_fit_in_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grouping, "REREAD", 0)

@@ -73,7 +73,7 @@ def test_the_last_layer_is_tapped_before_the_final_norm(fused: bool) -> None:
     assert not torch.allclose(last, norm(last), atol=1e-2)
 
 
-def test_only_what_is_wanted_is_kept() -> None:
+def test_only_tapped_layers_are_kept() -> None:
     target = wrap_model(tiny_model("gemma2"), fused=True, share=False)
     trial = Trial.of(target)
     assert target.forward(trial.batch, trial.view).taps is None
@@ -99,7 +99,7 @@ def test_a_tapped_target_can_still_be_fused() -> None:
     torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_layer_that_is_not_there_is_refused() -> None:
+def test_a_missing_layer_is_refused() -> None:
     target = wrap_model(tiny_model("llama"))
     with pytest.raises(ConfigError, match="tap of layer 2: .* has layers 0 to 1"):
         target.capture((1, 2))

@@ -86,7 +86,7 @@ def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("rows", [7, 300])
-def test_attention_is_the_formulas(steps: int, rows: int) -> None:
+def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     torch.manual_seed(steps)
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
     found, wanted = (
@@ -98,7 +98,7 @@ def test_attention_is_the_formulas(steps: int, rows: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_is_the_formulas() -> None:
+def test_the_loss_matches_its_reference() -> None:
     torch.manual_seed(0)
     hidden, head, p, weights = (
         torch.randn(40, 16),
@@ -144,7 +144,7 @@ def test_training_computes_what_a_chain_of_drafts_does(
                     )
 
 
-def test_a_step_that_does_not_see_its_own_rows_is_found_out(
+def test_a_step_without_its_own_rows_is_found(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -155,7 +155,7 @@ def test_a_step_that_does_not_see_its_own_rows_is_found_out(
         test_training_computes_what_a_chain_of_drafts_does({}, teacher, tmp_path)
 
 
-def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: Teacher) -> None:
+def test_taps_and_logits_are_the_targets(teacher: Teacher) -> None:
     teacher.taps = (-1, 0)
     ids = torch.from_numpy(rows_of(teacher).ids).long()
     states = teacher.states(ids)
@@ -171,7 +171,7 @@ def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: 
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
+def test_every_architecture_can_be_a_teacher(name: str, tmp_path: Path) -> None:
     with quiet():
         tiny_model(name).save_pretrained(tmp_path)
     teacher = Teacher(str(tmp_path), None, "fp32", "cpu")
@@ -190,7 +190,7 @@ def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
         assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
-def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher: Teacher) -> None:
+def test_a_small_vocabulary_learns_only_draftable_tokens(teacher: Teacher) -> None:
     ids = torch.from_numpy(rows_of(teacher).ids).long()
     states = teacher.states(ids)
     whole = teacher.batch(ids, torch.ones(ids.shape), states)
@@ -202,7 +202,7 @@ def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher
     )
 
 
-def test_states_are_kept_within_their_bound_and_read_again(
+def test_states_are_cached_within_the_limit_and_reused(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(teacher)
@@ -259,7 +259,7 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     assert config.tap_layouts(2)[0] == (-1, 0, 1)
 
 
-def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
+def test_a_head_with_a_draft_vocabulary_has_d2t(world: Path) -> None:
     told = settings(world, "few", steps=2)
     train(Eagle3Training(HeadSettings(ttt=2, draft_vocab=32)), told, Silent())
     tensors = load_file(told.out / "model.safetensors")
@@ -271,7 +271,7 @@ def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
     assert read_eagle3_config(told.out).draft_vocab_size == 32
 
 
-def test_a_draft_begins_as_the_ends_of_its_target_and_drafts_in_the_engine(world: Path) -> None:
+def test_a_draft_model_starts_from_its_target_and_drafts_in_the_engine(world: Path) -> None:
     told = settings(world, "draft", steps=30, eval_prompts=2)
     done = train(DraftModelTraining(DraftSettings(layers=1)), told, Silent())
     assert done.record is not None
@@ -283,7 +283,7 @@ def test_a_draft_begins_as_the_ends_of_its_target_and_drafts_in_the_engine(world
         assert torch.equal(parameter, teacher.model.get_parameter(name)), name
 
 
-def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
     train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
     file = told.folder / "regenerated.jsonl"
@@ -313,7 +313,7 @@ def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest
         ),
     ],
 )
-def test_what_does_not_fit_the_target_is_refused(
+def test_settings_that_do_not_fit_the_target_are_refused(
     world: Path, changes: dict[str, Any], form: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=words):
@@ -346,7 +346,7 @@ def test_another_run_in_the_same_folder_is_refused_by_name(
         (world / "texts" / "more.py").unlink()
 
 
-def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_another_run_are_not_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was stopped while the target still wrote them."""
     own = {"steps": 1, "regenerate": 40, "regenerate_tokens": 8}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -357,7 +357,7 @@ def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pyt
     assert train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
-def test_the_command_line_says_what_is_wrong_and_what_was_made(
+def test_the_command_line_reports_errors_and_results(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*words: str) -> tuple[int, Any]:

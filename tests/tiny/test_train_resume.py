@@ -98,7 +98,7 @@ def copy_of(killed: Path, name: str) -> Path:
     return Path(shutil.copytree(killed, killed.with_name(f"{name}.work")))
 
 
-def test_a_killed_run_ends_as_if_nobody_had(
+def test_a_killed_and_resumed_run_ends_at_the_same_loss(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]]
 ) -> None:
     folder = copy_of(killed, "again")
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_as_if_nobody_had(
     assert [one["from_step"] > 0 for one in sessions] == [False, True]
 
 
-def test_a_lost_state_of_the_optimizer_is_found_out(
+def test_a_lost_optimizer_state_is_found(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]]
 ) -> None:
     checkpoint = copy_of(killed, "forgetful") / "checkpoint.safetensors"
@@ -128,7 +128,7 @@ def test_a_lost_state_of_the_optimizer_is_found_out(
     assert differs(go_on(world, "forgetful"), whole) == "loss"
 
 
-def test_a_lost_place_in_the_data_is_found_out(
+def test_a_lost_data_position_is_found(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_of(killed, "astray")
@@ -137,7 +137,7 @@ def test_a_lost_place_in_the_data_is_found_out(
     assert differs(go_on(world, "astray"), whole) == "batches"
 
 
-def test_a_stop_signal_saves_and_says_how_to_go_on(world: Path, whole: dict[int, tuple[str, float]]) -> None:
+def test_a_stop_signal_saves_and_reports_how_to_resume(world: Path, whole: dict[int, tuple[str, float]]) -> None:
     process = start(world, "stopped")
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1].decode()
