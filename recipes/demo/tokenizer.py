@@ -1,8 +1,7 @@
 """The byte-level BPE tokenizer of the demo models.
 
-Identifiers are words of their own and carry no leading space where the code around them can carry it
-(keywords and punctuation take the spaces on both sides). One name is then the same token run wherever it
-stands, which is what lets a small model copy and rename it.
+Identifiers are words without a leading space, since keywords and punctuation take the spaces on both sides.
+A name is then the same tokens everywhere, so that a small model can copy and rename it.
 """
 
 import json

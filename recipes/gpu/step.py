@@ -2,8 +2,9 @@
 
     python -m recipes.gpu.step --model FOLDER --draft FOLDER
 
-First the target's forward by itself, for 1, 8 and 16 sequences of one row and of five: its time, the time in
-which the device computes, and the gaps between launches. Then tokens per second, with and without speculation.
+First the target's forward by itself, for 1, 8 and 16 sequences of one row and of five: its time, the time
+in which the device computes, and the gaps between launches. Then tokens per second, with and without
+speculation.
 
 Last the share of the bandwidth limit for one sequence: the time to read the weights once, at the speed
 measured for a copy, divided by the time of the forward and of the whole step. The model is loaded twice,
@@ -100,9 +101,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that one forward reads: of an embedding that is not the head as well, a few rows
-    alone.
-    """
+    """Bytes of weights that one forward reads. Of an embedding that is not also the head it reads few rows."""
     tied = target.model.config.get_text_config().tie_word_embeddings
     return target.num_bytes - (0 if tied else target.embedding.nbytes)
 
@@ -113,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument(
-        "--draft", default=None, help="a drafter; without one only look-ups speculate (demo brings its own)"
+        "--draft", default=None, help="a drafter; without one only lookups draft (demo has its own)"
     )
     parser.add_argument("--modes", default="off,ngram:8,draft_model:4")
     parser.add_argument("--prompts", type=int, default=16)

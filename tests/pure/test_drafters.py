@@ -1,4 +1,4 @@
-"""What a drafter's folder is, from a config and headers alone; how its taps are read; whom it fits."""
+"""The family of a drafter's folder, its tap layouts, and the targets that it fits, from headers alone."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ def test_a_wrong_pair_is_refused_with_both_numbers(target: TargetShape, words: s
 
 
 def test_another_architecture_is_a_warning() -> None:
-    odd = ("made for LlamaForCausalLM, the target is Qwen3ForCausalLM",)
-    assert check_pair(HEAD, replace(TARGET, architecture="Qwen3ForCausalLM")) == odd
+    warnings = ("made for LlamaForCausalLM, the target is Qwen3ForCausalLM",)
+    assert check_pair(HEAD, replace(TARGET, architecture="Qwen3ForCausalLM")) == warnings
     assert check_pair(replace(HEAD, verifier=()), replace(TARGET, architecture="Qwen3ForCausalLM")) == ()
 
 

@@ -1,4 +1,4 @@
-"""From files to rows: what is learned, in which order, and what is refused."""
+"""Rows from files: what is learned, in which order, and what is refused."""
 
 from __future__ import annotations
 
@@ -187,9 +187,9 @@ def documents(count: int = 12) -> list[Document]:
 def test_a_position_has_the_weight_of_its_successor() -> None:
     rows = Rows.of([Document((1, 2, 3, 4, 5), (False, False, True, False, True), 2)] * 40, 8, 9, 0.25, seed=0)
     ids, weights = rows.ids.ravel(), rows.weights.ravel()
-    # by token: what its successor counts; 9 ends a text
-    wanted = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}
-    assert [wanted[int(token)] for token in ids[:-1]] == weights[:-1].tolist()
+    # by token: weight of its successor; 9 ends a document
+    expected = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}
+    assert [expected[int(token)] for token in ids[:-1]] == weights[:-1].tolist()
 
 
 def test_rows_of_weight_0_are_left_out() -> None:

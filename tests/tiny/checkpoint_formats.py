@@ -1,10 +1,8 @@
-"""Random small EAGLE-3 heads, written as each project publishes them: its tensor names, shapes and config
-keys.
+"""Random small EAGLE-3 heads in the formats of six projects: tensor names, shapes and config keys.
 
 >>> write_eagle3(folder, target.config, "specforge", seed=1, draft_vocab=32, norm_before_residual=True)
 
-`make_head` with the same target, seed and variant gives what was written, in one set of names for all
-formats.
+`make_head` with the same target, seed and variant returns the written head under the names used here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Every architecture over pages equals its stock eager forward; every planted error is seen; what is not
-carried is refused.
-"""
+"""Every architecture over pages equals its stock eager forward; planted errors are found, others refused."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model,
 TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6
 LENGTHS = (23, 14, 9, 3, 80)
 BLOCK = 4
-# (text, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of
+# (sequence, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of
 # several rows.
 STEPS = [
     [(0, 0, 9), (1, 0, 9), (2, 0, 1)],
@@ -41,11 +39,11 @@ STEPS = [
     [(0, 22, 23)],
 ]
 
-texts = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+sequences = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
 def tables(scattered: bool) -> list[list[int]]:
-    """Pages for every text: in order and consecutive, or shuffled over the pool."""
+    """Pages for every sequence: in order and consecutive, or shuffled over the pool."""
     counts = [-(-n // BLOCK) for n in LENGTHS]
     pages = (
         torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
@@ -69,16 +67,16 @@ def difference(
     for pool in (*store.k, *store.v):
         pool.fill_(torch.nan)  # what nobody wrote must not be seen, not even with weight zero
     pages = tables(scattered)
-    rows: list[list[Tensor]] = [[] for _ in texts]
+    rows: list[list[Tensor]] = [[] for _ in sequences]
     for step in STEPS:
-        pieces = [(texts[i], pages[i], start, end) for i, start, end in step]
-        wrong = [((text + 7) % VOCAB, table, start, end) for text, table, start, end in pieces]
+        pieces = [(sequences[i], pages[i], start, end) for i, start, end in step]
+        wrong = [((sequence + 7) % VOCAB, table, start, end) for sequence, table, start, end in pieces]
         # a rejected draft leaves its keys behind; the next forward writes over them
         run(target, store, wrong)
         for (i, *_), logits in zip(step, run(target, store, pieces), strict=True):
             rows[i].append(logits)
     with torch.inference_mode():
-        truth = [stock(text[None]).logits[0] for text in texts]
+        truth = [stock(sequence[None]).logits[0] for sequence in sequences]
     assert [sum(map(len, x)) for x in rows] == list(LENGTHS)
     scale = max(float(t.abs().max()) for t in truth)
     errors = [
@@ -145,13 +143,13 @@ def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> 
 
 
 def foreign_page(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
-    """A text continued at a page's start reads the page before from where nobody wrote."""
+    """A sequence continued at a page's start reads the page before from where nobody wrote."""
 
-    def misread(text: Tensor, table: list[int], start: int, end: int) -> Piece:
+    def misread(sequence: Tensor, table: list[int], start: int, end: int) -> Piece:
         table = list(table)
         if start and start % BLOCK == 0:
             table[start // BLOCK - 1] = store.num_blocks - 1
-        return text, table, start, end
+        return sequence, table, start, end
 
     return run_pieces(target, store, [misread(*piece) for piece in pieces])
 
@@ -202,13 +200,13 @@ def test_the_load_check_finds_a_planted_error() -> None:
 
 
 def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
-    target, text = tiny_target("gemma2"), texts[1]
+    target, sequence = tiny_target("gemma2"), sequences[1]
     chunk, rest = PageStore(target.layers, 8, BLOCK, "cpu"), list(range(4))
     scored = PageStore(target.layers, 8, BLOCK, "cpu")
-    run_pieces(target, scored, [(text, rest, 0, 9)])
+    run_pieces(target, scored, [(sequence, rest, 0, 9)])
     span = chunk.view_of([SpanView(0, 9, chunk.where(rest, 9), 9)])
     out = target.forward(
-        Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
+        Batch([], sequence[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
     )
     assert out.logits.shape == (0, VOCAB)
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
@@ -216,13 +214,13 @@ def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
 
 def test_wrapping_does_not_modify_the_model() -> None:
     model = build("llama", attn_implementation="sdpa")
-    before = model(texts[0][None]).logits
+    before = model(sequences[0][None]).logits
     target = wrap_model(model)
     assert model.config._attn_implementation != attention.NAME
     assert target.model.config is not model.config
     assert target.model.lm_head.weight is model.lm_head.weight
     assert next(model.parameters()).requires_grad
-    assert torch.equal(model(texts[0][None]).logits, before)
+    assert torch.equal(model(sequences[0][None]).logits, before)
 
 
 def test_bf16_is_supported() -> None:

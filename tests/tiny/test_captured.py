@@ -1,7 +1,6 @@
-"""What is captured computes the same in every bucket, or is given back with a reason.
+"""Captured steps compute what the loop does in every bucket, or are refused with a reason.
 
-Here a piece is recorded by noting it, and replayed by calling it again on the same buffers: all but the graph
-itself. The graphs run in tests/gpu.
+Here a recorder calls a piece again on the same buffers in place of a CUDA graph. Graphs run in tests/gpu.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ def step(
     """Two texts of so many rows together, or one of a row, whose ids begin at `base`."""
     trial = Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,))
     ids = (trial.batch.input_ids + base) % target.vocab_size
-    wanted = trial.batch.score_rows if scored is None else torch.tensor(scored, dtype=torch.long)
-    return Batch([], ids, trial.batch.position_ids, wanted), trial.view, trial
+    rows_to_score = trial.batch.score_rows if scored is None else torch.tensor(scored, dtype=torch.long)
+    return Batch([], ids, trial.batch.position_ids, rows_to_score), trial.view, trial
 
 
 def logits(run: Any, batch: Batch, view: View, taps: Taps | None = None) -> Tensor:

@@ -1,7 +1,4 @@
-"""What is compiled computes the same, or is given back with a reason.
-
-The compiler itself runs in tests/soak.
-"""
+"""Compiled steps compute what the loop does, or are refused. The compiler itself runs in tests/soak."""
 
 from __future__ import annotations
 
@@ -82,26 +79,26 @@ def test_outputs_are_those_of_the_loop(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    crowd = [
+    batch = [
         Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id)
         for id, prompt in PROMPTS.items()
     ]
-    texts, forms, arguments = {}, set[str](), compiling.Compiled.arguments
+    outputs, variants, arguments = {}, set[str](), compiling.Compiled.arguments
 
-    def watched(self: compiling.Compiled, *step: Any) -> tuple[str, programs.Arguments]:
-        form, given = arguments(self, *step)
-        forms.add(form)
-        return form, given
+    def recorded(self: compiling.Compiled, *step: Any) -> tuple[str, programs.Arguments]:
+        variant, given = arguments(self, *step)
+        variants.add(variant)
+        return variant, given
 
-    monkeypatch.setattr(compiling.Compiled, "arguments", watched)
+    monkeypatch.setattr(compiling.Compiled, "arguments", recorded)
     for compile in (False, True):
         target = wrap_model(mixed() if name == "mixed" else tiny_model(name), share=False, compile=compile)
         assert isinstance(target.run, compiling.Compiled) == compile, target.fusion
-        forms.clear()
-        results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
-        texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
-    assert texts[True] == texts[False]
-    assert forms == set(compiling.plan_for(torch.float32, torch.device("cpu")).settings), "each program"
+        variants.clear()
+        results = [run(target, given, block_size=64) for given in (batch, batch[:1])]
+        outputs[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
+    assert outputs[True] == outputs[False]
+    assert variants == set(compiling.plan_for(torch.float32, torch.device("cpu")).settings), "each program"
 
 
 @pytest.fixture
@@ -109,11 +106,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Of each step that goes the compiled way, and whether they are of one text in consecutive slots."""
     seen, forward = [], compiled_layers.Layers.forward
 
-    def watched(self: compiled_layers.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def recorded(self: compiled_layers.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append((len(ids), rest[2] is None))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(compiled_layers.Layers, "forward", watched)
+    monkeypatch.setattr(compiled_layers.Layers, "forward", recorded)
     return seen
 
 
@@ -193,16 +190,16 @@ def test_sequences_share_a_call_with_little_padding(
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     target = made()
     assert isinstance(target.run, compiling.Compiled)
-    crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
+    batch, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
     steps = {
-        "one": crowd.last(1),
-        "few": crowd.last(5),
-        "joint": crowd.last(2, 3),
+        "one": batch.last(1),
+        "few": batch.last(5),
+        "joint": batch.last(2, 3),
         "many": (single.batch, single.view),
     }
-    for form, step in steps.items():
+    for variant, step in steps.items():
         found, given = target.run.arguments(*step)
-        assert found == form
+        assert found == variant
         assert all(x is None or x.is_contiguous() for x in given), "programs take it for granted"
     spec = LayerSpec("attention", 2, 16, 16, torch.float32)
     rows, keys = [SpanView(0, 20, slice(0, 20), 20)], [SpanView(0, 2, slice(0, 30), 30)]
@@ -224,8 +221,8 @@ def test_a_program_that_writes_no_pages_is_not_used(
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
 
-    def forgetful(layers: compiled_layers.Layers, form: str, *how: Any) -> programs.Program:
-        return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if form == which else layers
+    def forgetful(layers: compiled_layers.Layers, variant: str, *how: Any) -> programs.Program:
+        return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if variant == which else layers
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
@@ -325,9 +322,7 @@ def test_after_any_compiler_error_the_loop_is_used(
     assert f"not compiled: {error}" in reasons(made())
 
 
-def test_without_a_writable_cache_the_loop_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_writable_cache_the_loop_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     # no folder: not even root may write below it
     monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path / "file")

@@ -1,6 +1,4 @@
-"""Heads of every format are read as they were written, lies in configs are doubted, and drafters are found
-beside a target.
-"""
+"""Heads of every format are read as written, and tensors overrule wrong configs."""
 
 from __future__ import annotations
 
@@ -73,13 +71,13 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def agrees(folder: Path, head: Head) -> bool:
     """The config says of a head what it was made with, and its names lead to the head's tensors."""
     config, tensors = read_eagle3_config(folder), read(folder)
-    wanted = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
+    expected = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     return (
         all(getattr(config, name) == getattr(head, name) for name in SAME)
         and config.tap_layouts(head.target_layers)[0] == head.taps
         and config.taps == len(head.taps)
-        and tensors.keys() == wanted.keys()
-        and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+        and tensors.keys() == expected.keys()
+        and all(torch.equal(tensors[name], expected[name]) for name in expected)
     )
 
 
@@ -113,8 +111,8 @@ def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
 def test_configured_taps_are_among_the_layouts(format: str, taps: tuple[int, ...], tmp_path: Path) -> None:
     config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, format, taps=taps))
     assert config.tap_layouts(8)[0] == taps
-    told = format == "speculators" or taps[0] == 1
-    assert len(config.tap_layouts(8)) == (1 if told else 2)
+    known = format == "speculators" or taps[0] == 1
+    assert len(config.tap_layouts(8)) == (1 if known else 2)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +132,11 @@ def test_another_head_is_found(wrong: dict[str, Any], tmp_path: Path) -> None:
     assert not agrees(folder, make_head(TARGET, **{"draft_vocab": 40, **wrong}))
 
 
-# -- configs that lie
+# -- wrong configs
 
 
 @pytest.mark.parametrize(
-    ("lie", "note"),
+    ("wrong", "note"),
     [
         pytest.param({"num_hidden_layers": 36}, "num_hidden_layers is 36, the tensors' 1", id="layers"),
         pytest.param({"hidden_size": 4096}, "hidden_size is 4096, the tensors' 32", id="hidden"),
@@ -155,9 +153,9 @@ def test_another_head_is_found(wrong: dict[str, Any], tmp_path: Path) -> None:
         pytest.param({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, the tensors' 3", id="taps"),
     ],
 )
-def test_a_wrong_config_is_noted_and_tensors_decide(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
+def test_a_wrong_config_is_noted_and_tensors_decide(wrong: dict[str, Any], note: str, tmp_path: Path) -> None:
     config = read_eagle3_config(
-        write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie)
+        write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=wrong)
     )
     assert any(note in line for line in config.notes)
     true = make_head(TARGET, draft_vocab=40)
@@ -165,9 +163,9 @@ def test_a_wrong_config_is_noted_and_tensors_decide(lie: dict[str, Any], note: s
 
 
 def test_a_norm_with_a_tensor_is_used(tmp_path: Path) -> None:
-    lie = {"norm_before_fc": False}
+    wrong = {"norm_before_fc": False}
     config = read_eagle3_config(
-        write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie)
+        write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=wrong)
     )
     assert (
         config.norm_before_fc and "norm_before_fc is false, but there is a tensor for it" in config.notes[0]

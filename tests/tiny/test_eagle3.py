@@ -322,7 +322,7 @@ def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "speculon.checkpoints.eagle3_config.Eagle3.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
+        "speculon.checkpoints.eagle3_config.Eagle3Config.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
     )
 
 

@@ -1,4 +1,4 @@
-"""A fused layer computes what the stock one does, and one that does not is given back."""
+"""A fused layer computes what the stock layer does; one that does not is refused."""
 
 from __future__ import annotations
 
@@ -201,9 +201,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_wrong_block_is_not_used(
-    planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_block_is_not_used(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
     target = fused("qwen2", dtype)  # the one with biases
     assert target.fusion is not None and target.fusion.blocks == 0 and not target.fusion.one_loop

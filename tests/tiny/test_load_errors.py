@@ -1,6 +1,4 @@
-"""A checkpoint that cannot be used is refused with a typed error that names path and reason; nothing is half
-loaded.
-"""
+"""A checkpoint that cannot be used is refused with a typed error that names path and reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters are found beside a target, a path alone is recognised, and `speculon inspect` says what fits."""
+"""Drafters are found near a target, paths are recognised, and `speculon inspect` says what fits."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.Log
         assert set(done.speculation.by_source) == {method}
 
 
-def test_without_a_drafter_the_engine_uses_lookups(
-    household: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_drafter_the_engine_uses_lookups(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="speculon"):
         llm = LLM(
             str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"}

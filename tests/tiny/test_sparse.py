@@ -1,4 +1,4 @@
-"""Single rows attend by sparse products: equal to a softmax written out, wherever the pages lie."""
+"""Single rows attend by sparse products, equal to an explicit softmax, wherever their pages are."""
 
 from __future__ import annotations
 

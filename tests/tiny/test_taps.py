@@ -1,4 +1,4 @@
-"""The states of chosen layers, of the rows just computed, as the stock model has them."""
+"""Taps are the hidden states that the stock model computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny.conftest import TINY, tiny_model
 
 
 def tapped(name: str, layers: tuple[int, ...], fused: bool) -> dict[int, Tensor]:
-    """[T, D] after each layer, for two texts in one flat row."""
+    """[T, D] after each layer, for two sequences in one flat row."""
     target: Target = wrap_model(tiny_model(name), name=name, fused=fused, share=False)
     target.capture(layers)
     trial = Trial.of(target)
@@ -36,7 +36,7 @@ def observed(name: str) -> Any:
 
 
 def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
-    """For each text: after the embeddings and each layer [n, D], the last one behind the final norm."""
+    """For each sequence: after the embeddings and each layer [n, D], the last one after the final norm."""
     row = 0
     for n in LENGTHS:
         ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
@@ -53,23 +53,23 @@ def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
 def test_taps_are_the_stock_models_states(name: str, fused: bool) -> None:
     depth = tiny_model(name).config.num_hidden_layers
     taps = tapped(name, tuple(range(-1, depth)), fused)
-    texts = list(stock_states(name, Trial.of(wrap_model(tiny_model(name), fused=False))))
+    sequences = list(stock_states(name, Trial.of(wrap_model(tiny_model(name), fused=False))))
     for layer in range(-1, depth - 1):
-        expected = torch.cat([states[layer + 1] for states in texts])
+        expected = torch.cat([states[layer + 1] for states in sequences])
         torch.testing.assert_close(taps[layer], expected, atol=1e-4, rtol=1e-4)
         if layer + 2 < depth:
-            beside = torch.cat([states[layer + 2] for states in texts])
-            assert not torch.allclose(taps[layer], beside, atol=1e-2), (
-                "the next layer's would not be told apart"
-            )
+            beside = torch.cat([states[layer + 2] for states in sequences])
+            assert not torch.allclose(taps[layer], beside, atol=1e-2), "the next layer's would be the same"
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
 def test_the_last_layer_is_tapped_before_the_final_norm(fused: bool) -> None:
-    texts = list(stock_states("llama", Trial.of(wrap_model(tiny_model("llama"), fused=False))))
+    sequences = list(stock_states("llama", Trial.of(wrap_model(tiny_model("llama"), fused=False))))
     last = tapped("llama", (1,), fused)[1]
     norm = tiny_model("llama").model.norm
-    torch.testing.assert_close(norm(last), torch.cat([states[-1] for states in texts]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        norm(last), torch.cat([states[-1] for states in sequences]), atol=1e-4, rtol=1e-4
+    )
     assert not torch.allclose(last, norm(last), atol=1e-2)
 
 

@@ -1,6 +1,4 @@
-"""Training a drafter: fast forms equal their formulas, what is trained is what is run, and bad input is
-refused.
-"""
+"""Training: fast losses match their references, the engine runs what was trained, bad input is refused."""
 
 from __future__ import annotations
 
@@ -89,12 +87,12 @@ def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
 def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     torch.manual_seed(steps)
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
-    found, wanted = (
+    found, expected = (
         gradients(lambda q, *kv, form=form: form(q, list(kv[:steps]), list(kv[steps:])), q, *both)
         for form in (losses.attention, losses.attention_reference)
     )
     assert len(found) == 2 + 2 * steps
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -108,8 +106,8 @@ def test_the_loss_matches_its_reference() -> None:
     )
     entropy = -(p * p.log()).sum(-1)
     found = gradients(lambda h, w: losses.kl(h, w, p, entropy, weights), hidden, head)
-    wanted = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
-    for one, other in zip(found, wanted, strict=True):
+    expected = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     same = losses.kl_reference(p.log(), p, weights)
     assert abs(float(same)) < 1e-5
@@ -232,10 +230,10 @@ def test_states_are_cached_within_the_limit_and_reused(
 
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     own = {"regenerate": 60, "regenerate_tokens": 32, "eval_prompts": 6, "eval_data": (world / "texts",)}
-    told = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
-    done = train(Eagle3Training(HeadSettings(ttt=3)), told, Silent())
+    given = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
+    done = train(Eagle3Training(HeadSettings(ttt=3)), given, Silent())
     assert done.record is not None
-    record = json.loads((told.out / "training.json").read_text())
+    record = json.loads((given.out / "training.json").read_text())
     assert record == json.loads(json.dumps(done.record))
     assert record["loss_at_last"] < 0.5 * record["loss_at_first"]
     tried, held = record["evaluation"], record["held_out"]
@@ -248,8 +246,8 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
         >= held["accuracy_full"][1]
         >= held["accuracy_full"][2]
     )
-    assert record["data"]["hash"] == json.loads((told.folder / "run.json").read_text())["rows_hash"]
-    config = read_eagle3_config(told.out)
+    assert record["data"]["hash"] == json.loads((given.folder / "run.json").read_text())["rows_hash"]
+    config = read_eagle3_config(given.out)
     assert (config.format, config.taps, config.norm_output, config.speculative_tokens) == (
         "speculators",
         3,
@@ -260,41 +258,41 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
 
 
 def test_a_head_with_a_draft_vocabulary_has_d2t(world: Path) -> None:
-    told = settings(world, "few", steps=2)
-    train(Eagle3Training(HeadSettings(ttt=2, draft_vocab=32)), told, Silent())
-    tensors = load_file(told.out / "model.safetensors")
+    given = settings(world, "few", steps=2)
+    train(Eagle3Training(HeadSettings(ttt=2, draft_vocab=32)), given, Silent())
+    tensors = load_file(given.out / "model.safetensors")
     used = torch.arange(32) + tensors["d2t"]
     assert torch.equal(used, tensors["t2d"].nonzero().ravel())
-    teacher = Teacher(told.target, None, "fp32", "cpu")
+    teacher = Teacher(given.target, None, "fp32", "cpu")
     assert tensors["lm_head.weight"].shape == (32, teacher.width)
     assert not {"embed_tokens.weight", "embed"} & tensors.keys()
-    assert read_eagle3_config(told.out).draft_vocab_size == 32
+    assert read_eagle3_config(given.out).draft_vocab_size == 32
 
 
 def test_a_draft_model_starts_from_its_target_and_drafts_in_the_engine(world: Path) -> None:
-    told = settings(world, "draft", steps=30, eval_prompts=2)
-    done = train(DraftModelTraining(DraftSettings(layers=1)), told, Silent())
+    given = settings(world, "draft", steps=30, eval_prompts=2)
+    done = train(DraftModelTraining(DraftSettings(layers=1)), given, Silent())
     assert done.record is not None
     assert done.record["evaluation"]["tokens_per_target_call"] > 1
     assert done.record["loss_at_last"] < done.record["loss_at_first"]
-    teacher = Teacher(told.target, (), "fp32", "cpu")
+    teacher = Teacher(given.target, (), "fp32", "cpu")
     fresh = DraftModelTraining(DraftSettings(layers=2)).drafter(teacher, rows_of(teacher))
     for name, parameter in fresh.model.named_parameters():
         assert torch.equal(parameter, teacher.model.get_parameter(name)), name
 
 
 def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
-    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
-    file = told.folder / "regenerated.jsonl"
-    texts = file.read_text()
-    assert len(texts.splitlines()) == 40
-    assert all(len(r["tokens"]) <= r["prompt_tokens"] + 8 for r in map(json.loads, texts.splitlines()))
-    file.write_text(texts[: len(texts) // 2])  # a killed run, in the middle of a line
-    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
-    assert file.read_text() == texts
+    given = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+    file = given.folder / "regenerated.jsonl"
+    lines = file.read_text()
+    assert len(lines.splitlines()) == 40
+    assert all(len(r["tokens"]) <= r["prompt_tokens"] + 8 for r in map(json.loads, lines.splitlines()))
+    file.write_text(lines[: len(lines) // 2])  # a killed run, in the middle of a line
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+    assert file.read_text() == lines
     monkeypatch.setattr("speculon.train.regenerate.LLM", None)
-    train(Eagle3Training(HeadSettings(ttt=1)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
 
 
 @pytest.mark.parametrize(
@@ -357,21 +355,19 @@ def test_answers_of_another_run_are_not_used(world: Path, monkeypatch: pytest.Mo
     assert train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
-def test_the_command_line_reports_errors_and_results(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_reports_errors_and_results(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*words: str) -> tuple[int, Any]:
         done = CliRunner().invoke(app, ["train", *words, "--json"])
         return done.exit_code, json.loads(done.stdout)
 
-    told = {
+    given = {
         **QUICK,
         "target": world / "target",
         "data": world / "texts",
         "out": world / "by command",
         "steps": 2,
     }
-    options = [word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    options = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     assert run("eagle3", "--out", "x") == (
         2,
         {"error": {"type": "InvalidParameter", "message": "target = None: Field required"}},

@@ -1,4 +1,4 @@
-"""A run that was killed ends as if nobody had: the same batches, and the same loss."""
+"""A killed and resumed run reads the same batches and ends at the same loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from speculon.train.settings import HeadSettings
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
 STEPS, TOLERANCE = 200, 1e-3
-COURSE = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
+RUN = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def last_of(folder: Path) -> dict[int, tuple[str, float]]:
 
 
 def go_on(world: Path, name: str) -> dict[int, tuple[str, float]]:
-    told = settings(world, name, **COURSE)
-    train(Eagle3Training(HeadSettings(ttt=2)), told, Silent())
-    return last_of(told.folder)
+    given = settings(world, name, **RUN)
+    train(Eagle3Training(HeadSettings(ttt=2)), given, Silent())
+    return last_of(given.folder)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,15 @@ def whole(world: Path) -> dict[int, tuple[str, float]]:
 
 def start(world: Path, name: str) -> subprocess.Popen[bytes]:
     """The command, until it has a checkpoint and is about a quarter through."""
-    told = {
+    given = {
         **QUICK,
-        **COURSE,
+        **RUN,
         "target": world / "target",
         "data": world / "texts",
         "out": world / name,
         "ttt": 2,
     }
-    options = [word for key, value in told.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    options = [word for key, value in given.items() for word in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     folder, deadline = world / f"{name}.work", time.monotonic() + 100
@@ -85,13 +85,13 @@ def killed(world: Path) -> Path:
     return folder
 
 
-def differs(found: dict[int, tuple[str, float]], wanted: dict[int, tuple[str, float]]) -> str | None:
+def differs(found: dict[int, tuple[str, float]], expected: dict[int, tuple[str, float]]) -> str | None:
     """What is not as it would have been without the interruption."""
     if {step: batch for step, (batch, _) in found.items()} != {
-        step: batch for step, (batch, _) in wanted.items()
+        step: batch for step, (batch, _) in expected.items()
     }:
         return "batches"
-    return "loss" if abs(found[STEPS][1] - wanted[STEPS][1]) > TOLERANCE else None
+    return "loss" if abs(found[STEPS][1] - expected[STEPS][1]) > TOLERANCE else None
 
 
 def copy_of(killed: Path, name: str) -> Path:
@@ -137,7 +137,9 @@ def test_a_lost_data_position_is_found(
     assert differs(go_on(world, "astray"), whole) == "batches"
 
 
-def test_a_stop_signal_saves_and_reports_how_to_resume(world: Path, whole: dict[int, tuple[str, float]]) -> None:
+def test_a_stop_signal_saves_and_reports_how_to_resume(
+    world: Path, whole: dict[int, tuple[str, float]]
+) -> None:
     process = start(world, "stopped")
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1].decode()

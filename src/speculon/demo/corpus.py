@@ -141,7 +141,7 @@ def edit_answer(function_source: str, old_name: str, new_name: str) -> str:
 
 
 def fenced(source: str) -> str:
-    """A function inside a Python code fence, as prompts and answers carry it."""
+    """A function inside a Python code fence, as in prompts and answers."""
     return f"```python\n{source}\n```"
 
 

@@ -1,4 +1,4 @@
-"""The model whose output the user asked for: one flat forward over spans of many sequences."""
+"""The target model: one flat forward over spans of many sequences."""
 
 from __future__ import annotations
 
