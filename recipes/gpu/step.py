@@ -101,7 +101,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that one forward reads. Of an embedding that is not also the head it reads few rows."""
+    """Bytes of weights that one forward reads. Of an embedding that is not the head it reads few rows."""
     tied = target.model.config.get_text_config().tie_word_embeddings
     return target.num_bytes - (0 if tied else target.embedding.nbytes)
 

@@ -1,6 +1,4 @@
-"""EAGLE-3 heads for tests: a target deep enough to be tapped, a head beside it, and a record of each row that
-it computes.
-"""
+"""EAGLE-3 heads for tests: a target deep enough for taps, a head, and a record of each row it computes."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class Watch:
 
 
 class Watched(Eagle3Drafter):
-    """Notes every row; then says the known text in place of its own guesses, with a doubt, so that all
-    lengths are accepted.
-    """
+    """Records every row, and drafts the known output with some errors, so that all lengths are accepted."""
 
     watch: Watch
     truth: Texts

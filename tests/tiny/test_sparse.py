@@ -26,9 +26,7 @@ def store_of(kv_heads: int, window: int | None = None, layers: int = 1) -> PageS
 
 
 def spans_of(store: PageStore, *sizes: tuple[int, int], scattered: bool = False) -> list[SpanView]:
-    """Spans of (rows, context), in pages of their own that are consecutive or not; all but the rows is
-    written.
-    """
+    """Spans of (rows, context) in consecutive or reversed pages, with everything but the rows written."""
     found, row, page = [], 0, 0
     for rows, context in sizes:
         pages = list(range(page, page + -(-context // 16)))
