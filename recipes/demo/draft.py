@@ -137,8 +137,7 @@ class Distiller:
         temporary.replace(self.checkpoint_path)
 
     def _look_once(self) -> None:
-        """windows.safetensors: token ids and weights [n, T] and the target's last states [n, T, D].
-        """
+        """windows.safetensors: token ids and weights [n, T] and the target's last states [n, T, D]."""
         path = self.args.work / "windows.safetensors"
         if not path.exists():
             length, rows, scores = self.args.length, [], []

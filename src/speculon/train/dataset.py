@@ -27,17 +27,15 @@ class Dataset:
         self.teacher, self.rows = teacher, rows
         width = (len(teacher.taps) + 1) * teacher.width
         length = rows.ids.shape[1]
-        self.room = min(
-            len(rows), int(min(limit, free_for(file)) // (length * width * teacher.precision.itemsize))
-        )
+        row_bytes = length * width * teacher.precision.itemsize
+        self.room = min(len(rows), int(min(limit, free_for(file)) // row_bytes))
         self.cached, self.valid = torch.empty(0), torch.empty(0)
         if self.room:
             shape, valid = (self.room, length, width), file.with_suffix(".valid")
             if not file.exists():
                 valid.unlink(missing_ok=True)  # it is about a deleted file
-            self.cached = torch.from_file(
-                str(file), True, self.room * length * width, dtype=teacher.precision
-            ).view(shape)
+            size = self.room * length * width
+            self.cached = torch.from_file(str(file), True, size, dtype=teacher.precision).view(shape)
             self.valid = torch.from_file(str(valid), True, self.room, dtype=torch.uint8)
 
     def batch(self, chosen: Seq[int]) -> Batch:
@@ -46,20 +44,24 @@ class Dataset:
         weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)
         return self.teacher.batch(ids, weights, self._states(chosen, ids))
 
-    def _states(self, chosen: Seq[int], ids: Tensor) -> Tensor:
-        known = [row < self.room and bool(self.valid[row]) for row in chosen]
-        new = [place for place, known_one in enumerate(known) if not known_one]
-        fresh = self.teacher.states(ids[new]) if new else None
-        for place, states in zip(new, () if fresh is None else fresh, strict=True):
-            if chosen[place] < self.room:
-                self.cached[chosen[place]] = states.cpu()
-                self.valid[chosen[place]] = 1  # last: a killed run leaves no partial row
-        if fresh is not None and len(new) == len(chosen):
-            return fresh
-        parts = dict(zip(new, () if fresh is None else fresh, strict=True))
+    def _states(self, chosen: Seq[int], ids: Tensor) -> Tensor:  # [B, T, (k + 1) * Ht]
+        missing = [place for place, row in enumerate(chosen) if not self._is_cached(row)]
+        computed = self.teacher.states(ids[missing]) if missing else ()
+        found = dict(zip(missing, computed, strict=True))
+        for place, states in found.items():
+            self._cache(chosen[place], states)
+        device = self.teacher.device
         return torch.stack(
             [
-                parts[i] if i in parts else self.cached[row].to(self.teacher.device)
-                for i, row in enumerate(chosen)
+                found[place] if place in found else self.cached[row].to(device)
+                for place, row in enumerate(chosen)
             ]
         )
+
+    def _is_cached(self, row: int) -> bool:
+        return row < self.room and bool(self.valid[row])
+
+    def _cache(self, row: int, states: Tensor) -> None:
+        if row < self.room:
+            self.cached[row] = states.cpu()
+            self.valid[row] = 1  # last: a killed run leaves no partial row
