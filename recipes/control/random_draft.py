@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speculon import LLM
 from speculon.bench.measure import Step, measure
 from speculon.bench.workloads import Size, build
-from speculon.models.load import SHIPPED
+from speculon.checkpoints.locate import SHIPPED
 
 LEARNING = 200  # rounds
 

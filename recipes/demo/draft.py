@@ -1,9 +1,8 @@
-"""Distil the demo draft, which guesses what the demo target writes: `python recipes/demo/draft.py --out
-FOLDER`.
+"""Distil the demo's draft model from the demo target: `python recipes/demo/draft.py --out FOLDER`.
 
-The target first writes texts after beginnings of training files; the draft then learns the target's
-distribution on those texts and on the training stream. Stop it at any time: with the same `--work` it goes on
-where it was.
+The target first generates outputs after beginnings of training files. The draft model then learns the
+target's distribution on them and on the training stream. Stopped at any time, it resumes with the same
+`--work`.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--target", type=Path, required=True, help="folder of the model to guess for")
+    add("--target", type=Path, required=True, help="folder of the target model")
     add("--out", type=Path, required=True, help="folder of the finished draft")
     add("--work", type=Path, default=Path("build/draft"), help="folder of texts, checkpoint and log")
     add("--stdlib", type=Path, default=stdlib_root(), help="the standard library the target was trained on")
@@ -67,9 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Weighted mean of -sum t log q over rows of scores [N, V], with t = p mixed with p's best token;
-    gradient (q - t) w.
-    """
+    """Weighted mean of -sum t log q over logits [N, V]; t mixes p and its best token; gradient (q - t) w."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores: Tensor, teacher: Tensor, weights: Tensor, hard: float) -> Tensor:
@@ -140,9 +137,7 @@ class Distiller:
         temporary.replace(self.checkpoint_path)
 
     def _look_once(self) -> None:
-        """windows.safetensors: token ids and weights [n, T] and the target's last hidden states [n, T, D],
-        which give p.
-        """
+        """windows.safetensors: token ids and weights [n, T] and the target's last states [n, T, D]."""
         path = self.args.work / "windows.safetensors"
         if not path.exists():
             length, rows, scores = self.args.length, [], []
@@ -166,9 +161,7 @@ class Distiller:
         self.own = int((self.windows["weights"] > 1).any(-1).sum())
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids [rows, T], weights [rows, T] and the target's hidden states [rows, T, D] of windows drawn at
-        random.
-        """
+        """Ids [rows, T], weights [rows, T] and the target's states [rows, T, D] of random windows."""
         rng = random.Random(f"{self.args.seed}:{self.step}")
         count = len(self.windows["ids"])
         chosen = [
@@ -206,9 +199,7 @@ class Distiller:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """On texts after held-out files: share of equal best tokens where greedy, sum of min(p, q) where
-        sampled.
-        """
+        """After held-out files: share of equal best tokens (greedy), mean sum of min(p, q) (sampled)."""
         sums: dict[str, list[float]] = {"greedy": [], "sampled": []}
         with torch.compiler.set_stance("force_eager"), torch.autocast("cpu", torch.bfloat16):
             for name, texts in self.probes.items():

@@ -18,16 +18,16 @@ tags: [python, speculative-decoding, demo]
 
 # speculon demo draft
 
-{num_hidden_layers} layers, {millions:.1f} M parameters: it guesses what the demo target beside it is about to write, and is of \
+{num_hidden_layers} layers, {millions:.1f} M parameters: it drafts for the demo target beside it, and is of \
 no use alone. Qwen3 (`Qwen3ForCausalLM`), hidden size {hidden_size}, intermediate size {intermediate_size}, \
 the target's tokenizer and vocabulary, tied embeddings that began as the target's, bf16.
 
 ## How it was made
 
-Distilled from the target: the loss is the cross-entropy to the target's own distribution, mixed with its best \
-token, on {written_tokens:,} tokens that the target wrote after beginnings of training files \
-(greedily and at temperatures 0.7 and 1.0, cut where they begin to repeat themselves), and on the stream the \
-target was trained on. Corpus, licence and held-out files are those of the target's card.
+Distilled from the target: the loss is the cross-entropy to the target's own distribution, mixed with its \
+best token, on {written_tokens:,} tokens that the target wrote after beginnings of training files (greedily \
+and at temperatures 0.7 and 1.0, cut where they begin to repeat themselves), and on the stream the target \
+was trained on. Corpus, licence and held-out files are those of the target's card.
 
 ## Measures
 
@@ -36,17 +36,19 @@ On texts that the target wrote after *held-out* files, cut where they begin to r
 | measure | value |
 |---|---|
 | best token equals the target's, {probe_tokens[greedy]:,} tokens of greedy texts | {agreement_greedy:.1%} |
-| mean of sum min(p, q), {probe_tokens[sampled]:,} tokens of texts at temperature 1 | {agreement_sampled:.1%} |
+| mean of sum min(p, q), {probe_tokens[sampled]:,} tokens of texts at temperature 1 | \
+{agreement_sampled:.1%} |
 | tokens seen in training | {train_tokens:,} |
 | optimizer steps | {steps:,} |
 | training time, one thread of a shared CPU | {minutes:.0f} minutes |
 
 ## Make it again
 
-    python recipes/demo/draft.py --target TARGET --stdlib STDLIB --out DRAFT --minutes {minutes:g} --layers {layers}
+    python recipes/demo/draft.py --target TARGET --stdlib STDLIB --out DRAFT --minutes {minutes:g} --layers \
+{layers}
 
-Its other options were the defaults; `training.json` beside this file lists them. The target first writes for about ten \
-minutes, which are not counted above.
+Its other options were the defaults; `training.json` beside this file lists them. The target first writes \
+for about ten minutes, which are not counted above.
 """
 
 

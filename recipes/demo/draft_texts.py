@@ -1,6 +1,4 @@
-"""What the target writes after beginnings of files: the texts a draft learns from, and those it is measured
-on.
-"""
+"""The target's outputs after beginnings of files: to train a draft model on, and to measure it."""
 
 import argparse
 import json
@@ -15,7 +13,7 @@ from speculon.demo import corpus
 
 PROMPT, OUTPUT, GRAM = 256, 160, 16  # tokens
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-CROWD = 48
+BATCH = 48
 
 
 def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
@@ -25,7 +23,7 @@ def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
     path = args.work / "texts.json"
     if path.exists():
         return
-    llm = LLM(str(args.target), dtype="float32", max_num_seqs=CROWD, prefix_cache=False, rehearse=False)
+    llm = LLM(str(args.target), dtype="float32", max_num_seqs=BATCH, prefix_cache=False, rehearse=False)
     rng = random.Random(args.seed)
     names = corpus.stdlib_files(args.stdlib, held_out=True)
     held = [llm.tokenizer.encode(text) for name in names if (text := corpus.read_source(name, args.stdlib))]
@@ -66,8 +64,8 @@ def write_after(
 ) -> list[tuple[int, list[int]]]:
     """(length of the prompt, prompt and answer) of each, up to where the answer begins to repeat itself."""
     texts: list[tuple[int, list[int]]] = []
-    for first in range(0, len(prompts), CROWD):
-        some = prompts[first : first + CROWD]
+    for first in range(0, len(prompts), BATCH):
+        some = prompts[first : first + BATCH]
         params = [
             SamplingParams(temperature=rng.choice(temperatures), max_tokens=OUTPUT, seed=rng.randrange(2**32))
             for _ in some

@@ -37,7 +37,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """The command line; what it does not know is handed to `speculon train eagle3`."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--target", type=Path, required=True, help="folder of the model to guess for")
+    add("--target", type=Path, required=True, help="folder of the target model")
     add("--out", type=Path, required=True, help="folder of the finished head")
     add("--work", type=Path, default=Path("build/eagle3"), help="folder of data, checkpoint and log")
     add(
@@ -61,9 +61,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def lay_out(args: argparse.Namespace) -> tuple[Path, Path, int]:
-    """Folders of JSONL: what to learn from, and held-out texts to measure on; tokens of files among the
-    former.
-    """
+    """Folders of JSONL for training and for held-out measurements; the tokens of files among the former."""
     learn, held = args.work / "learn", args.work / "held"
     for folder in (args.texts_work, learn, held):
         folder.mkdir(parents=True, exist_ok=True)

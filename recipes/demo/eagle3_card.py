@@ -16,24 +16,26 @@ tags: [python, speculative-decoding, eagle3, demo]
 
 # speculon demo EAGLE-3 head
 
-{layers} layer, {millions:.1f} M parameters: it reads the hidden states of the demo target beside it and guesses what that is \
-about to write; it is of no use alone. EAGLE-3 in the speculators format, hidden size {hidden}, intermediate size \
-{intermediate}, the target's whole vocabulary of {vocabulary:,} tokens, and its embeddings, which are not in the file. It reads \
-the outputs of the target's layers {taps}.
+{layers} layer, {millions:.1f} M parameters: it reads the hidden states of the demo target beside it and \
+drafts for it; it is of no use alone. EAGLE-3 in the speculators format, hidden size {hidden}, intermediate \
+size {intermediate}, the target's whole vocabulary of {vocabulary:,} tokens, and its embeddings, which are \
+not in the file. It reads the outputs of the target's layers {taps}.
 
 ## How it was made
 
-`speculon train eagle3` on {answers:,} tokens that the target wrote after beginnings of training files (greedily and at \
-temperatures 0.7 and 1.0, cut where they begin to repeat themselves; what they were written after counts {prompt_weight} of \
-them), and {files:,} tokens of such files. It was trained by {steps} guesses in a row, the training-time test of EAGLE-3; the \
-loss is the divergence from the target's own distribution. Corpus, licence and held-out files are those of the target's card.
+`speculon train eagle3` on {answers:,} tokens that the target wrote after beginnings of training files \
+(greedily and at temperatures 0.7 and 1.0, cut where they begin to repeat themselves; what they were \
+written after counts {prompt_weight} of them), and {files:,} tokens of such files. It was trained on \
+{steps} consecutive drafts, the training-time test of EAGLE-3; the loss is the divergence from the target's \
+own distribution. Corpus, licence and held-out files are those of the target's card.
 
 ## Measures
 
 | measure | value |
 |---|---|
-| greedy texts after held-out files: the guess at 1, 2, ... is right, and all before it | {chain} |
-| tokens per target call in the engine, {drafts} guesses a round, {prompts} held-out prompts | {per_call:.2f} |
+| greedy texts after held-out files: drafts 1, 2, ... are right, with all before them | {chain} |
+| tokens per target call in the engine, {drafts} drafts a round, {prompts} held-out prompts | \
+{per_call:.2f} |
 | tokens seen in training | {seen:,} |
 | optimizer steps | {optimizer_steps:,} |
 | training time, at most one thread of a shared CPU | {minutes:.0f} minutes |
@@ -71,7 +73,7 @@ def finish(folder: Path, stdlib: Path, files: int) -> None:
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
     )
-    told = {
+    shown = {
         name: value
         for name, value in settings.items()
         if name not in ("target", "data", "eval_data", "out", "work")
@@ -81,7 +83,7 @@ def finish(folder: Path, stdlib: Path, files: int) -> None:
         {name: value for name, value in one.items() if name != "argv"} for one in record["sessions"]
     ]
     head = {name: value for name, value in record["form"].items() if name not in settings}
-    facts = {**kept, "settings": told, "head": head, "file_tokens": files, "corpus": manifest(stdlib)}
+    facts = {**kept, "settings": shown, "head": head, "file_tokens": files, "corpus": manifest(stdlib)}
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

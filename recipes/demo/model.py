@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, block: int = 128) -> Tensor:
-    """Attention by blocks of queries, so that half of the scores are never computed.
+    """Attention by blocks of queries, which skips half of the scores.
 
     q [B, T, kv_heads * groups, head_dim], k and v [B, T, kv_heads, head_dim] -> [B, T, heads * head_dim]. On
     a CPU in bf16 plain matrix products beat the fused kernel.
@@ -155,9 +155,7 @@ class Decoder(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Weighted mean loss of scores [N, vocab], with the gradient written out: its kernels then run
-    vectorized.
-    """
+    """Weighted mean loss of logits [N, vocab] with an explicit gradient, whose kernels are vectorised."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz: each matrix of a stack [n, rows, columns] with its singular values brought close to one."""
+    """Newton-Schulz: the matrices [n, rows, columns] with singular values close to one."""
     x = stack.bfloat16()
     tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if tall else x

@@ -1,8 +1,7 @@
 """The byte-level BPE tokenizer of the demo models.
 
-Identifiers are words of their own and carry no leading space where the code around them can carry it
-(keywords and punctuation take the spaces on both sides). One name is then the same token run wherever it
-stands, which is what lets a small model copy and rename it.
+Identifiers are words without a leading space, since keywords and punctuation take the spaces on both sides.
+A name is then the same tokens everywhere, so that a small model can copy and rename it.
 """
 
 import json
@@ -18,8 +17,8 @@ IM_END = "<|im_end|>"
 SPECIALS = (END_OF_TEXT, IM_START, IM_END)
 
 _KEYWORDS = (
-    "and as assert async await class def del elif else except for from global if import in is lambda nonlocal not or"
-    " raise return while with yield"
+    "and as assert async await class def del elif else except for from global if import in is lambda"
+    " nonlocal not or raise return while with yield"
 ).split()
 WORD_PATTERN = "|".join(
     (
@@ -33,7 +32,8 @@ WORD_PATTERN = "|".join(
 )
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

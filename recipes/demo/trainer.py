@@ -59,8 +59,8 @@ class Trainer:
         self.held_out = held_out_tokens(args.stdlib, self.tokenizer)
         self.probe = edit_probe(args.stdlib, self.tokenizer, args.probe, seed=0)
         self.report.say(
-            f"{len(self.data.files)} files, {self.data.tokens / 1e6:.2f} M tokens, {len(self.data.snippets)} functions,"
-            f" {len(self.held_out)} held-out tokens"
+            f"{len(self.data.files)} files, {self.data.tokens / 1e6:.2f} M tokens, "
+            f"{len(self.data.snippets)} functions, {len(self.held_out)} held-out tokens"
         )
         self.step, self.tokens, self.elapsed, self.stopping = 0, 0, 0.0, False
         self.checkpoint_path: Path = args.work / "checkpoint.safetensors"
@@ -104,7 +104,7 @@ class Trainer:
         temporary.replace(self.checkpoint_path)
 
     def progress(self) -> float:
-        """Share of the run that is done, by tokens or by time; `plan.json` in the work folder moves the end."""
+        """Share of the run that is done, by tokens or time; `plan.json` in the work folder sets the end."""
         minutes, plan = self.args.minutes, self.args.work / "plan.json"
         if plan.exists():
             minutes = float(json.loads(plan.read_text())["minutes"])
@@ -147,7 +147,7 @@ class Trainer:
         return total
 
     def _take_ticket(self) -> int:
-        """The number of the next chunk nobody has taken; a worker slowed down by other processes takes fewer."""
+        """The number of the next free chunk; a worker slowed down by other processes takes fewer."""
         with self.tickets.get_lock():
             self.tickets.value += 1
             return self.tickets.value - 1

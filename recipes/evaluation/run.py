@@ -21,8 +21,9 @@ from recipes.serving.server import Server
 
 from speculon.bench.report import commit, machine
 from speculon.bench.workloads import Size, build
+from speculon.checkpoints.locate import SHIPPED
 from speculon.demo.corpus import held_out_functions
-from speculon.models.load import SHIPPED, load_tokenizer
+from speculon.models.load import load_tokenizer
 from speculon.text import Tokenizer
 
 TASKS = Path(__file__).with_name("tasks")

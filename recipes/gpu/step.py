@@ -2,10 +2,12 @@
 
     python -m recipes.gpu.step --model FOLDER --draft FOLDER
 
-First the target's forward by itself, for 1, 8 and 16 texts of one row and of five: its time, how long the
-device computes in it, and what is left, the gaps between launches. Then texts per second, with and without
-speculation. Last the share of the limit that bandwidth sets at one text: the time to read the weights once,
-at the speed measured for a copy, by the time of the forward and of the whole step. The model is loaded twice,
+First the target's forward by itself, for 1, 8 and 16 sequences of one row and of five: its time, the time
+in which the device computes, and the gaps between launches. Then tokens per second, with and without
+speculation.
+
+Last the share of the bandwidth limit for one sequence: the time to read the weights once, at the speed
+measured for a copy, divided by the time of the forward and of the whole step. The model is loaded twice,
 without and with capture; within a load the modes alternate, as in `speculon bench`.
 """
 
@@ -30,7 +32,7 @@ from speculon.bench.run import run
 from speculon.kv.store import PageStore, SpanView
 from speculon.models.target import Target
 
-TEXTS, ROWS, CONTEXT = (1, 8, 16), (1, 5), 512
+SEQUENCES, ROWS, CONTEXT = (1, 8, 16), (1, 5), 512
 FORWARDS, WARM = 50, 5
 COPY = 1 << 30  # bytes, more than any cache
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -49,18 +51,18 @@ class Forward:
         return self.ms - self.busy_ms
 
 
-def forward_of(target: Target, texts: int, rows: int) -> Forward:
-    """So many texts of 512 positions, the last `rows` of each computed and scored."""
+def forward_of(target: Target, sequences: int, rows: int) -> Forward:
+    """So many sequences of 512 positions, the last `rows` of each computed and scored."""
     device, context = target.device, min(CONTEXT, target.max_context)
-    store = PageStore(target.layers, texts, context, device)
+    store = PageStore(target.layers, sequences, context, device)
     for pool in (*store.k, *store.v):
         pool.zero_()
     spans = [
         SpanView(i * rows, (i + 1) * rows, slice(i * context, (i + 1) * context), context)
-        for i in range(texts)
+        for i in range(sequences)
     ]
-    total = texts * rows
-    positions = torch.arange(context - rows, context, device=device).repeat(texts)
+    total = sequences * rows
+    positions = torch.arange(context - rows, context, device=device).repeat(sequences)
     batch = Batch(
         [], torch.arange(total, device=device)[None], positions[None], torch.arange(total, device=device)
     )
@@ -99,9 +101,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def weights_read(target: Target) -> int:
-    """Bytes of weights that one forward reads: of an embedding that is not the head as well, a few rows
-    alone.
-    """
+    """Bytes of weights that one forward reads. Of an embedding that is not the head it reads few rows."""
     tied = target.model.config.get_text_config().tie_word_embeddings
     return target.num_bytes - (0 if tied else target.embedding.nbytes)
 
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo")
     parser.add_argument(
-        "--draft", default=None, help="a drafter; without one only look-ups speculate (demo brings its own)"
+        "--draft", default=None, help="a drafter; without one only lookups draft (demo has its own)"
     )
     parser.add_argument("--modes", default="off,ngram:8,draft_model:4")
     parser.add_argument("--prompts", type=int, default=16)
@@ -129,25 +129,24 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
     weights = 0
     for captured in (False, True):
         speculation = {} if args.draft is None else {"draft": args.draft}
-        settings = {"max_num_seqs": max(TEXTS), "prefix_cache": False, "speculation": speculation}
+        settings = {"max_num_seqs": max(SEQUENCES), "prefix_cache": False, "speculation": speculation}
         llm = LLM(args.model, device=str(device), compile=captured, **settings)
         target = llm.engine.target
         # of the first load: capture adds its buffers to what is counted
         weights = weights or weights_read(target)
         print(f"\n{target.name}, compile={captured}: {target.fusion}; {target.dtype}")
-        forwards = {(texts, rows): forward_of(target, texts, rows) for texts in TEXTS for rows in ROWS}
-        print(
-            "\n| texts | rows of each | forward, ms | device busy, ms | gaps, ms | launches |\n|---|---|---|---|---|---|"
-        )
-        for (texts, rows), one in forwards.items():
-            print(
-                f"| {texts} | {rows} | {one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f} | {one.launches:.0f} |"
-            )
-        plan = Plan(("code",), tuple(args.modes.split(",")), TEXTS, args.prompts, args.max_tokens)
+        forwards = {
+            (sequences, rows): forward_of(target, sequences, rows) for sequences in SEQUENCES for rows in ROWS
+        }
+        print("\n| sequences | rows of each | forward, ms | device busy, ms | gaps, ms | launches |")
+        print("|---|---|---|---|---|---|")
+        for (sequences, rows), one in forwards.items():
+            times = f"{one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f}"
+            print(f"| {sequences} | {rows} | {times} | {one.launches:.0f} |")
+        plan = Plan(("code",), tuple(args.modes.split(",")), SEQUENCES, args.prompts, args.max_tokens)
         cells, _ = run(llm, plan.at_hand(llm.engine.proposers.lacking))
-        print(
-            "\n| texts | mode | tokens/s | to plain | tokens per call | step, ms |\n|---|---|---|---|---|---|"
-        )
+        print("\n| sequences | mode | tokens/s | to plain | tokens per call | step, ms |")
+        print("|---|---|---|---|---|---|")
         for cell in cells:
             speed, per_call = (
                 f"{cell.tokens_per_second:.0f} | {cell.ratio:.2f}",
@@ -157,10 +156,8 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         least = weights / bandwidth * 1e3
         plain = next(step_ms(cell) for cell in cells if (cell.concurrency, cell.mode) == (1, "off"))
         print(f"\n{weights / 1e9:.3f} GB of weights at {bandwidth / 1e12:.2f} TB/s: {least:.3f} ms,", end=" ")
-        print(
-            f"{least / forwards[1, 1].ms:.0%} of the forward of one row, {least / plain:.0%} of its whole step",
-            flush=True,
-        )
+        shares = f"{least / forwards[1, 1].ms:.0%} of the forward of one row, {least / plain:.0%}"
+        print(f"{shares} of its whole step", flush=True)
         del llm, target
         gc.collect()
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.models.load import SHIPPED, quiet
+from speculon.checkpoints.locate import SHIPPED
+from speculon.models.load import quiet
 
 
 class Judge:

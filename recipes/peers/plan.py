@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from speculon.models.load import SHIPPED
+from speculon.checkpoints.locate import SHIPPED
 
 HERE = Path(__file__).resolve().parent
 OFF, OURS, STOCK = "off", "speculon", "transformers"

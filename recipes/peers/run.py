@@ -34,7 +34,8 @@ from rich.progress import (
 from speculon import __version__
 from speculon.bench.report import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
-from speculon.models.load import SHIPPED, load_tokenizer
+from speculon.checkpoints.locate import SHIPPED
+from speculon.models.load import load_tokenizer
 from speculon.text import Tokenizer
 
 CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint

@@ -20,12 +20,13 @@ from time import thread_time
 from typing import Any, cast
 
 from speculon.bench import workloads
+from speculon.checkpoints.locate import SHIPPED
 from speculon.config import SamplingParams, SpeculationConfig
-from speculon.sequence import Sequence
 from speculon.demo import corpus
-from speculon.models.load import SHIPPED, load_tokenizer
+from speculon.models.load import load_tokenizer
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.registry import find_factory
+from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
 from speculon.text import Tokenizer
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from speculon.checkpoints.choose import by_method
+from speculon.checkpoints.pairing import is_search
 from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParams, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.control.fixed import Fixed
@@ -23,9 +25,7 @@ from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
 from speculon.llm import Completion, RequestOutput, absorb
-from speculon.models.choose import by_method
 from speculon.models.load import wrap_model
-from speculon.models.pairing import is_search
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
 from speculon.sequence import Event, Plan, Sequence, Span
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch

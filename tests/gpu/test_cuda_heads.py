@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculon.proposers import registry
-from tests.tiny.dialects import write_eagle3
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_rows
 from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, crowd, plain, texts_of, whole, write
 from tests.tiny.test_parity import MODES

@@ -17,7 +17,7 @@ SOURCE = '''def area(width, height):
 
 @pytest.fixture
 def library(tmp_path):
-    """A small library root: 400 modules, one of them not UTF-8, and files that do not belong to the corpus."""
+    """A small library root: 400 modules, one of them not UTF-8, and files outside of the corpus."""
     for i in range(400):
         (tmp_path / f"module_{i}.py").write_text(f"def f_{i}(x):\n    return x\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")

@@ -1,4 +1,4 @@
-"""What a drafter's folder is, from a config and headers alone; how its taps are read; whom it fits."""
+"""The family of a drafter's folder, its tap layouts, and the targets that it fits, from headers alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_offsets, check_pair
+from speculon.checkpoints.families import UNSUPPORTED, family_of, read_eagle3_config
 from speculon.errors import (
     CorruptWeights,
     MissingWeights,
@@ -18,8 +20,6 @@ from speculon.errors import (
     UnsupportedModel,
     WrongPair,
 )
-from speculon.models.drafters import Eagle3, Shape, check_offsets, check_pair
-from speculon.models.families import FOREIGN, family_of, recognise_drafter
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -59,10 +59,10 @@ EAGLE1: Shapes = {
     "layers.0.self_attn.q_proj.weight": (H, H),
     "layers.0.self_attn.o_proj.weight": (H, H),
 }
-SHEET = Eagle3(
+HEAD = Eagle3Config(
     path=Path("head"),
     files=(),
-    dialect="specforge",
+    format="specforge",
     names={},
     hidden=H,
     target_hidden=H,
@@ -88,7 +88,7 @@ SHEET = Eagle3(
     speculative_tokens=None,
     verifier=("LlamaForCausalLM",),
 )
-TARGET = Shape(H, 20, 8, "LlamaForCausalLM")
+TARGET = TargetShape(H, 20, 8, "LlamaForCausalLM")
 
 
 def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
@@ -109,11 +109,10 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
 
 
 # -- taps
-# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("ids", "after", "layers", "readings"),
+    ("ids", "after", "layers", "tap_layouts"),
     [
         pytest.param(None, True, 32, [(1, 15, 28)], id="none named"),
         pytest.param(None, True, 7, [(1, 2, 3)], id="none named, fewest layers"),
@@ -132,9 +131,9 @@ def write(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
     ],
 )
 def test_taps_are_outputs_of_layers(
-    ids: tuple[int, ...] | None, after: bool | None, layers: int, readings: list[tuple[int, ...]]
+    ids: tuple[int, ...] | None, after: bool | None, layers: int, tap_layouts: list[tuple[int, ...]]
 ) -> None:
-    assert list(replace(SHEET, tap_ids=ids, after=after).readings(layers)) == readings
+    assert list(replace(HEAD, tap_ids=ids, after=after).tap_layouts(layers)) == tap_layouts
 
 
 @pytest.mark.parametrize(
@@ -154,20 +153,20 @@ def test_taps_outside_the_target_are_refused(
     ids: tuple[int, ...] | None, after: bool | None, layers: int, words: str
 ) -> None:
     with pytest.raises(WrongPair, match=words):
-        replace(SHEET, tap_ids=ids, after=after).readings(layers)
+        replace(HEAD, tap_ids=ids, after=after).tap_layouts(layers)
 
 
-def test_the_line_says_how_the_taps_are_read() -> None:
-    usual = SHEET.line()
+def test_the_summary_describes_the_taps() -> None:
+    usual = HEAD.summary()
     assert "1 layer of 8, 3 taps of width 8 after layers 1, N/2 - 1, N - 4 of N, 20 of 20 tokens" in usual
-    assert "after layers 1, 3, 4," in SHEET.line(8)
-    either = replace(SHEET, tap_ids=(2, 4, 6), after=None)
-    assert "at layers 2, 4, 6 (before or after them)" in either.line()
-    assert "after layers 2, 4, 6 or after layers 1, 3, 5" in either.line(16)
-    assert "before layers 2, 4, 6" in replace(either, after=False).line()
+    assert "after layers 1, 3, 4," in HEAD.summary(8)
+    either = replace(HEAD, tap_ids=(2, 4, 6), after=None)
+    assert "at layers 2, 4, 6 (before or after them)" in either.summary()
+    assert "after layers 2, 4, 6 or after layers 1, 3, 5" in either.summary(16)
+    assert "before layers 2, 4, 6" in replace(either, after=False).summary()
 
 
-# -- pairs -----------------------------------------------------------------------------------------------------------------
+# -- pairs
 
 
 @pytest.mark.parametrize(
@@ -180,16 +179,16 @@ def test_the_line_says_how_the_taps_are_read() -> None:
         pytest.param(replace(TARGET, num_layers=6), "need 7 of them; the target has 6", id="layers"),
     ],
 )
-def test_a_wrong_pair_is_refused_with_both_numbers(target: Shape, words: str) -> None:
-    assert check_pair(SHEET, TARGET) == ()
+def test_a_wrong_pair_is_refused_with_both_numbers(target: TargetShape, words: str) -> None:
+    assert check_pair(HEAD, TARGET) == ()
     with pytest.raises(WrongPair, match=words):
-        check_pair(SHEET, target)
+        check_pair(HEAD, target)
 
 
-def test_another_architecture_is_odd_but_no_reason_to_refuse() -> None:
-    odd = ("made for LlamaForCausalLM, the target is Qwen3ForCausalLM",)
-    assert check_pair(SHEET, replace(TARGET, architecture="Qwen3ForCausalLM")) == odd
-    assert check_pair(replace(SHEET, verifier=()), replace(TARGET, architecture="Qwen3ForCausalLM")) == ()
+def test_another_architecture_is_a_warning() -> None:
+    warnings = ("made for LlamaForCausalLM, the target is Qwen3ForCausalLM",)
+    assert check_pair(HEAD, replace(TARGET, architecture="Qwen3ForCausalLM")) == warnings
+    assert check_pair(replace(HEAD, verifier=()), replace(TARGET, architecture="Qwen3ForCausalLM")) == ()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_another_architecture_is_odd_but_no_reason_to_refuse() -> None:
     [
         pytest.param([3, 3, 2], "draft ids 1 and 2 to 4 and 4", id="two of one id"),
         pytest.param([5, 0], "0 and 1 to 5 and 1", id="descending"),
-        pytest.param([0, 19], "sends a draft id to 20, outside the vocabulary of 20", id="beyond"),
+        pytest.param([0, 19], "maps a draft id to 20, outside the vocabulary of 20", id="beyond"),
         pytest.param([-1, 3], "to -1, outside", id="negative"),
         pytest.param([3, 9, 18], "to 20, outside", id="absolute ids"),
     ],
@@ -209,7 +208,7 @@ def test_offsets_ascend_within_the_vocabulary(offsets: list[int], words: str) ->
         check_offsets(Path("head"), offsets, 20)
 
 
-# -- families --------------------------------------------------------------------------------------------------------------
+# -- families
 
 
 FAMILIES: list[Any] = [
@@ -290,23 +289,23 @@ FAMILIES: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "config", "shapes"), FAMILIES)
-def test_what_is_not_carried_is_refused_by_name(
+def test_what_is_not_supported_is_refused_by_name(
     name: str, config: dict[str, Any], shapes: Shapes, tmp_path: Path
 ) -> None:
     family = family_of(write(tmp_path / "drafter", config, shapes))
-    assert (family.method, family.sheet, family.checkpoint) == (None, None, None)
-    assert family.line.startswith(f"{name}: ")
-    with pytest.raises(UnsupportedModel, match=rf"drafter: {name} \(.*\) is recognised, but not carried"):
-        recognise_drafter(family.path)
+    assert (family.method, family.head, family.checkpoint) == (None, None, None)
+    assert family.summary.startswith(f"{name}: ")
+    with pytest.raises(UnsupportedModel, match=rf"drafter: {name} \(.*\) is recognised, but not supported"):
+        read_eagle3_config(family.path)
 
 
-def test_every_name_in_the_table_has_a_case() -> None:
-    assert {one.name for one in FOREIGN} == {case.values[0] for case in FAMILIES}
+def test_every_unsupported_family_has_a_case() -> None:
+    assert {one.name for one in UNSUPPORTED} == {case.values[0] for case in FAMILIES}
 
 
-def test_an_unknown_kind_of_the_speculators_format_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_speculators_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="speculators_model_type 'oracle' is not known here"):
-        recognise_drafter(write(tmp_path / "head", {**CONFIG, "speculators_model_type": "oracle"}, EAGLE3))
+        read_eagle3_config(write(tmp_path / "head", {**CONFIG, "speculators_model_type": "oracle"}, EAGLE3))
 
 
 @pytest.mark.parametrize(
@@ -328,17 +327,17 @@ def test_a_language_model_is_a_draft_model(shapes: Shapes, tmp_path: Path) -> No
     family = family_of(folder)
     assert (family.method, family.refusal) == ("draft_model", None)
     assert family.checkpoint is not None
-    assert "language model LlamaForCausalLM: 1 layer of 8" in family.line
+    assert "language model LlamaForCausalLM: 1 layer of 8" in family.summary
     with pytest.raises(UnsupportedModel, match="no EAGLE-3 head, but a language model"):
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
 
 
-def test_tensors_decide_whatever_the_config_calls_itself(tmp_path: Path) -> None:
+def test_tensors_decide_whatever_the_config_says(tmp_path: Path) -> None:
     assert (
         family_of(write(tmp_path / "a", {**CONFIG, "architectures": ["LlamaForCausalLM"]}, EAGLE3)).method
         == "eagle3"
     )
-    assert family_of(write(tmp_path / "b", CONFIG, EAGLE1)).line.startswith(
+    assert family_of(write(tmp_path / "b", CONFIG, EAGLE1)).summary.startswith(
         "EAGLE-1/2"
     )  # and not what it claims
     with pytest.raises(MissingWeights, match="there is no tensor fc.weight"):

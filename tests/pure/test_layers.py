@@ -66,7 +66,7 @@ def read_sources() -> dict[str, str]:
 
 
 def imports_of(source: str, modules: set[str]) -> Iterator[Import]:
-    """What a module imports at run time; what stands under `if TYPE_CHECKING` is for the type checker only."""
+    """The imports of a module at run time, without those under `if TYPE_CHECKING`."""
     pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
     while pending:
         node, at_import = pending.pop()

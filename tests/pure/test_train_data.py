@@ -1,4 +1,4 @@
-"""From files to rows: what is learned, in which order, and what is refused."""
+"""Rows from files: what is learned, in which order, and what is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def learned(document: Document) -> str:
     ).decode()
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_order_of_names_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b.txt", "a.py", ".hidden", "sub/c.md", ".git/d.txt", "empty.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.txt" else name)
@@ -102,14 +102,14 @@ def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(tmp_path:
         ),
     ],
 )
-def test_a_line_says_what_is_learned(
+def test_the_keys_of_a_line_decide_what_is_learned(
     tmp_path: Path, record: dict[str, Any], whole: str, answer: str, prompt: int
 ) -> None:
     (document,) = read(lines(tmp_path / "x.jsonl", record))
     assert (text(document), learned(document), document.prompt) == (whole, answer, prompt)
 
 
-def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+def test_a_document_may_contain_other_line_separators(tmp_path: Path) -> None:
     """As a server writes it that captures its traffic: JSON needs no escape for them."""
     file = tmp_path / "x.jsonl"
     file.write_text(
@@ -118,7 +118,7 @@ def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
     assert [text(d) for d in read(file)] == ["a\u2028b", "a\u2029b", "a\x85b", "a\rb"]
 
 
-def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_ends_the_chat(tmp_path: Path) -> None:
     class Forgetful(Bytes):
         def render_chat(self, messages: Messages, *known: Any, **more: Any) -> str:
             return super().render_chat(messages[-2:] if len(messages) > 2 else messages, *known, **more)
@@ -127,7 +127,7 @@ def test_a_template_that_rewrites_earlier_turns_keeps_those_up_to_there(tmp_path
     assert learned(document) == "b</>"
 
 
-def test_a_call_that_the_template_cannot_write_ends_what_is_read(tmp_path: Path) -> None:
+def test_a_call_that_the_template_cannot_render_ends_the_chat(tmp_path: Path) -> None:
     call = {
         "role": "assistant",
         "content": None,
@@ -163,16 +163,16 @@ def test_a_bad_line_is_refused_with_file_and_number(tmp_path: Path, line: str, w
         read(file)
 
 
-def test_no_text_at_all_is_refused(tmp_path: Path) -> None:
+def test_empty_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" \n")
-    with pytest.raises(DataError, match="not one text"):
+    with pytest.raises(DataError, match="no documents"):
         read(tmp_path)
     with pytest.raises(DataError, match="no such file"):
         read(tmp_path / "none")
     (tmp_path / "b.bin").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         read(tmp_path / "b.bin")
-    with pytest.raises(DataError, match="not one text"):  # in a folder it is passed over
+    with pytest.raises(DataError, match="no documents"):  # in a folder it is passed over
         read(tmp_path)
     with pytest.raises(DataError, match="token id 256.*ends at 255"):
         read(lines(tmp_path / "c.jsonl", {"tokens": [256]}))
@@ -184,15 +184,15 @@ def documents(count: int = 12) -> list[Document]:
     return made
 
 
-def test_a_position_counts_when_its_successor_is_an_answer() -> None:
+def test_a_position_has_the_weight_of_its_successor() -> None:
     rows = Rows.of([Document((1, 2, 3, 4, 5), (False, False, True, False, True), 2)] * 40, 8, 9, 0.25, seed=0)
     ids, weights = rows.ids.ravel(), rows.weights.ravel()
-    # by token: what its successor counts; 9 ends a text
-    wanted = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}
-    assert [wanted[int(token)] for token in ids[:-1]] == weights[:-1].tolist()
+    # by token: weight of its successor; 9 ends a document
+    expected = {2: 1.0, 3: 0.25, 4: 1.0, 5: 1.0, 9: 0.25, 1: 0.25}
+    assert [expected[int(token)] for token in ids[:-1]] == weights[:-1].tolist()
 
 
-def test_rows_where_nothing_counts_are_left_out() -> None:
+def test_rows_of_weight_0_are_left_out() -> None:
     prompt = Document(tuple(range(64)), (False,) * 63 + (True,), 63)
     assert len(Rows.of([prompt], 8, None, 0.0, seed=0)) == 1
     assert len(Rows.of([prompt], 8, None, 0.1, seed=0)) == 8
@@ -203,7 +203,7 @@ def test_rows_where_nothing_counts_are_left_out() -> None:
 
 
 @given(seed=st.integers(0, 5), count=st.integers(1, 7), turns=st.integers(1, 3))
-def test_every_pass_reads_every_row_once(seed: int, count: int, turns: int) -> None:
+def test_every_epoch_reads_every_row_once(seed: int, count: int, turns: int) -> None:
     rows = Rows.of(documents(), 8, None, 0.0, seed)
     read_rows = [row for step in range(turns * len(rows)) for row in rows.chosen(seed, step, count)]
     passes = [read_rows[first : first + len(rows)] for first in range(0, len(read_rows), len(rows))]
@@ -218,7 +218,7 @@ def test_the_order_is_a_function_of_seed_and_step() -> None:
     assert one.fingerprint == two.fingerprint
 
 
-def test_a_hash_sees_every_token_and_every_weight() -> None:
+def test_a_hash_depends_on_every_token_and_weight() -> None:
     rows = Rows.of(documents(), 8, None, 0.0, seed=0)
     other_token = Rows(rows.ids + (np.arange(8, dtype=np.int32) == 3), rows.weights)
     for changed in (other_token, Rows(rows.ids, rows.weights * np.float32(0.5))):
@@ -226,7 +226,7 @@ def test_a_hash_sees_every_token_and_every_weight() -> None:
         assert changed.fingerprint != rows.fingerprint
 
 
-def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
+def test_copies_of_a_document_stay_on_one_side_of_the_split() -> None:
     many = [Document((n % 300, 7), (True, True), 0) for n in range(600)]
     kept, held = split(many)
     assert held
@@ -252,7 +252,7 @@ def test_copies_of_a_text_stay_on_one_side_of_the_split() -> None:
             "regenerate_tokens = 1017 leaves no prompt",
             id="no prompt",
         ),
-        pytest.param({"out": "."}, "out = '.': a folder by its name", id="no name"),
+        pytest.param({"out": "."}, "out = '.': must have a name", id="no name"),
         pytest.param({"epochs": 3}, "epochs = 3: unknown field", id="unknown"),
     ],
 )

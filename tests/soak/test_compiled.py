@@ -12,8 +12,9 @@ from torch import Tensor
 
 from speculon import LLM, SamplingParams
 from speculon.models import linear
-from speculon.models.compiled import Compiled, Program
+from speculon.models.compiled import Compiled
 from speculon.models.linear import Layout, Linear, packed
+from speculon.models.programs import Program
 
 pytestmark = [
     pytest.mark.soak,
@@ -26,7 +27,7 @@ LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in r
 
 
 @pytest.mark.parametrize("layout", [Linear, packed])
-def test_texts_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     plain, fast = (
         LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed"})

@@ -20,8 +20,8 @@ from speculon.errors import InvalidRequest
 from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.sequence import Event
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CONTEXT, tiny_target
-from tests.tiny.dialects import write_eagle3
 from tests.tiny.drafting import DRAFT, Doubting, use_draft
 from tests.tiny.heads import deep_model, deep_target, folder_of, watch_heads
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell

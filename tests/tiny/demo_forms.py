@@ -89,4 +89,5 @@ def report(name: str, outputs: list[RequestOutput]) -> str:
             total = sources.setdefault(source, [0, 0])
             sources[source] = [total[0] + account["accepted"], total[1] + account["drafted"]]
     drafts = ", ".join(f"{source} {accepted} of {drafted}" for source, (accepted, drafted) in sources.items())
-    return f"{name}: {len(outputs)} texts, {tokens} tokens, {calls} calls, {tokens / calls:.2f} per call; {drafts or 'no drafts'}"
+    counts = f"{len(outputs)} texts, {tokens} tokens, {calls} calls, {tokens / calls:.2f} per call"
+    return f"{name}: {counts}; {drafts or 'no drafts'}"

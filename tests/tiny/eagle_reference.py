@@ -1,9 +1,8 @@
-"""EAGLE-3 by its formula, written to be read: dense attention, no pages, no batch, every row computed again
-at each step.
+"""EAGLE-3 as a reference formula: dense attention, no pages, no batch, all rows computed at each step.
 
-`head` is a `dialects.Head`, or anything with its fields; `tensors` go by its names. Row i pairs taps g_i with
-token x_{i+1}, stands at position i, and guesses x_{i+2}. `embed` and `lm_head` are the target's, for a
-checkpoint without its own.
+`head` is a `checkpoint_formats.Head`, or has its fields; `tensors` have its names. Row i pairs taps g_i with
+token x_{i+1} at position i, and drafts x_{i+2}. `embed` and `lm_head` are the target's, for a checkpoint
+without its own.
 """
 
 from __future__ import annotations

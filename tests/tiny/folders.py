@@ -69,7 +69,8 @@ def heavy_draft(target: Path, folder: Path) -> Path:
     return folder
 
 
-MODULE = '''"""Module {n} keeps values in order. It is written for tests, in plain words, so that there is some prose
+MODULE = '''"""Module {n} keeps values in order. It is written for tests, in plain words, so that there is \
+some prose
 to continue: every value has a name, every name has a place, and a place that is empty says so at once.
 """
 
@@ -81,7 +82,8 @@ def first_{n}(values, default=None):
 
 
 class Store{n}:
-    """Keeps what it is given. A store of kind {n} hands its values out in the order in which they came, forgets
+    """Keeps what it is given. A store of kind {n} hands its values out in the order in which they came, \
+forgets
     nothing before it is told to, and refuses a value that it has seen already, naming the value.
     """
 

@@ -1,6 +1,4 @@
-"""EAGLE-3 heads for tests: a target deep enough to be tapped, a head beside it, and a record of each row that
-it computes.
-"""
+"""EAGLE-3 heads for tests: a target deep enough for taps, a head, and a record of each row it computes."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from speculon.proposers.chain import Piece
 from speculon.proposers.eagle3 import NAME, Eagle3Drafter
 from speculon.proposers.registry import register
 from speculon.sequence import Sequence
+from tests.tiny.checkpoint_formats import Head, make_head
 from tests.tiny.conftest import VOCAB, build
-from tests.tiny.dialects import Head, make_head
 from tests.tiny.eagle_reference import reference_chain, reference_rows
 from tests.tiny.scripted import Key
 
@@ -75,9 +73,7 @@ class Watch:
 
 
 class Watched(Eagle3Drafter):
-    """Notes every row; then says the known text in place of its own guesses, with a doubt, so that all
-    lengths are accepted.
-    """
+    """Records every row, and drafts the known output with some errors, so that all lengths are accepted."""
 
     watch: Watch
     truth: Texts

@@ -1,6 +1,4 @@
-"""Every architecture over pages equals its stock eager forward; every planted error is seen; what is not
-carried is refused.
-"""
+"""Every architecture over pages equals its stock eager forward; planted errors are found, others refused."""
 
 from __future__ import annotations
 
@@ -19,18 +17,19 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore
-from speculon.models import attention
+from speculon.kv.store import PageStore, SpanView
+from speculon.models import attention, grouping
 from speculon.models.load import context_limit, wrap_model
+from speculon.models.load_check import Piece, run_pieces
+from speculon.models.masks import MaskCache
 from speculon.models.probe import window_of
-from speculon.models.prove import Piece, run_pieces
 from speculon.models.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
 
 TOLERANCE = 1e-4  # of the largest logit; ours measure 1e-6
 LENGTHS = (23, 14, 9, 3, 80)
 BLOCK = 4
-# (text, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of
+# (sequence, start, end) of each span of each forward: fresh prompts, continued chunks, single rows, drafts of
 # several rows.
 STEPS = [
     [(0, 0, 9), (1, 0, 9), (2, 0, 1)],
@@ -40,11 +39,11 @@ STEPS = [
     [(0, 22, 23)],
 ]
 
-texts = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+sequences = [torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
 
 
 def tables(scattered: bool) -> list[list[int]]:
-    """Pages for every text: in order and consecutive, or shuffled over the pool."""
+    """Pages for every sequence: in order and consecutive, or shuffled over the pool."""
     counts = [-(-n // BLOCK) for n in LENGTHS]
     pages = (
         torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
@@ -68,16 +67,16 @@ def difference(
     for pool in (*store.k, *store.v):
         pool.fill_(torch.nan)  # what nobody wrote must not be seen, not even with weight zero
     pages = tables(scattered)
-    rows: list[list[Tensor]] = [[] for _ in texts]
+    rows: list[list[Tensor]] = [[] for _ in sequences]
     for step in STEPS:
-        pieces = [(texts[i], pages[i], start, end) for i, start, end in step]
-        wrong = [((text + 7) % VOCAB, table, start, end) for text, table, start, end in pieces]
+        pieces = [(sequences[i], pages[i], start, end) for i, start, end in step]
+        wrong = [((sequence + 7) % VOCAB, table, start, end) for sequence, table, start, end in pieces]
         # a rejected draft leaves its keys behind; the next forward writes over them
         run(target, store, wrong)
         for (i, *_), logits in zip(step, run(target, store, pieces), strict=True):
             rows[i].append(logits)
     with torch.inference_mode():
-        truth = [stock(text[None]).logits[0] for text in texts]
+        truth = [stock(sequence[None]).logits[0] for sequence in sequences]
     assert [sum(map(len, x)) for x in rows] == list(LENGTHS)
     scale = max(float(t.abs().max()) for t in truth)
     errors = [
@@ -123,7 +122,7 @@ def regrouped(
     return out[:, :, heads.argsort()], None
 
 
-class ShiftedMasks(attention.MaskCache):
+class ShiftedMasks(MaskCache):
     def slice(
         self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -144,13 +143,13 @@ def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> 
 
 
 def foreign_page(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
-    """A text continued at a page's start reads the page before from where nobody wrote."""
+    """A sequence continued at a page's start reads the page before from where nobody wrote."""
 
-    def misread(text: Tensor, table: list[int], start: int, end: int) -> Piece:
+    def misread(sequence: Tensor, table: list[int], start: int, end: int) -> Piece:
         table = list(table)
         if start and start % BLOCK == 0:
             table[start // BLOCK - 1] = store.num_blocks - 1
-        return text, table, start, end
+        return sequence, table, start, end
 
     return run_pieces(target, store, [misread(*piece) for piece in pieces])
 
@@ -162,7 +161,7 @@ VISIBLE = 20 * TOLERANCE
 
 @pytest.mark.parametrize("window", [WINDOW - 1, WINDOW + 1, None])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
+def test_a_wrong_window_is_found(name: str, window: int | None) -> None:
     layers = tuple(
         dataclasses.replace(spec, window=spec.window and window) for spec in tiny_target(name).layers
     )
@@ -175,24 +174,24 @@ def test_a_wrong_window_is_seen(name: str, window: int | None) -> None:
     + [(name, scaled) for name in TINY]
     + [(name, regrouped) for name in GROUPED],
 )
-def test_a_wrong_trait_is_seen(name: str, change: Callable[..., Any]) -> None:
+def test_a_wrong_attention_argument_is_found(name: str, change: Callable[..., Any]) -> None:
     with attention_changed(change):
         assert difference(name, fused=False) > VISIBLE
 
 
 @pytest.mark.parametrize("run", [shifted_positions, foreign_page])
 @pytest.mark.parametrize("name", TINY)
-def test_a_wrong_place_is_seen(name: str, run: Callable[..., list[Tensor]]) -> None:
+def test_a_wrong_position_or_page_is_found(name: str, run: Callable[..., list[Tensor]]) -> None:
     assert difference(name, run=run) > VISIBLE
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_mask_off_by_one_row_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "MASKS", ShiftedMasks())
+def test_a_mask_off_by_one_row_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouping, "MASKS", ShiftedMasks())
     assert difference(name) > VISIBLE
 
 
-def test_the_check_at_load_sees_a_planted_error() -> None:
+def test_the_load_check_finds_a_planted_error() -> None:
     with (
         attention_changed(scaled),
         pytest.raises(UnsupportedModel, match=r"differ from the stock model by 0\.\d+ .* allowed is 0.0001"),
@@ -201,30 +200,30 @@ def test_the_check_at_load_sees_a_planted_error() -> None:
 
 
 def test_a_prompt_chunk_without_scored_rows_still_fills_its_pages() -> None:
-    target, text = tiny_target("gemma2"), texts[1]
+    target, sequence = tiny_target("gemma2"), sequences[1]
     chunk, rest = PageStore(target.layers, 8, BLOCK, "cpu"), list(range(4))
     scored = PageStore(target.layers, 8, BLOCK, "cpu")
-    run_pieces(target, scored, [(text, rest, 0, 9)])
-    span = chunk.view_of([attention.SpanView(0, 9, chunk.where(rest, 9), 9)])
+    run_pieces(target, scored, [(sequence, rest, 0, 9)])
+    span = chunk.view_of([SpanView(0, 9, chunk.where(rest, 9), 9)])
     out = target.forward(
-        Batch([], text[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
+        Batch([], sequence[None, :9], torch.arange(9)[None], torch.empty(0, dtype=torch.long)), span
     )
     assert out.logits.shape == (0, VOCAB)
     assert all(torch.equal(a[:9], b[:9]) for a, b in zip(chunk.k + chunk.v, scored.k + scored.v, strict=True))
 
 
-def test_wrapping_leaves_the_model_as_it_was() -> None:
+def test_wrapping_does_not_modify_the_model() -> None:
     model = build("llama", attn_implementation="sdpa")
-    before = model(texts[0][None]).logits
+    before = model(sequences[0][None]).logits
     target = wrap_model(model)
     assert model.config._attn_implementation != attention.NAME
     assert target.model.config is not model.config
     assert target.model.lm_head.weight is model.lm_head.weight
     assert next(model.parameters()).requires_grad
-    assert torch.equal(model(texts[0][None]).logits, before)
+    assert torch.equal(model(sequences[0][None]).logits, before)
 
 
-def test_bf16_is_carried() -> None:
+def test_bf16_is_supported() -> None:
     model = copy.deepcopy(tiny_model("qwen3")).to(torch.bfloat16)
     target = wrap_model(model)
     assert target.dtype == torch.bfloat16
@@ -260,12 +259,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
-    "stablelm": ("stablelm", {}, "StableLmAttention does not hand the arguments of a forward down"),
+    "stablelm": ("stablelm", {}, "StableLmAttention does not pass the arguments of a forward on"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_carried_is_refused_by_name(case: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
     model_type, settings, reason = REFUSED[case]
     base = {"vocab_size": VOCAB} if model_type in ("mamba", "mamba2", "bloom") else None
     model = (
@@ -293,7 +292,7 @@ def test_a_class_that_keeps_its_own_attention_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("argument", ["position_bias", "indices", "head_mask", "s_aux_2"])
-def test_a_tensor_nobody_carries_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_tensor_is_refused_by_name(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     layer = type(model.model.layers[1].self_attn)
     inner = layer.forward

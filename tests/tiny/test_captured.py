@@ -1,7 +1,6 @@
-"""What is captured computes the same in every bucket, or is given back with a reason.
+"""Captured steps compute what the loop does in every bucket, or are refused with a reason.
 
-Here a piece is recorded by noting it, and replayed by calling it again on the same buffers: all but the graph
-itself. The graphs run in tests/gpu.
+Here a recorder calls a piece again on the same buffers in place of a CUDA graph. Graphs run in tests/gpu.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
+from speculon.checkpoints.memory import model_needs
 from speculon.kv.store import SpanView, View
 from speculon.models import captured as capturing
-from speculon.models.block import NotThisKind
+from speculon.models.block import CannotReplace
 from speculon.models.captured import BUCKETS, Captured, Piece, bucket_of, capture_bytes, sizes, static_bytes
 from speculon.models.compare import close
-from speculon.models.forecast import forecast
-from speculon.models.fuse import Trial
 from speculon.models.load import wrap_model
+from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
-from speculon.models.prove import paged_logits
 from speculon.models.taps import Taps
 from speculon.models.target import Target
+from speculon.models.trial import Trial
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
 from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
@@ -67,8 +66,8 @@ def step(
     """Two texts of so many rows together, or one of a row, whose ids begin at `base`."""
     trial = Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,))
     ids = (trial.batch.input_ids + base) % target.vocab_size
-    wanted = trial.batch.score_rows if scored is None else torch.tensor(scored, dtype=torch.long)
-    return Batch([], ids, trial.batch.position_ids, wanted), trial.view, trial
+    rows_to_score = trial.batch.score_rows if scored is None else torch.tensor(scored, dtype=torch.long)
+    return Batch([], ids, trial.batch.position_ids, rows_to_score), trial.view, trial
 
 
 def logits(run: Any, batch: Batch, view: View, taps: Taps | None = None) -> Tensor:
@@ -87,7 +86,7 @@ def test_what_is_captured_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_are_those_of_the_loop(mode: str) -> None:
+def test_outputs_are_those_of_the_loop(mode: str) -> None:
     target, truth = made(tiny_model("llama")), plain(mode)
     assert_same(crowd(mode), run(target, list(crowd(mode))), truth)
     script(truth)
@@ -122,7 +121,7 @@ def test_no_step_is_captured_short() -> None:
 
 
 @pytest.mark.parametrize("scored", [[0], [4], [4, 1], [0, 1, 2, 3, 4], [2, 2, 0]])
-def test_scored_rows_are_those_asked_for(scored: list[int]) -> None:
+def test_the_requested_rows_are_scored(scored: list[int]) -> None:
     target, captured, loop = both()
     for rows in (16, 5):
         batch, view, _ = step(target, rows, scored)
@@ -166,7 +165,7 @@ def kept_after_another_step(target: Target, captured: Captured) -> bool:
     return all(torch.equal(a, b) for a, b in zip(gave, before, strict=True))
 
 
-def test_the_next_step_changes_nothing_that_was_given() -> None:
+def test_the_next_step_changes_no_earlier_result() -> None:
     assert kept_after_another_step(*both()[:2])
 
 
@@ -177,9 +176,9 @@ def test_a_view_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5, 9])
-def test_nothing_comes_of_what_lies_behind_the_rows(rows: int) -> None:
+def test_later_rows_of_a_buffer_have_no_effect(rows: int) -> None:
     target, captured, loop = both()
-    for buffer in (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables):
+    for buffer in (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables):
         with torch.inference_mode():
             buffer.fill_(torch.nan)
     batch, view, _ = step(target, rows)
@@ -242,7 +241,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_error_is_given_back(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_error_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, name, wrong = PLANTED[plant]
     if name == "RECORDERS":
         monkeypatch.setitem(capturing.RECORDERS, "cpu", wrong)
@@ -258,7 +257,7 @@ def failing(device: torch.device) -> Any:
     return fail
 
 
-def test_what_cannot_be_recorded_stays_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_uses_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(capturing.RECORDERS, "cpu", failing)
     assert reasons(made()).endswith("not captured: called a synchronizing CUDA operation (1)")
 
@@ -272,7 +271,7 @@ def test_layers_of_different_shapes_are_not_captured() -> None:
     _, _, loop = both()
     first, last = loop.blocks
     other = replace(last, attention=replace(last.attention, heads=2))
-    with torch.inference_mode(), pytest.raises(NotThisKind, match="different numbers of heads"):
+    with torch.inference_mode(), pytest.raises(CannotReplace, match="different numbers of heads"):
         Captured(replace(loop, blocks=[first, other]), torch.device("cpu"), replayed)
 
 
@@ -283,12 +282,12 @@ def test_a_model_object_is_captured_where_its_weights_are() -> None:
     )
 
 
-def test_the_largest_are_recorded_first() -> None:
+def test_the_largest_are_captured_first() -> None:
     _, captured, _ = both()
     assert list(captured.pieces) == list(captured.scores) == sorted(BUCKETS, reverse=True)
 
 
-def test_in_half_precision_the_rows_agree_as_far_as_they_may() -> None:
+def test_in_half_precision_rows_agree_within_the_tolerance() -> None:
     target = made(build("llama").to(torch.bfloat16))
     assert isinstance(target.run, Captured)
     exact = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
@@ -302,7 +301,7 @@ def test_in_half_precision_the_rows_agree_as_far_as_they_may() -> None:
 def test_buffers_are_counted(name: str) -> None:
     target, captured, _ = both(name)
     config = target.model.config.get_text_config()
-    kept = (captured.x, captured.heads, captured.seen, captured.logits, *captured.tables)
+    kept = (captured.x, captured.heads, captured.attended, captured.logits, *captured.tables)
     kept += (captured.ids, captured.positions, captured.score_rows)
     assert static_bytes(config, target.layers, target.dtype) == sum(tensor.nbytes for tensor in kept)
     took = capture_bytes(config, target.layers, target.dtype)
@@ -313,11 +312,11 @@ def test_buffers_are_counted(name: str) -> None:
     )
 
 
-def test_the_forecast_counts_what_recording_takes(tmp_path: Any) -> None:
+def test_the_estimate_counts_what_capturing_takes(tmp_path: Any) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     cuda, target = torch.device("cuda"), tiny_target("llama")
     kept, recorded = (
-        forecast(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
+        model_needs(tmp_path, torch.float16, cuda, 7, 5, compile=compile) for compile in (False, True)
     )
     took = capture_bytes(target.model.config, recorded.layers, torch.float16)
     assert recorded.bytes_fixed - kept.bytes_fixed == took > 0

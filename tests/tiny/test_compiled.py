@@ -1,7 +1,4 @@
-"""What is compiled computes the same, or is given back with a reason.
-
-The compiler itself runs in tests/soak.
-"""
+"""Compiled steps compute what the loop does, or are refused. The compiler itself runs in tests/soak."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from speculon.core import LayerSpec
 from speculon.decoder import SpeculativeDecoder
 from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
-from speculon.models import linear
-from speculon.models.block import NotThisKind
-from speculon.models.fuse import Trial
+from speculon.models import compiled_layers, linear, programs
+from speculon.models.block import CannotReplace
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
+from speculon.models.load_check import paged_logits
 from speculon.models.loop import Loop
-from speculon.models.prove import paged_logits
 from speculon.models.target import Target
+from speculon.models.trial import Trial
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.conftest import CONTEXT, MIXED, VOCAB, build, tiny_model
@@ -39,7 +36,7 @@ from tests.tiny.scripted import Request, run
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers in the compiler's terms, run as they are."""
-    monkeypatch.setattr(compiling, "program", lambda layers, form, settings, given, key: layers)
+    monkeypatch.setattr(compiling, "program", lambda layers, *_: layers)
 
 
 PROMPTS = {"a": [1, 2, 3, 1, 2, 3, 1, 2], "b": [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], "c": [1, 2, 3, 4] * 9}
@@ -62,7 +59,7 @@ def reasons(target: Target) -> str:
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
-def test_the_layers_in_the_compilers_terms_are_the_same(
+def test_the_exportable_layers_compute_the_same(
     name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
@@ -77,43 +74,43 @@ def test_the_layers_in_the_compilers_terms_are_the_same(
 
 @pytest.mark.parametrize("layout", [Linear, packed])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral", "mixed"])
-def test_texts_are_those_of_the_loop(
+def test_outputs_are_those_of_the_loop(
     name: str, layout: Layout, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    crowd = [
+    batch = [
         Request(prompt, params, {"method": "ngram", "num_speculative_tokens": 4}, id)
         for id, prompt in PROMPTS.items()
     ]
-    texts, forms, arguments = {}, set[str](), compiling.Compiled.arguments
+    outputs, variants, arguments = {}, set[str](), compiling.Compiled.arguments
 
-    def watched(self: compiling.Compiled, *step: Any) -> tuple[str, compiling.Given]:
-        form, given = arguments(self, *step)
-        forms.add(form)
-        return form, given
+    def recorded(self: compiling.Compiled, *step: Any) -> tuple[str, programs.Arguments]:
+        variant, given = arguments(self, *step)
+        variants.add(variant)
+        return variant, given
 
-    monkeypatch.setattr(compiling.Compiled, "arguments", watched)
+    monkeypatch.setattr(compiling.Compiled, "arguments", recorded)
     for compile in (False, True):
         target = wrap_model(mixed() if name == "mixed" else tiny_model(name), share=False, compile=compile)
         assert isinstance(target.run, compiling.Compiled) == compile, target.fusion
-        forms.clear()
-        results = [run(target, given, block_size=64) for given in (crowd, crowd[:1])]
-        texts[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
-    assert texts[True] == texts[False]
-    assert forms == set(compiling.making_of(torch.float32, torch.device("cpu")).settings), "each program"
+        variants.clear()
+        results = [run(target, given, block_size=64) for given in (batch, batch[:1])]
+        outputs[compile] = [{key: result.tokens for key, result in found.items()} for found in results]
+    assert outputs[True] == outputs[False]
+    assert variants == set(compiling.plan_for(torch.float32, torch.device("cpu")).settings), "each program"
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Of each step that goes the compiled way, and whether they are of one text in consecutive slots."""
-    seen, forward = [], compiling.Layers.forward
+    seen, forward = [], compiled_layers.Layers.forward
 
-    def watched(self: compiling.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def recorded(self: compiled_layers.Layers, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append((len(ids), rest[2] is None))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(compiling.Layers, "forward", watched)
+    monkeypatch.setattr(compiled_layers.Layers, "forward", recorded)
     return seen
 
 
@@ -142,7 +139,7 @@ def test_with_other_threads_nothing_compiled_runs(uncompiled: None, rows: list[t
 @pytest.mark.parametrize(
     ("layout", "dtype"), [(Linear, "float32"), (packed, "float32"), (packed, "bfloat16")]
 )
-def test_the_forecast_counts_what_compiling_takes(
+def test_the_estimate_counts_what_compiling_takes(
     layout: Layout, dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(compiling, "layout_of", lambda dtype, device: layout)
@@ -158,24 +155,24 @@ def planted(*args: Any) -> torch.Tensor:
     return args[0]
 
 
-def test_a_wrong_one_is_given_back(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "rotate", planted)
+def test_a_wrong_program_is_not_used(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_layers, "rotate", planted)
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_a_program_that_no_step_was_tried_on_is_not_taken(
+def test_a_program_without_a_trial_step_is_not_used(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    monkeypatch.setattr(compiling, "shared", lambda *given: False)
+    monkeypatch.setattr(compiling, "is_joint", lambda *given: False)
     assert "not compiled: no step was tried for ['joint']" in reasons(made())
 
 
-def test_texts_that_get_each_others_rows_are_given_back(
+def test_a_joint_call_with_exchanged_rows_is_not_used(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
-    right = compiling.attend_joint
+    right = compiled_layers.attend_joint
 
     def wrong(
         keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, joint: Any, *given: Any
@@ -183,49 +180,49 @@ def test_texts_that_get_each_others_rows_are_given_back(
         rows, order, *rest = joint
         return right(keys, values, slots, (rows, order.flip(0), *rest), *given)
 
-    monkeypatch.setattr(compiling, "attend_joint", wrong)
+    monkeypatch.setattr(compiled_layers, "attend_joint", wrong)
     assert "not compiled: it computes something else" in reasons(made())
 
 
-def test_texts_share_a_call_where_that_copies_little_padding(
+def test_sequences_share_a_call_with_little_padding(
     uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     target = made()
     assert isinstance(target.run, compiling.Compiled)
-    crowd, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
+    batch, single = Trial.of(target, (8, 3)), Trial.of(target, (33, 5))
     steps = {
-        "one": crowd.last(1),
-        "few": crowd.last(5),
-        "joint": crowd.last(2, 3),
+        "one": batch.last(1),
+        "few": batch.last(5),
+        "joint": batch.last(2, 3),
         "many": (single.batch, single.view),
     }
-    for form, step in steps.items():
+    for variant, step in steps.items():
         found, given = target.run.arguments(*step)
-        assert found == form
+        assert found == variant
         assert all(x is None or x.is_contiguous() for x in given), "programs take it for granted"
     spec = LayerSpec("attention", 2, 16, 16, torch.float32)
     rows, keys = [SpanView(0, 20, slice(0, 20), 20)], [SpanView(0, 2, slice(0, 30), 30)]
     rows += [SpanView(20 + i, 21 + i, slice(0, 15), 15) for i in range(5)]
     keys += [SpanView(2 + i, 3 + i, slice(0, 3), 3) for i in range(5)]
-    assert not compiling.shared(rows, spec, 2), "25 rows, padded to 120"
-    assert not compiling.shared(keys, spec, 2), "45 keys, padded to 180"
-    assert compiling.shared(keys, replace(spec, window=3), 2), "19 keys, padded to 24"
-    assert not compiling.shared(keys, replace(spec, window=3, k_dim=1 << 20), 2), "too much to copy"
-    assert not compiling.shared(keys, replace(spec, window=3), 1 << 20), "masks too large"
+    assert not compiling.is_joint(rows, spec, 2), "25 rows, padded to 120"
+    assert not compiling.is_joint(keys, spec, 2), "45 keys, padded to 180"
+    assert compiling.is_joint(keys, replace(spec, window=3), 2), "19 keys, padded to 24"
+    assert not compiling.is_joint(keys, replace(spec, window=3, k_dim=1 << 20), 2), "too much to copy"
+    assert not compiling.is_joint(keys, replace(spec, window=3), 1 << 20), "masks too large"
 
 
 @pytest.mark.parametrize(
     ("layout", "which"),
     [(Linear, "one"), (Linear, "few"), (Linear, "joint"), (Linear, "many"), (packed, "scattered")],
 )
-def test_a_program_that_leaves_the_pages_as_they_are_is_given_back(
+def test_a_program_that_writes_no_pages_is_not_used(
     layout: Layout, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
 
-    def forgetful(layers: compiling.Layers, form: str, *how: Any) -> compiling.Program:
-        return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if form == which else layers
+    def forgetful(layers: compiled_layers.Layers, variant: str, *how: Any) -> programs.Program:
+        return (lambda *args: layers(*args[:4], *copy.deepcopy(args[4:]))) if variant == which else layers
 
     monkeypatch.setattr(compiling, "program", forgetful)
     assert "not compiled: it computes something else" in reasons(made())
@@ -241,11 +238,11 @@ def test_a_draft_models_masks_are_of_its_own_dtype(uncompiled: None) -> None:
         assert mask is not None and mask.shape == (2, 1, rows, 2) and mask.dtype is torch.float32
 
 
-def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_over_weights_in_rows_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: Linear)
     loop = wrap_model(tiny_model("qwen3"), share=False).run
     assert isinstance(loop, Loop)
-    layers, given = compiling.Layers(loop, [0] * len(loop.blocks)), {}
+    layers, given = compiled_layers.Layers(loop, [0] * len(loop.blocks)), {}
 
     class Package:
         loader = SimpleNamespace(boxed_run=None)
@@ -257,20 +254,20 @@ def test_programs_over_weights_in_rows_have_none_of_their_own(monkeypatch: pytes
             given.update(weights)
             assert how == {"check_full_update": True, "user_managed": True}
 
-    monkeypatch.setattr(compiling, "aoti_load_package", lambda path, **how: Package())
-    compiling.loaded(Path("package"), layers, compiling.FOLDED)
+    monkeypatch.setattr(programs, "aoti_load_package", lambda path, **how: Package())
+    programs.loaded(Path("package"), layers, programs.FOLDED)
     assert not given
-    compiling.loaded(Path("package"), layers, compiling.SHARED)
+    programs.loaded(Path("package"), layers, programs.SHARED)
     monkeypatch.setattr(Package, "get_constant_fqns", lambda self: ["lifted_0"])
-    with pytest.raises(NotThisKind, match="lifted_0 is a constant, but no weight"):
-        compiling.loaded(Path("package"), layers, compiling.SHARED)
+    with pytest.raises(CannotReplace, match="lifted_0 is a constant, but no weight"):
+        programs.loaded(Path("package"), layers, programs.SHARED)
     qkv, head = loop.blocks[1].attention.qkv, loop.head
     assert isinstance(qkv, Linear) and isinstance(head, torch.nn.Linear) and len(given) == 3
     assert given["layers.1.qkv.weight"].data_ptr() == qkv.weight.data_ptr()
     assert given["head.weight"].data_ptr() == head.weight.data_ptr()
 
 
-def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: str, **how: Any) -> Any:
         if Path(path).read_text() != "whole":
             raise RuntimeError("not a package")
@@ -285,18 +282,18 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "aoti_load_package": load,
         "aoti_compile_and_package": compile,
     }.items():
-        monkeypatch.setattr(compiling, name, stand_in)
+        monkeypatch.setattr(programs, name, stand_in)
     layers: Any = SimpleNamespace(kinds=[0])
-    given: compiling.Given = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
-    monkeypatch.setattr(compiling, "export", lambda *args, **how: None)
-    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
+    given: programs.Arguments = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
+    monkeypatch.setattr(programs, "export", lambda *args, **how: None)
+    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
     (file,) = (tmp_path / "speculon").iterdir()
     file.write_text("hal")
     assert (
-        compiling.program(layers, "scattered", compiling.FOLDED, given, "key") and file.read_text() == "whole"
+        programs.program(layers, "scattered", programs.FOLDED, given, "key") and file.read_text() == "whole"
     )
-    monkeypatch.setattr(compiling, "aoti_compile_and_package", failing(AssertionError("it is kept")))
-    assert compiling.program(layers, "scattered", compiling.FOLDED, given, "key")
+    monkeypatch.setattr(programs, "aoti_compile_and_package", failing(AssertionError("it is kept")))
+    assert programs.program(layers, "scattered", programs.FOLDED, given, "key")
 
 
 def failing(error: Exception) -> Callable[..., Any]:
@@ -306,10 +303,10 @@ def failing(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
+def test_without_a_compiler_the_loop_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(
-        compiling, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
+        programs, "export", failing(RuntimeError("No working C++ compiler found\nin a long text"))
     )
     assert "not compiled: No working C++ compiler found" in reasons(made())
 
@@ -317,20 +314,18 @@ def test_where_no_compiler_is_found_the_loop_stays(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "error", [PermissionError("no room to write"), AssertionError("planted"), KeyError("planted")], ids=repr
 )
-def test_whatever_the_compiler_raises_the_loop_stays(
+def test_after_any_compiler_error_the_loop_is_used(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(compiling, "export", failing(error))
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(programs, "export", failing(error))
     assert f"not compiled: {error}" in reasons(made())
 
 
-def test_where_the_cache_cannot_be_written_the_loop_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_writable_cache_the_loop_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     # no folder: not even root may write below it
-    monkeypatch.setattr(compiling, "cache_dir", lambda: tmp_path / "file")
+    monkeypatch.setattr(programs, "cache_dir", lambda: tmp_path / "file")
     assert "not compiled: [Errno" in reasons(made())
 
 
@@ -344,23 +339,23 @@ def key_of(**config: Any) -> str:
     like.load_state_dict(model.state_dict())
     loop = wrap_model(like.eval(), share=False).run
     assert isinstance(loop, Loop)
-    return compiling.key_of(compiling.Layers(loop, [0] * len(loop.blocks)))
+    return programs.key_of(compiled_layers.Layers(loop, [0] * len(loop.blocks)))
 
 
 @pytest.mark.parametrize(
     "config", [{"rms_norm_eps": 1e-3}, {"rope": {"rope_theta": 77.0}}, {"hidden_act": "gelu"}], ids=str
 )
-def test_a_program_of_the_same_weights_with_another_config_is_not_taken(config: dict[str, Any]) -> None:
+def test_a_program_of_another_config_is_not_used(config: dict[str, Any]) -> None:
     assert key_of() == key_of()
     assert key_of() != key_of(**config)
 
 
-def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
+def test_a_program_for_other_layer_kinds_is_not_used() -> None:
     loop = wrap_model(tiny_model("qwen3"), share=False).run
     assert isinstance(loop, Loop)
     count = len(loop.blocks)
     keys = {
-        compiling.key_of(compiling.Layers(loop, kinds))
+        programs.key_of(compiled_layers.Layers(loop, kinds))
         for kinds in ([0] * count, [0, 1] * (count // 2), [1, 0] * (count // 2))
     }
     assert len(keys) == 3
@@ -376,13 +371,13 @@ def test_a_program_for_other_kinds_of_layers_is_not_taken() -> None:
     ],
     ids=["bf16", "shared", "experts", "sinks"],
 )
-def test_what_is_not_compiled_says_why(
+def test_the_reason_for_not_compiling_is_reported(
     model: Callable[[], Any], share: bool, reason: str, uncompiled: None
 ) -> None:
     assert f"not compiled: {reason}" in reasons(made(model(), share=share))
 
 
-def test_a_model_object_that_was_to_be_compiled_says_why_not() -> None:
+def test_a_model_object_reports_why_it_is_not_compiled() -> None:
     decoder = SpeculativeDecoder(tiny_model("qwen3"), tiny_model("llama"), method="draft_model", compile=True)
     drafter = decoder.engine.proposers._built["draft_model"]
     assert isinstance(drafter, DraftModel)

@@ -9,11 +9,13 @@ import pytest
 from speculon import LLM
 from speculon.bench import workloads
 from speculon.bench.measure import loops
+from speculon.checkpoints.eagle3_config import TargetShape, check_pair
+from speculon.checkpoints.families import read_eagle3_config
+from speculon.checkpoints.locate import DEMO
 from speculon.demo import corpus
-from speculon.models.drafters import Shape, check_pair
-from speculon.models.eagle import agreement, head_needs, load_head
-from speculon.models.families import recognise_drafter
-from speculon.models.load import DEMO, load_target
+from speculon.models.eagle import agreement
+from speculon.models.eagle_load import head_needs, load_head
+from speculon.models.load import load_target
 
 HEAD = "demo-eagle3"
 
@@ -52,11 +54,11 @@ def test_taps_in_the_wrong_order_are_told_apart(llm: LLM) -> None:
     one.
     """
     target = load_target("demo", dtype="float32", device="cpu")
-    sheet = recognise_drafter(DEMO / "eagle3")
-    own = sheet.readings(len(target.layers))[0]
+    config = read_eagle3_config(DEMO / "eagle3")
+    own = config.tap_layouts(len(target.layers))[0]
     assert own == (1, 9, 16)
-    assert not check_pair(sheet, Shape(256, target.vocab_size, len(target.layers), "Qwen3ForCausalLM"))
-    head, layers = load_head(sheet, target), head_needs(sheet, own, target, 1, 1).layers[1:]
+    assert not check_pair(config, TargetShape(256, target.vocab_size, len(target.layers), "Qwen3ForCausalLM"))
+    head, layers = load_head(config, target), head_needs(config, own, target, 1, 1).layers[1:]
     ids = llm.tokenizer.encode(corpus.read_source(corpus.stdlib_files(held_out=True)[3]) or "")[:300]
     right, wrong = (agreement(head, target, layers, taps, ids) for taps in (own, own[::-1]))
     assert right > 0.5

@@ -1,4 +1,4 @@
-"""The shipped model writes the same code with transformers' generate, plainly, and with any number of drafts."""
+"""The shipped model generates the same code with transformers, with plain decoding, and with drafts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Heads of every dialect are read as they were written, lies in configs are doubted, and drafters are found
-beside a target.
-"""
+"""Heads of every format are read as written, and tensors overrule wrong configs."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_pair, read_offsets
+from speculon.checkpoints.families import read_eagle3_config
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.models.drafters import Eagle3, Shape, check_pair, read_offsets
-from speculon.models.families import recognise_drafter
-from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
+from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, Head, make_head, without, write_eagle3
 
 TARGET = SimpleNamespace(
     hidden_size=32, vocab_size=96, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
 )
-SHAPE = Shape(32, 96, 8, "Qwen3ForCausalLM")
+SHAPE = TargetShape(32, 96, 8, "Qwen3ForCausalLM")
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
     "some of the vocabulary": {"draft_vocab": 40},
@@ -51,52 +49,56 @@ WRITING: dict[str, dict[str, Any]] = {
     },
 }
 SAME = [
-    name for name in Eagle3.__slots__ if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")
+    name
+    for name in Eagle3Config.__slots__
+    if name in Head.__dataclass_fields__ and name not in ("taps", "tap_ids")
 ]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a sheet, by its names."""
-    sheet, found = recognise_drafter(folder), {}
-    for path in sheet.files:
+    """The tensors of a config, by its names."""
+    config, found = read_eagle3_config(folder), {}
+    for path in config.files:
         with safe_open(path, "pt") as file:
             found |= {
-                ours: file.get_tensor(theirs) for ours, theirs in sheet.names.items() if theirs in file.keys()
+                ours: file.get_tensor(theirs)
+                for ours, theirs in config.names.items()
+                if theirs in file.keys()
             }
     return found
 
 
 def agrees(folder: Path, head: Head) -> bool:
-    """The sheet says of a head what it was made with, and its names lead to the head's tensors."""
-    sheet, tensors = recognise_drafter(folder), read(folder)
-    wanted = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
+    """The config says of a head what it was made with, and its names lead to the head's tensors."""
+    config, tensors = read_eagle3_config(folder), read(folder)
+    expected = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     return (
-        all(getattr(sheet, name) == getattr(head, name) for name in SAME)
-        and sheet.readings(head.target_layers)[0] == head.taps
-        and sheet.taps == len(head.taps)
-        and tensors.keys() == wanted.keys()
-        and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+        all(getattr(config, name) == getattr(head, name) for name in SAME)
+        and config.tap_layouts(head.target_layers)[0] == head.taps
+        and config.taps == len(head.taps)
+        and tensors.keys() == expected.keys()
+        and all(torch.equal(tensors[name], expected[name]) for name in expected)
     )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_head_is_read_as_it_was_written(dialect: str, variant: str, tmp_path: Path) -> None:
-    folder = write_eagle3(tmp_path / "head", TARGET, dialect, **VARIANTS[variant])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_head_is_read_as_it_was_written(format: str, variant: str, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", TARGET, format, **VARIANTS[variant])
     assert agrees(folder, make_head(TARGET, **VARIANTS[variant]))
-    sheet = recognise_drafter(folder)
-    assert (sheet.dialect, sheet.tap_ids) == (dialect, None)
-    assert all("target_hidden_size" in note for note in sheet.notes) and not check_pair(sheet, SHAPE)
-    assert sheet.verifier == (("Qwen3ForCausalLM",) if dialect == "speculators" else ())
-    assert sheet.speculative_tokens == (3 if dialect == "speculators" else None)
+    config = read_eagle3_config(folder)
+    assert (config.format, config.tap_ids) == (format, None)
+    assert all("target_hidden_size" in note for note in config.notes) and not check_pair(config, SHAPE)
+    assert config.verifier == (("Qwen3ForCausalLM",) if format == "speculators" else ())
+    assert config.speculative_tokens == (3 if format == "speculators" else None)
 
 
 @pytest.mark.parametrize("writing", WRITING)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_head_is_read_however_its_files_lie(dialect: str, writing: str, tmp_path: Path) -> None:
-    folder = write_eagle3(tmp_path / "head", TARGET, dialect, draft_vocab=40, **WRITING[writing])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_head_is_read_from_any_files(format: str, writing: str, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", TARGET, format, draft_vocab=40, **WRITING[writing])
     assert agrees(folder, make_head(TARGET, draft_vocab=40))
-    assert not recognise_drafter(folder).notes
+    assert not read_eagle3_config(folder).notes
 
 
 def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
@@ -104,13 +106,13 @@ def test_old_names_of_the_tap_norms(tmp_path: Path) -> None:
     assert agrees(folder, make_head(TARGET, fc_norm=True))
 
 
-@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect not in TAPLESS])
+@pytest.mark.parametrize("format", [format for format in FORMATS if format not in TAPLESS])
 @pytest.mark.parametrize("taps", [(1, 4, 6), (0, 7), (2, 3, 5, 6)])
-def test_named_taps_are_found_among_the_readings(dialect: str, taps: tuple[int, ...], tmp_path: Path) -> None:
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, dialect, taps=taps))
-    assert sheet.readings(8)[0] == taps
-    told = dialect == "speculators" or taps[0] == 1
-    assert len(sheet.readings(8)) == (1 if told else 2)
+def test_configured_taps_are_among_the_layouts(format: str, taps: tuple[int, ...], tmp_path: Path) -> None:
+    config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, format, taps=taps))
+    assert config.tap_layouts(8)[0] == taps
+    known = format == "speculators" or taps[0] == 1
+    assert len(config.tap_layouts(8)) == (1 if known else 2)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +126,17 @@ def test_named_taps_are_found_among_the_readings(dialect: str, taps: tuple[int, 
         pytest.param({"windows": 6}, id="a window"),
     ],
 )
-def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_another_head_is_found(wrong: dict[str, Any], tmp_path: Path) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40)
     assert agrees(folder, make_head(TARGET, draft_vocab=40))
     assert not agrees(folder, make_head(TARGET, **{"draft_vocab": 40, **wrong}))
 
 
-# -- configs that lie
-# ------------------------------------------------------------------------------------------------------
+# -- wrong configs
 
 
 @pytest.mark.parametrize(
-    ("lie", "note"),
+    ("wrong", "note"),
     [
         pytest.param({"num_hidden_layers": 36}, "num_hidden_layers is 36, the tensors' 1", id="layers"),
         pytest.param({"hidden_size": 4096}, "hidden_size is 4096, the tensors' 32", id="hidden"),
@@ -152,36 +153,38 @@ def test_another_head_is_seen(wrong: dict[str, Any], tmp_path: Path) -> None:
         pytest.param({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, the tensors' 3", id="taps"),
     ],
 )
-def test_a_lie_is_noted_and_the_tensors_believed(lie: dict[str, Any], note: str, tmp_path: Path) -> None:
-    sheet = recognise_drafter(
-        write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=lie)
+def test_a_wrong_config_is_noted_and_tensors_decide(wrong: dict[str, Any], note: str, tmp_path: Path) -> None:
+    config = read_eagle3_config(
+        write_eagle3(tmp_path / "head", TARGET, "specforge", draft_vocab=40, config=wrong)
     )
-    assert any(note in line for line in sheet.notes)
+    assert any(note in line for line in config.notes)
     true = make_head(TARGET, draft_vocab=40)
-    assert all(getattr(sheet, name) == getattr(true, name) for name in SAME)
+    assert all(getattr(config, name) == getattr(true, name) for name in SAME)
 
 
-def test_a_norm_that_the_config_denies_is_used(tmp_path: Path) -> None:
-    lie = {"norm_before_fc": False}
-    sheet = recognise_drafter(
-        write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=lie)
+def test_a_norm_with_a_tensor_is_used(tmp_path: Path) -> None:
+    wrong = {"norm_before_fc": False}
+    config = read_eagle3_config(
+        write_eagle3(tmp_path / "head", TARGET, "specforge", norm_before_fc=True, config=wrong)
     )
-    assert sheet.norm_before_fc and "norm_before_fc is false, but there is a tensor for it" in sheet.notes[0]
+    assert (
+        config.norm_before_fc and "norm_before_fc is false, but there is a tensor for it" in config.notes[0]
+    )
 
 
-@pytest.mark.parametrize(("dialect", "value"), [("speculators", True), ("specforge", False)])
-def test_what_norm_before_residual_is_where_nobody_says(dialect: str, value: bool, tmp_path: Path) -> None:
-    folder = write_eagle3(tmp_path / "head", TARGET, dialect, config={"norm_before_residual": None})
-    sheet = recognise_drafter(folder)
-    assert sheet.norm_before_residual is value
-    assert any("norm_before_residual" in note for note in sheet.notes) is value
+@pytest.mark.parametrize(("format", "value"), [("speculators", True), ("specforge", False)])
+def test_the_default_of_norm_before_residual(format: str, value: bool, tmp_path: Path) -> None:
+    folder = write_eagle3(tmp_path / "head", TARGET, format, config={"norm_before_residual": None})
+    config = read_eagle3_config(folder)
+    assert config.norm_before_residual is value
+    assert any("norm_before_residual" in note for note in config.notes) is value
 
 
-def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path) -> None:
+def test_taps_of_the_target_are_read_without_target_hidden_size(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"hidden": 16, "taps": (1, 4, 6), "config": {"target_hidden_size": None}}
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", **settings))
-    assert (sheet.target_hidden, sheet.taps) == (32, 3)
-    assert sheet.notes == ("the config's target_hidden_size is 16, the tensors' 32",)
+    config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", **settings))
+    assert (config.target_hidden, config.taps) == (32, 3)
+    assert config.notes == ("the config's target_hidden_size is 16, the tensors' 32",)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +221,7 @@ def test_taps_of_the_target_are_read_where_the_width_is_not_said(tmp_path: Path)
 )
 def test_rope_is_the_drafters_own(rope: dict[str, Any], read_as: dict[str, Any], tmp_path: Path) -> None:
     assert (
-        recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
+        read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", config=rope)).rope == read_as
     )
 
 
@@ -264,7 +267,7 @@ REFUSALS: list[Any] = [
         {"layers": 2, "later_norm": "x"},
         None,
         UnsupportedModel,
-        "with layers.1.x.weight, which is not carried",
+        "with layers.1.x.weight, which is not supported",
         id="unknown inside",
     ),
     pytest.param(
@@ -328,7 +331,7 @@ REFUSALS: list[Any] = [
         {"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
         None,
         UnsupportedModel,
-        "rope_type 'dynamic' is not carried",
+        "rope_type 'dynamic' is not supported",
         id="moving rope",
     ),
     pytest.param(
@@ -339,10 +342,10 @@ REFUSALS: list[Any] = [
         id="no factor",
     ),
     pytest.param(
-        {"config": {"rope_theta": "much"}}, None, ModelError, "not to be read .*'much'", id="no number"
+        {"config": {"rope_theta": "much"}}, None, ModelError, "cannot be read .*'much'", id="no number"
     ),
-    pytest.param({"config": {"architectures": 5}}, None, ModelError, "not to be read", id="architectures"),
-    pytest.param({"config": {"rms_norm_eps": [1]}}, None, ModelError, "not to be read", id="eps"),
+    pytest.param({"config": {"architectures": 5}}, None, ModelError, "cannot be read", id="architectures"),
+    pytest.param({"config": {"rms_norm_eps": [1]}}, None, ModelError, "cannot be read", id="eps"),
     pytest.param(
         {"config": {"layer_types": ["chunked"]}}, None, UnsupportedModel, "layer_types", id="layer types"
     ),
@@ -357,32 +360,32 @@ REFUSALS: list[Any] = [
 
 
 @pytest.mark.parametrize(("variant", "change", "error", "words"), REFUSALS)
-def test_what_does_not_fit_together_is_refused(
+def test_contradictions_are_refused(
     variant: dict[str, Any], change: Any, error: type[ModelError], words: str, tmp_path: Path
 ) -> None:
     folder = write_eagle3(tmp_path / "head", TARGET, "specforge", **variant)
     if change:
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
         change(folder)
     with pytest.raises(error, match=words):
-        recognise_drafter(folder)
+        read_eagle3_config(folder)
 
 
-def test_taps_in_disorder_are_put_in_order(tmp_path: Path) -> None:
+def test_unordered_taps_are_sorted(tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [7, 2, 5]}
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "specforge", config=ids))
-    assert (sheet.tap_ids, sheet.readings(8)) == ((2, 5, 7), ((1, 4, 6),))
-    assert "[7, 2, 5] were put in order" in sheet.notes[0]
+    config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "specforge", config=ids))
+    assert (config.tap_ids, config.tap_layouts(8)) == ((2, 5, 7), ((1, 4, 6),))
+    assert "[7, 2, 5] were put in order" in config.notes[0]
 
 
 def test_offsets_are_read_without_torch(tmp_path: Path) -> None:
     head = make_head(TARGET, draft_vocab=40)
-    sheet = recognise_drafter(write_eagle3(tmp_path / "head", TARGET, "nebius", shards=2, draft_vocab=40))
-    assert read_offsets(sheet) == head.tensors["d2t"].tolist()
-    assert read_offsets(recognise_drafter(write_eagle3(tmp_path / "whole", TARGET))) == []
+    config = read_eagle3_config(write_eagle3(tmp_path / "head", TARGET, "nebius", shards=2, draft_vocab=40))
+    assert read_offsets(config) == head.tensors["d2t"].tolist()
+    assert read_offsets(read_eagle3_config(write_eagle3(tmp_path / "whole", TARGET))) == []
 
 
-def test_an_embedding_that_is_the_head_too(tmp_path: Path) -> None:
+def test_tied_embeddings_are_the_head(tmp_path: Path) -> None:
     folder = write_eagle3(
         tmp_path / "head",
         TARGET,

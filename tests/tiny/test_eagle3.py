@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of every dialect change no token, and their rows are those of the formula, whatever happens
+"""EAGLE-3 heads of every format change no token, and their rows are those of the formula, whatever happens
 to their pages.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from speculon.config import SamplingParams
 from speculon.errors import SpeculonError, UnsupportedModel
-from speculon.models import eagle
+from speculon.models import eagle, eagle_load
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
-from tests.tiny.dialects import DIALECTS, LLAMA3, TAPLESS, write_eagle3
+from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
     CONTEXT,
     Texts,
@@ -118,10 +118,10 @@ def ask(k: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_changes_no_token(dialect: str, k: int, tmp_path: Path) -> None:
-    taps = None if dialect in TAPLESS else (1, 3, 4)
-    head = write_eagle3(tmp_path, deep_model().config, dialect, taps=taps)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
+    taps = None if format in TAPLESS else (1, 3, 4)
+    head = write_eagle3(tmp_path, deep_model().config, format, taps=taps)
     watch = watch_heads(plain("greedy"))
     results = write(crowd("greedy"), folder_of(head), ask(k))
     assert texts_of(results) == plain("greedy")
@@ -262,21 +262,21 @@ def test_a_prefix_whose_writer_did_not_draft_is_read_from_its_states(tmp_path: P
 def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
     better: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    readings = (0, 2, 3), (-1, 1, 2)
-    head = write_eagle3(tmp_path, deep_model().config, "specforge", taps=readings[0])
+    tap_layouts = (0, 2, 3), (-1, 1, 2)
+    head = write_eagle3(tmp_path, deep_model().config, "specforge", taps=tap_layouts[0])
     agreement = eagle.agreement
 
     def favour(*args: Any) -> float:
         assert 0 <= agreement(*args) <= 1
-        return float(args[3] == readings[better])
+        return float(args[3] == tap_layouts[better])
 
     monkeypatch.setattr("speculon.proposers.eagle3.agreement", favour)
     with caplog.at_level("INFO", "speculon"):
         watch = watch_heads(plain("greedy"))
         results = write(crowd("greedy"), folder_of(head), ask(3))
     assert texts_of(results) == plain("greedy")
-    assert f"taken: {list(readings[better])}" in caplog.text
-    assert bool(wrong_rows(watch, head_of(taps=readings[0]), whole("greedy"))) == bool(better)
+    assert f"taken: {list(tap_layouts[better])}" in caplog.text
+    assert bool(wrong_rows(watch, head_of(taps=tap_layouts[0]), whole("greedy"))) == bool(better)
 
 
 def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
@@ -321,7 +321,9 @@ def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("speculon.models.drafters.Eagle3.readings", lambda self, num_layers: ((2, 3, 4),))
+    patch.setattr(
+        "speculon.checkpoints.eagle3_config.Eagle3Config.tap_layouts", lambda self, num_layers: ((2, 3, 4),)
+    )
 
 
 def swapped(patch: pytest.MonkeyPatch) -> None:
@@ -341,18 +343,18 @@ def fed_back_normed(patch: pytest.MonkeyPatch) -> None:
 
 
 def inherited_theta(patch: pytest.MonkeyPatch) -> None:
-    config = eagle.rope_config
+    rope_config = eagle_load.rope_config
 
-    def inherit(sheet: Any) -> Any:
-        made = config(sheet)
+    def inherit(config: Any) -> Any:
+        made = rope_config(config)
         made.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
         return made
 
-    patch.setattr(eagle, "rope_config", inherit)
+    patch.setattr(eagle_load, "rope_config", inherit)
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle, "ids_of", lambda sheet, offsets, device: offsets)
+    patch.setattr(eagle_load, "ids_of", lambda config, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A fused layer computes what the stock one does, and one that does not is given back."""
+"""A fused layer computes what the stock layer does; one that does not is refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from speculon.models import block as blocks
 from speculon.models import fuse as fusing
 from speculon.models import linear
-from speculon.models.block import Attention, Block, Norm, NotThisKind, norm_of, same_norm
-from speculon.models.linear import Beside, Layout, Linear, Packed, joined, packable, packed, plain
+from speculon.models.autotune import median_times
+from speculon.models.block import Attention, Block, CannotReplace, Norm, norm_of, same_norm
+from speculon.models.linear import Layout, Linear, Packed, SideBySide, joined, packable, packed, plain
 from speculon.models.load import wrap_model
-from speculon.models.prove import paged_logits
-from speculon.models.race import race
+from speculon.models.load_check import paged_logits
 from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
@@ -47,7 +47,7 @@ class TinyRMSNorm(Stock):
 
 
 @pytest.mark.parametrize("plus", [0.0, 1.0])
-def test_a_norm_is_found_with_its_weight_as_it_is_and_with_one_added(plus: float) -> None:
+def test_a_norm_is_found_with_weight_w_and_one_plus_w(plus: float) -> None:
     stock = TinyRMSNorm(plus=plus)
     torch.testing.assert_close(norm_of(stock).weight, stock.weight + plus)
 
@@ -57,21 +57,21 @@ def test_a_norm_is_found_with_its_weight_as_it_is_and_with_one_added(plus: float
     [{"plus": 1.0}, {"plus": 1e-3}, {"eps": 1e-3}],
     ids=["1 + w", "a small shift", "another epsilon"],
 )
-def test_a_planted_difference_of_a_norm_is_seen(planted: dict[str, float]) -> None:
+def test_a_planted_difference_of_a_norm_is_found(planted: dict[str, float]) -> None:
     stock = TinyRMSNorm(**planted)
     assert not same_norm(stock, Norm(stock.weight.detach(), 1e-5))
 
 
 @pytest.mark.parametrize("other", [nn.LayerNorm(8), nn.Linear(8, 8), Stock(), TinyRMSNorm(plus=1e-3)])
-def test_what_is_no_such_norm_is_refused(other: nn.Module) -> None:
-    with pytest.raises(NotThisKind):
+def test_another_norm_is_refused(other: nn.Module) -> None:
+    with pytest.raises(CannotReplace):
         norm_of(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("layout", [Linear, packed])
-def test_joined_layers_give_what_each_gives(
+def test_joined_layers_compute_what_each_computes(
     layout: Layout, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
@@ -80,7 +80,7 @@ def test_joined_layers_give_what_each_gives(
     with torch.inference_mode():
         expected = torch.cat([layer(x) for layer in stock], -1)
         beside, one = joined(stock, share=True), joined(stock, share=False)
-        assert isinstance(beside, Beside)
+        assert isinstance(beside, SideBySide)
         assert isinstance(one, Packed if layout is packed and packable(dtype, x.device) else Linear)
         assert beside.parts[0].weight.data_ptr() == stock[0].weight.data_ptr()
         alone = joined(stock[:1], share=False)
@@ -95,19 +95,19 @@ def test_joined_layers_give_what_each_gives(
 
 
 @pytest.mark.parametrize("times, layout", [([2.0, 1.0], packed), ([1.0, 2.0], Linear)])
-def test_the_layout_is_the_one_that_was_faster(
+def test_the_faster_layout_is_chosen(
     times: list[float], layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        linear, "race", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
+        linear, "median_times", lambda ways: [way() or time for way, time in zip(ways, times, strict=True)]
     )
     if not packable(torch.float32, torch.device("cpu")):
         pytest.skip("nothing is packed here")
     assert linear.fastest.__wrapped__(torch.float32, 1) is layout
 
 
-def test_a_race_is_won_by_who_takes_least_time() -> None:
-    slow, fast = race([partial(sleep, 0.01), partial(sleep, 0.001)])
+def test_the_least_time_is_the_fastest() -> None:
+    slow, fast = median_times([partial(sleep, 0.01), partial(sleep, 0.001)])
     assert fast < slow
 
 
@@ -139,7 +139,7 @@ def test_every_architecture_is_fused_as_far_as_its_structure_allows(
     assert bool(fusion.refused) == (name not in WHOLE)
 
 
-def test_a_model_in_memory_keeps_its_modules_and_its_weights() -> None:
+def test_a_model_in_memory_is_not_modified() -> None:
     model = build("llama")
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     target = wrap_model(model, share=False)
@@ -150,14 +150,14 @@ def test_a_model_in_memory_keeps_its_modules_and_its_weights() -> None:
 
 def swapped(attention: Attention) -> Attention:
     """k and v exchanged in the product of the three."""
-    assert isinstance(attention.qkv, Beside)
+    assert isinstance(attention.qkv, SideBySide)
     q, k, v = attention.qkv.parts
-    attention.qkv = Beside([q, v, k])
+    attention.qkv = SideBySide([q, v, k])
     return attention
 
 
 def without_bias(attention: Attention) -> Attention:
-    assert isinstance(attention.qkv, Beside) and attention.qkv.parts[1].bias is not None
+    assert isinstance(attention.qkv, SideBySide) and attention.qkv.parts[1].bias is not None
     attention.qkv.parts[1].bias = None
     return attention
 
@@ -178,14 +178,15 @@ def broken_block(change: Callable[[Attention], Attention]) -> Callable[..., Bloc
 
 def one_plus(*args: Any) -> Block:
     block = blocks.block_of(*args)
-    block.norms = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)  # type: ignore[assignment]
+    norms: Any = tuple(norm and Norm(1 + norm.weight, norm.eps) for norm in block.norms)
+    block.norms = norms
     return block
 
 
 def up_for_gate(*args: Any) -> Block:
     block = blocks.block_of(*args)
-    assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, Beside)
-    block.mlp.gate_up = Beside(list(reversed(block.mlp.gate_up.parts)))
+    assert isinstance(block.mlp, blocks.Gated) and isinstance(block.mlp.gate_up, SideBySide)
+    block.mlp.gate_up = SideBySide(list(reversed(block.mlp.gate_up.parts)))
     return block
 
 
@@ -200,22 +201,20 @@ PLANTED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_wrong_block_is_given_back(
-    planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_block_is_not_used(planted: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "block_of", PLANTED[planted])
     target = fused("qwen2", dtype)  # the one with biases
     assert target.fusion is not None and target.fusion.blocks == 0 and not target.fusion.one_loop
     assert target.fusion.refused["Qwen2DecoderLayer computes something else"] == 2
 
 
-def test_a_layer_that_does_more_than_its_parts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_does_more_than_its_parts_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("granite", residual_multiplier=0.7)
     fusion = wrap_model(model).fusion
     assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
 
 
-def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
+def test_a_model_that_does_more_than_its_layers_has_no_loop() -> None:
     fusion = wrap_model(build("granite", embedding_multiplier=3.0)).fusion
     assert (
         fusion is not None
@@ -225,7 +224,7 @@ def test_a_model_that_does_more_than_its_layers_keeps_its_loop() -> None:
     )
 
 
-def test_a_layer_that_differs_far_from_the_beginning_is_left() -> None:
+def test_a_layer_that_differs_at_the_end_of_the_context_is_not_fused() -> None:
     scaled = {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -237,7 +236,7 @@ def test_a_layer_that_differs_far_from_the_beginning_is_left() -> None:
     assert fusion is not None and fusion.blocks == 0 and "computes something else" in str(fusion)
 
 
-def test_a_layer_that_is_watched_is_left() -> None:
+def test_a_layer_with_hooks_is_not_fused() -> None:
     model, seen = build("llama"), []
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     target = wrap_model(model)
@@ -248,7 +247,7 @@ def test_a_layer_that_is_watched_is_left() -> None:
 @pytest.mark.parametrize(
     "place", ["", "model", "model.norm", "model.layers.1", "model.layers.1.input_layernorm", "lm_head"]
 )
-def test_whoever_watches_a_module_goes_on_seeing(place: str) -> None:
+def test_hooks_on_a_module_are_still_called(place: str) -> None:
     model, seen = build("llama"), []
     model.get_submodule(place).register_forward_hook(lambda module, args, out: seen.append(place))
     target = wrap_model(model)
@@ -258,7 +257,7 @@ def test_whoever_watches_a_module_goes_on_seeing(place: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_norms_kept_in_fp32_stay(dtype: torch.dtype) -> None:
+def test_norms_in_fp32_are_not_replaced(dtype: torch.dtype) -> None:
     model = copy.deepcopy(tiny_model("gpt_oss")).to(dtype)  # of which transformers keeps the norms in fp32
     model.model.embed_tokens.weight.data.mul_(200)  # what squares of fp16 do not hold
     for module in model.modules():
@@ -274,7 +273,7 @@ def test_without_packed_products_the_module_still_loads(monkeypatch: pytest.Monk
     assert not runpy.run_path(linear.__file__)["packable"](torch.float32, torch.device("cpu"))
 
 
-def test_layers_that_no_text_runs_through_are_not_tried() -> None:
+def test_layers_that_are_not_called_are_not_fused() -> None:
     model = build("llama")
     # for images, say: numbered alike
     model.tower = copy.deepcopy(model.model.layers, {id(model.config): model.config})
@@ -282,19 +281,18 @@ def test_layers_that_no_text_runs_through_are_not_tried() -> None:
     assert fusion is not None and str(fusion) == "2 of 2 layers, one loop"
 
 
-def test_a_layer_of_another_build_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_another_structure_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*args: Any) -> Block:
         raise AttributeError("scaling")
 
     monkeypatch.setattr(fusing, "block_of", odd)
     fusion = fused("llama").fusion
     assert (
-        fusion is not None
-        and fusion.refused["LlamaDecoderLayer is built in another way (AttributeError)"] == 2
+        fusion is not None and fusion.refused["LlamaDecoderLayer has another structure (AttributeError)"] == 2
     )
 
 
-def test_without_fusing_nothing_is_touched() -> None:
+def test_without_fusing_nothing_is_replaced() -> None:
     target = fused("llama", fused=False)
     assert target.fusion is None and {type(m).__name__ for m in target.model.modules()} >= {
         "LlamaDecoderLayer",

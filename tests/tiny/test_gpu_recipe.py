@@ -36,7 +36,7 @@ def test_a_forward_is_timed_on_any_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         target, "forward", lambda batch, view: seen.append(batch.input_ids.shape[1]) or forward(batch, view)
     )
-    one = forward_of(target, texts=3, rows=5)
+    one = forward_of(target, sequences=3, rows=5)
     assert one.ms > 0 and seen == [15] * (2 * WARM + FORWARDS)
 
 

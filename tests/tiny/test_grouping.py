@@ -7,7 +7,7 @@ import torch
 
 from speculon.core import LayerSpec
 from speculon.kv.store import GATHER_BYTES, PageStore, SpanView
-from speculon.models.attention import buckets, pieces
+from speculon.models.grouping import buckets, pieces
 
 CPU = torch.device("cpu")
 TOKEN = 1024  # bytes of K and V
@@ -52,16 +52,16 @@ def test_drafts_of_different_length_share_a_call() -> None:
     assert grouped((5, 300), (1, 300), (4, 304)) == [[0, 5, 6]]
 
 
-def test_single_rows_that_copy_nothing_are_joined_more_freely_but_with_none_of_another_kind() -> None:
+def test_single_rows_without_copies_share_longer_calls_among_themselves() -> None:
     sizes = (1, 1000), (1, 1100), (2, 1000)
     assert grouped(*sizes) == [[0], [2], [1]] and grouped(*sizes, entry=32) == [[0, 1], [2]]
 
 
-def test_prompt_chunks_go_alone() -> None:
+def test_prompt_chunks_have_calls_of_their_own() -> None:
     assert grouped((64, 64), (1, 60), (64, 64), (1, 64)) == [[64, 129], [0], [65]]
 
 
-def test_a_prompt_chunk_is_cut_evenly_and_its_parts_see_no_key_of_the_next() -> None:
+def test_a_prompt_chunk_is_cut_evenly_into_causal_pieces() -> None:
     (span,) = spans((130, 200))
     parts = pieces(span, 64)
     assert [(part.first, part.last, part.context, part.where) for part in parts] == [
@@ -78,7 +78,7 @@ def test_what_would_overflow_the_buffer_is_divided() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_is_used_again_and_holds_what_lies_in_the_pages(dtype: torch.dtype) -> None:
+def test_a_buffer_is_reused_and_holds_the_pages(dtype: torch.dtype) -> None:
     layer = LayerSpec("attention", 2, 4, 4, dtype)
     store = PageStore((layer, layer), 8, 16, CPU)
     for i, pool in enumerate((*store.k, *store.v)):
@@ -92,7 +92,7 @@ def test_a_buffer_is_used_again_and_holds_what_lies_in_the_pages(dtype: torch.dt
     assert len(seen) == 2
 
 
-def test_what_is_larger_than_the_buffer_is_gathered_all_the_same() -> None:
+def test_more_than_the_buffer_is_gathered_too() -> None:
     layer = LayerSpec("attention", 2, 64, 64, torch.float32)
     store = PageStore((layer,), 1, 16, CPU)
     for pool in (*store.k, *store.v):

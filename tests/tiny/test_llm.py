@@ -208,7 +208,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
         pytest.param({"device": "abacus"}, "device = 'abacus': known are auto, cpu", id="unknown device"),
         pytest.param(
             {"device": "cuda:99"},
-            "device = 'cuda:99': this machine has [0-9] of kind cuda",
+            "device = 'cuda:99': this machine has [0-9] cuda devices",
             id="absent device",
         ),
     ],

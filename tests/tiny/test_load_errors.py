@@ -1,6 +1,4 @@
-"""A checkpoint that cannot be used is refused with a typed error that names path and reason; nothing is half
-loaded.
-"""
+"""A checkpoint that cannot be used is refused with a typed error that names path and reason."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.errors import (
     ConfigError,
     CorruptWeights,
@@ -27,7 +26,6 @@ from speculon.errors import (
 )
 from speculon.models import load
 from speculon.models.load import load_target, load_tokenizer
-from speculon.models.recognise import recognise
 from tests.tiny.conftest import CONTEXT, VOCAB, build, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -75,8 +73,8 @@ def test_a_good_folder_loads(folder: Path) -> None:
     assert len(stages) == 3
 
 
-def test_recognise_reads_the_headers(folder: Path) -> None:
-    found = recognise(folder)
+def test_a_checkpoint_is_read_from_its_headers(folder: Path) -> None:
+    found = read_checkpoint(folder)
     assert (found.architecture, found.num_layers, found.hidden_size, found.vocab_size) == (
         "LlamaForCausalLM",
         2,
@@ -93,8 +91,11 @@ def test_recognise_reads_the_headers(folder: Path) -> None:
     assert found.num_bytes == (folder / WEIGHTS).stat().st_size
 
 
-def test_recognise_does_without_torch() -> None:
-    code = "import sys, speculon.models.recognise; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+def test_reading_headers_does_not_import_torch() -> None:
+    code = (
+        "import sys, speculon.checkpoints.headers; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -121,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
         "config.json: not readable as JSON",
     ),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), ModelError, "not a JSON object"),
-    "config makes no sense": (
+    "invalid config": (
         lambda f: edit_config(f, num_attention_heads="four"),
         ModelError,
         "config.json",
@@ -147,14 +148,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[ModelError], str]] = {
     ),
     "empty file": (lambda f: truncate(f, 0), CorruptWeights, "truncated"),
     "truncated header": (lambda f: truncate(f, 200), CorruptWeights, "truncated"),
-    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header promises"),
+    "truncated data": (lambda f: truncate(f, 20000), CorruptWeights, "20000 bytes, but its header says"),
     "one byte short": (lambda f: truncate(f, (f / WEIGHTS).stat().st_size - 1), CorruptWeights, "truncated"),
     "header is noise": (
         lambda f: break_header(f, b'{"__meta', b"{{{{{{{{"),
         CorruptWeights,
         "header is not JSON",
     ),
-    "header lies": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "makes no sense"),
+    "invalid entry": (lambda f: break_header(f, b'"shape":[', b'"shapf":['), CorruptWeights, "is invalid"),
     "tensor missing": (
         lambda f: edit_weights(f, lambda w: w.pop("model.norm.weight")),
         MissingWeights,
@@ -197,10 +198,10 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
     target = load_target(tmp_path)
-    assert target.num_parameters == recognise(tmp_path).num_parameters  # counted once
+    assert target.num_parameters == read_checkpoint(tmp_path).num_parameters  # counted once
 
 
-def test_a_pickle_loads_when_asked_for(folder: Path) -> None:
+def test_a_pickle_loads_with_allow_pickle(folder: Path) -> None:
     as_pickle(folder)
     assert load_target(folder, allow_pickle=True).vocab_size == VOCAB
 
@@ -223,15 +224,15 @@ class Trap:
 
 def test_shards_load(saved: Path, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path, max_shard_size="30KB")
-    found = recognise(tmp_path)
+    found = read_checkpoint(tmp_path)
     assert len(found.files) > 1
-    assert found.num_parameters == recognise(saved).num_parameters
+    assert found.num_parameters == read_checkpoint(saved).num_parameters
     assert load_target(tmp_path).vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
 def test_an_unknown_hub_id_is_not_found(name: str) -> None:
-    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub gave none"):
+    with pytest.raises(ModelNotFound, match=rf"{name}: no such folder, and the hub has none"):
         load_target(name)
 
 
@@ -260,7 +261,7 @@ def test_weights_that_are_not_numbers_are_refused(folder: Path) -> None:
         load_target(folder)
 
 
-def test_no_tokenizer_is_named(folder: Path) -> None:
+def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match="no usable tokenizer"):
         load_tokenizer(folder)
 

@@ -66,7 +66,7 @@ def start(folder: Path, **speculation: Any) -> LLM:
 
 def at_limit(folder: Path, policy: str, missing: int) -> LLM:
     """With a limit that many bytes under the estimate."""
-    estimate = start(folder).engine.promise.estimate
+    estimate = start(folder).engine.promise.total
     return start(folder, memory_policy=policy, memory_limit_gb=(estimate - missing) / 2**30)
 
 
@@ -94,7 +94,7 @@ def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[s
 
 
 def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[str]) -> None:
-    estimate = start(folder).engine.promise.estimate
+    estimate = start(folder).engine.promise.total
     llm = start(folder, method="auto", memory_limit_gb=(estimate - 1) / 2**30)
     output = llm.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
     assert output.speculation is not None and set(output.speculation.by_source) == {"suffix"}
@@ -104,9 +104,9 @@ def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]
     with pytest.raises(MemoryExceeded) as raised:
         at_limit(folder, "fail", missing=1)
     promise = raised.value.promise
-    assert len(loaded) == 1 and promise.estimate == promise.limit + 1 and promise.action == "refuse"
-    assert sum(getattr(promise, part) for part in budget.PARTS) == promise.estimate and promise.held == HELD
-    for number in (promise.estimate, promise.limit, promise.drafters, promise.pages):
+    assert len(loaded) == 1 and promise.total == promise.limit + 1 and promise.action == "refuse"
+    assert sum(getattr(promise, part) for part in budget.PARTS) == promise.total and promise.held == HELD
+    for number in (promise.total, promise.limit, promise.drafters, promise.pages):
         assert str(number) in str(raised.value)
 
 
@@ -144,15 +144,15 @@ def test_allow_loads_all_the_same(folder: Path) -> None:
 
 
 def test_additional_memory_counts(folder: Path) -> None:
-    estimate = start(folder).engine.promise.estimate
+    estimate = start(folder).engine.promise.total
     with pytest.raises(MemoryExceeded):
         start(folder, memory_policy="fail", memory_limit_gb=estimate / 2**30, additional_memory_gb=2**-30)
 
 
 def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forecast that was too low lets the draft load; the engine then lets go of it."""
-    estimate = start(folder).engine.promise.estimate
-    monkeypatch.setattr(draft_model, "forecast", lambda *_: Needs(bytes_fixed=1))
+    """An estimate that was too low lets the draft load; the engine then lets go of it."""
+    estimate = start(folder).engine.promise.total
+    monkeypatch.setattr(draft_model, "model_needs", lambda *_: Needs(bytes_fixed=1))
     llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
     assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
     with pytest.raises(MemoryExceeded):
@@ -210,8 +210,8 @@ def test_earlier_answers_are_part_of_the_promise(folder: Path) -> None:
     """At their fullest, whoever drafts: a request may ask for them at any time."""
     least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.promise for n in (0, 64))
     answers = SpeculationConfig(suffix_pools=64, suffix_pool_tokens=2**16).remembered_bytes
-    assert (least.remembered, most.remembered, most.estimate - least.estimate) == (0, answers, answers)
-    limit = (most.estimate - 1) / 2**30
+    assert (least.remembered, most.remembered, most.total - least.total) == (0, answers, answers)
+    limit = (most.total - 1) / 2**30
     over = start(folder, suffix_pools=64, suffix_pool_tokens=2**16, memory_limit_gb=limit)
     assert over.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}, "the drafter gives way"
     assert (

@@ -1,4 +1,4 @@
-"""Drafters are found beside a target, a path alone is recognised, and `speculon inspect` says what fits."""
+"""Drafters are found near a target, paths are recognised, and `speculon inspect` says what fits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
+from speculon.checkpoints.choose import with_drafts
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.pairing import search
 from speculon.cli import app
 from speculon.config import EngineConfig
 from speculon.decoder import SpeculativeDecoder
 from speculon.errors import ConfigError, UnsupportedModel, WrongPair
-from speculon.models.choose import with_drafts
-from speculon.models.pairing import search
-from speculon.models.recognise import recognise
 from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model
-from tests.tiny.dialects import usual_taps, without, write_eagle3
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +55,27 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_drafters_are_found_and_every_folder_has_its_line(household: Path) -> None:
+def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
     target = household / "target"
-    found = search("auto", recognise(target))
+    found = search("auto", read_checkpoint(target))
     assert found.drafts == {"eagle3": str(target / "eagle"), "draft_model": str(household / "draft")}
     lines = {Path(line.split(": ")[0]).name: line for line in found.lines}
     assert lines["eagle"].endswith(": taken as eagle3") and lines["draft"].endswith(": taken as draft_model")
-    assert f"left out: fits, but {target / 'eagle'} is likelier" in lines["beside"]
+    assert f"left out: fits, but {target / 'eagle'} is preferred" in lines["beside"]
     for name, why in {
         "narrow": "width 16, the target's are 32",
         "broken": "fc.bias is [1], not [32]",
         "damaged": "no d2t says which",
         "other": "another tokenizer: the id of",
         "twin": "the target has",
-        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not carried",
+        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not supported",
     }.items():
         assert why in lines[name] and "left out" in lines[name], name
     assert len(lines) == 9
 
 
-def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
-    target = recognise(household / "target")
+def test_a_named_folder_is_searched(household: Path) -> None:
+    target = read_checkpoint(household / "target")
     assert search(f"auto:{household / 'beside'}", target).drafts == {"eagle3": str(household / "beside")}
     assert search(f"auto:{household / 'empty'}", target) == search(f"auto:{household / 'empty'}", target)
     assert search(f"auto:{household / 'empty'}", target).drafts == {}
@@ -85,7 +85,7 @@ def test_one_folder_is_searched_where_it_is_named(household: Path) -> None:
 
 
 def test_a_head_for_another_architecture_comes_last(household: Path, tmp_path: Path) -> None:
-    target = recognise(household / "target")
+    target = read_checkpoint(household / "target")
     facts = SimpleNamespace(
         hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["LlamaForCausalLM"]
     )
@@ -104,7 +104,7 @@ def drafts_of(model: Path, draft: Any) -> Any:
     return with_drafts(EngineConfig(model=str(model), speculation={"draft": draft})).speculation.draft
 
 
-def test_a_path_alone_is_recognised(household: Path) -> None:
+def test_a_path_without_method_is_recognised(household: Path) -> None:
     target = household / "target"
     assert drafts_of(target, str(household / "beside")) == {"eagle3": str(household / "beside")}
     assert drafts_of(target, str(household / "draft")) == str(household / "draft")
@@ -140,27 +140,24 @@ def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.Log
         assert set(done.speculation.by_source) == {method}
 
 
-def test_an_engine_that_finds_none_goes_on_with_look_ups(
-    household: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_drafter_the_engine_uses_lookups(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="speculon"):
         llm = LLM(
             str(household / "target"), speculation={"policy": "fixed", "draft": f"auto:{household / 'empty'}"}
         )
-    assert f"draft auto: no drafter for {household / 'target'}: look-ups only" in caplog.messages
+    assert f"draft auto: no drafter for {household / 'target'}: lookups only" in caplog.messages
     params = SamplingParams(temperature=0, max_tokens=4)
     for method in ("eagle3", "draft_model"):
         assert "no_drafter" in llm.generate("def add(", params, speculation={"method": method})[0].reasons
     assert "no_drafter" not in llm.generate("def add(", params)[0].reasons  # `auto` has its look-ups
 
 
-def test_a_model_object_has_no_folder_to_look_around_in() -> None:
+def test_a_model_object_has_no_folder_to_search() -> None:
     with pytest.raises(ConfigError, match="draft = 'auto': a model object lies in no folder"):
         SpeculativeDecoder(tiny_model("llama"), "auto")
 
 
 # -- inspect
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def inspect(*arguments: Any) -> Result:
@@ -169,7 +166,7 @@ def inspect(*arguments: Any) -> Result:
 
 def test_inspect_says_what_a_drafter_is(household: Path) -> None:
     facts = json.loads(inspect(household / "beside", "--json").stdout)
-    assert (facts["method"], facts["dialect"], facts["verifier"]) == (
+    assert (facts["method"], facts["format"], facts["verifier"]) == (
         "eagle3",
         "speculators",
         ["Qwen3ForCausalLM"],
@@ -195,7 +192,7 @@ def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
     assert (wrong.exit_code, json.loads(wrong.stdout)["error"]["type"]) == (2, WrongPair.__name__)
 
 
-def test_inspect_names_what_is_not_carried(household: Path) -> None:
+def test_inspect_names_what_is_not_supported(household: Path) -> None:
     done = inspect(household / "dflash", "--json")
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")

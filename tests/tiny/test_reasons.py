@@ -15,8 +15,8 @@ from speculon.proposers import registry
 from speculon.proposers.registry import register
 from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_target
-from tests.tiny.dialects import write_eagle3
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import deep_model, deep_target, folder_of

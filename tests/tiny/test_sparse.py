@@ -1,4 +1,4 @@
-"""Single rows attend by sparse products: equal to a softmax written out, wherever the pages lie."""
+"""Single rows attend by sparse products, equal to an explicit softmax, wherever their pages are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from speculon.core import LayerSpec
 from speculon.kv.store import PageStore, SpanView, View
-from speculon.models import attention
-from speculon.models.attention import attend_rows, calls_of
+from speculon.models import grouping
+from speculon.models.attention import attend_rows
+from speculon.models.grouping import plan_of
 from speculon.models.sparse import QUERIES
 
 HEADS, WIDTH, SLOTS = 6, 8, 256
@@ -25,9 +26,7 @@ def store_of(kv_heads: int, window: int | None = None, layers: int = 1) -> PageS
 
 
 def spans_of(store: PageStore, *sizes: tuple[int, int], scattered: bool = False) -> list[SpanView]:
-    """Spans of (rows, context), in pages of their own that are consecutive or not; all but the rows is
-    written.
-    """
+    """Spans of (rows, context) in consecutive or reversed pages, with everything but the rows written."""
     found, row, page = [], 0, 0
     for rows, context in sizes:
         pages = list(range(page, page + -(-context // 16)))
@@ -65,8 +64,8 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
     """The spans of each call made by sparse products."""
     return [
         call.spans
-        for call in calls_of(view, 0, HEADS // kv_heads, True, query).calls
-        if call.seen is not None
+        for call in plan_of(view, 0, HEADS // kv_heads, True, query).calls
+        if call.sparse is not None
     ]
 
 
@@ -77,19 +76,19 @@ def sparse_calls(view: View, kv_heads: int, query: Tensor) -> list[int]:
     # `again`: bytes that may be read again, so that rows of a draft are served singly
     ("sizes", "again", "calls"),
     [
-        (((1, 30),), attention.REREAD, [1]),
-        (((1, 1),), attention.REREAD, [1]),
-        (((1, 20), (1, 20)), attention.REREAD, [2]),
-        (((1, 30), (1, 17), (1, 1)), attention.REREAD, [3]),
-        (((1, 30), (4, 17), (1, 40)), attention.REREAD, [6]),
+        (((1, 30),), grouping.REREAD, [1]),
+        (((1, 1),), grouping.REREAD, [1]),
+        (((1, 20), (1, 20)), grouping.REREAD, [2]),
+        (((1, 30), (1, 17), (1, 1)), grouping.REREAD, [3]),
+        (((1, 30), (4, 17), (1, 40)), grouping.REREAD, [6]),
         (((1, 30), (4, 17), (1, 40)), 0, [2]),
-        (((3, 30), (2, 2)), attention.REREAD, [5]),
-        (((4, 30),), attention.REREAD, []),  # nobody is served with it
+        (((3, 30), (2, 2)), grouping.REREAD, [5]),
+        (((4, 30),), grouping.REREAD, []),  # nobody is served with it
         (((4, 17), (1, 30)), 0, [1]),  # one alone is read in place
         (((2, 30), (2, 9), (1, 40), (1, 17)), 0, []),  # a call for all, since half of them draft
         (((2, 30), (1, 40), (1, 17)), 0, [2]),
-        (((33, 40), (1, 17)), attention.REREAD, [1]),  # a prompt
-        (((150, 170), (1, 17)), attention.REREAD, [1]),  # in pieces
+        (((33, 40), (1, 17)), grouping.REREAD, [1]),  # a prompt
+        (((150, 170), (1, 17)), grouping.REREAD, [1]),  # in pieces
     ],
 )
 @torch.inference_mode()
@@ -102,7 +101,7 @@ def test_single_rows_see_their_own_keys(
     calls: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "REREAD", again)
+    monkeypatch.setattr(grouping, "REREAD", again)
     torch.manual_seed(0)
     store = store_of(kv_heads, window)
     view = store.view_of(spans_of(store, *sizes, scattered=scattered))
@@ -113,7 +112,7 @@ def test_single_rows_see_their_own_keys(
 
 
 @torch.inference_mode()
-def test_a_layer_leaves_no_scores_to_the_next() -> None:
+def test_no_scores_remain_for_the_next_layer() -> None:
     torch.manual_seed(0)
     store = store_of(3, layers=2)
     view = store.view_of(spans_of(store, (1, 30), (1, 17)))
@@ -124,7 +123,7 @@ def test_a_layer_leaves_no_scores_to_the_next() -> None:
 
 
 @torch.inference_mode()
-def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_sparse_products_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(3)
     view = store.view_of(spans_of(store, (1, 30), (1, 17)))
     query = torch.randn(2, HEADS, QUERIES // 2 + 1)
@@ -132,13 +131,13 @@ def test_no_row_goes_so_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -
     view.memo.clear()
     assert sparse_calls(view, 3, query[..., :WIDTH].bfloat16()) == []
     view.memo.clear()
-    monkeypatch.setattr(attention, "gather_bytes", lambda device: 20 * HEADS * 8)
+    monkeypatch.setattr(grouping, "gather_bytes", lambda device: 20 * HEADS * 8)
     assert sparse_calls(view, 3, query[..., :WIDTH]) == [1]  # the shorter one: the other has too many entries
 
 
 @pytest.mark.parametrize(("window", "least"), [(None, 17 + 3 * 30), (9, 10 + 3 * 12)])
 @torch.inference_mode()
-def test_what_may_be_read_again_is_counted_in_bytes(
+def test_repeated_keys_are_counted_in_bytes(
     window: int | None, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_of(3, window)
@@ -146,20 +145,20 @@ def test_what_may_be_read_again_is_counted_in_bytes(
     query = torch.randn(7, HEADS, WIDTH)
     token = store.layers[0].bytes_per_token
     for more, calls in ((0, [7]), (-1, [])):
-        monkeypatch.setattr(attention, "REREAD", least * token + more)
+        monkeypatch.setattr(grouping, "REREAD", least * token + more)
         view.memo.clear()
         assert sparse_calls(view, 3, query) == calls
 
 
 @torch.inference_mode()
-def test_single_rows_go_along_with_drafts_only_where_all_are_copied_into_the_cache(
+def test_single_rows_join_drafts_only_where_all_fit_in_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "REREAD", 0)
+    monkeypatch.setattr(grouping, "REREAD", 0)
     store = store_of(3)
     view = store.view_of(spans_of(store, (2, 30), (2, 30), (1, 40), (1, 17)))
     query, token = torch.randn(6, HEADS, WIDTH), store.layers[0].bytes_per_token
     for more, calls in ((0, []), (-1, [2])):
-        monkeypatch.setattr(attention, "gather_bytes", lambda device, more=more: 4 * 40 * token + more)
+        monkeypatch.setattr(grouping, "gather_bytes", lambda device, more=more: 4 * 40 * token + more)
         view.memo.clear()
         assert sparse_calls(view, 3, query) == calls

@@ -1,4 +1,4 @@
-"""The states of chosen layers, of the rows just computed, as the stock model has them."""
+"""Taps are the hidden states that the stock model computes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from speculon.errors import ConfigError
-from speculon.models.fuse import LENGTHS, Trial, fuse
+from speculon.models.fuse import fuse
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
+from speculon.models.trial import LENGTHS, Trial
 from tests.tiny.conftest import TINY, tiny_model
 
 
 def tapped(name: str, layers: tuple[int, ...], fused: bool) -> dict[int, Tensor]:
-    """[T, D] after each layer, for two texts in one flat row."""
+    """[T, D] after each layer, for two sequences in one flat row."""
     target: Target = wrap_model(tiny_model(name), name=name, fused=fused, share=False)
     target.capture(layers)
     trial = Trial.of(target)
@@ -35,7 +36,7 @@ def observed(name: str) -> Any:
 
 
 def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
-    """For each text: after the embeddings and each layer [n, D], the last one behind the final norm."""
+    """For each sequence: after the embeddings and each layer [n, D], the last one after the final norm."""
     row = 0
     for n in LENGTHS:
         ids, positions = trial.batch.input_ids[:, row : row + n], trial.batch.position_ids[:, row : row + n]
@@ -52,27 +53,27 @@ def stock_states(name: str, trial: Trial) -> Iterator[tuple[Tensor, ...]]:
 def test_taps_are_the_stock_models_states(name: str, fused: bool) -> None:
     depth = tiny_model(name).config.num_hidden_layers
     taps = tapped(name, tuple(range(-1, depth)), fused)
-    texts = list(stock_states(name, Trial.of(wrap_model(tiny_model(name), fused=False))))
+    sequences = list(stock_states(name, Trial.of(wrap_model(tiny_model(name), fused=False))))
     for layer in range(-1, depth - 1):
-        expected = torch.cat([states[layer + 1] for states in texts])
+        expected = torch.cat([states[layer + 1] for states in sequences])
         torch.testing.assert_close(taps[layer], expected, atol=1e-4, rtol=1e-4)
         if layer + 2 < depth:
-            beside = torch.cat([states[layer + 2] for states in texts])
-            assert not torch.allclose(taps[layer], beside, atol=1e-2), (
-                "the next layer's would not be told apart"
-            )
+            beside = torch.cat([states[layer + 2] for states in sequences])
+            assert not torch.allclose(taps[layer], beside, atol=1e-2), "the next layer's would be the same"
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stock"])
 def test_the_last_layer_is_tapped_before_the_final_norm(fused: bool) -> None:
-    texts = list(stock_states("llama", Trial.of(wrap_model(tiny_model("llama"), fused=False))))
+    sequences = list(stock_states("llama", Trial.of(wrap_model(tiny_model("llama"), fused=False))))
     last = tapped("llama", (1,), fused)[1]
     norm = tiny_model("llama").model.norm
-    torch.testing.assert_close(norm(last), torch.cat([states[-1] for states in texts]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        norm(last), torch.cat([states[-1] for states in sequences]), atol=1e-4, rtol=1e-4
+    )
     assert not torch.allclose(last, norm(last), atol=1e-2)
 
 
-def test_only_what_is_wanted_is_kept() -> None:
+def test_only_tapped_layers_are_kept() -> None:
     target = wrap_model(tiny_model("gemma2"), fused=True, share=False)
     trial = Trial.of(target)
     assert target.forward(trial.batch, trial.view).taps is None
@@ -98,7 +99,7 @@ def test_a_tapped_target_can_still_be_fused() -> None:
     torch.testing.assert_close(before[0], after[0], atol=1e-4, rtol=1e-4)
 
 
-def test_a_layer_that_is_not_there_is_refused() -> None:
+def test_a_missing_layer_is_refused() -> None:
     target = wrap_model(tiny_model("llama"))
     with pytest.raises(ConfigError, match="tap of layer 2: .* has layers 0 to 1"):
         target.capture((1, 2))

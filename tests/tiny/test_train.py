@@ -1,6 +1,4 @@
-"""Training a drafter: fast forms equal their formulas, what is trained is what is run, and bad input is
-refused.
-"""
+"""Training: fast losses match their references, the engine runs what was trained, bad input is refused."""
 
 from __future__ import annotations
 
@@ -17,18 +15,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
 from speculon.errors import ConfigError, InvalidParameter
-from speculon.models.families import recognise_drafter
 from speculon.models.load import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
-from speculon.train.draft import SmallDraft
-from speculon.train.eagle3 import Eagle3
-from speculon.train.head import Eagle3Head
+from speculon.train.dataset import Dataset
+from speculon.train.draft_model import DraftModelTraining
+from speculon.train.eagle3 import Eagle3Training
+from speculon.train.eagle3_head import Eagle3Head
 from speculon.train.run import train
 from speculon.train.settings import DraftSettings, HeadSettings
-from speculon.train.teacher import Looks, Teacher
+from speculon.train.teacher import Teacher
 from tests.tiny.conftest import TINY, tiny_model
 from tests.tiny.eagle_reference import forward, fuse
 from tests.tiny.training import QUICK, Silent, make_world, settings
@@ -60,15 +59,17 @@ def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> Rows:
     return Rows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
 
 
-def head_of(teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3) -> tuple[Eagle3, Eagle3Head]:
+def head_of(
+    teacher: Teacher, rows: Rows, form: dict[str, Any], steps: int = 3
+) -> tuple[Eagle3Training, Eagle3Head]:
     """A head whose every parameter matters."""
-    kind = Eagle3(HeadSettings(ttt=steps, **form))
+    method = Eagle3Training(HeadSettings(ttt=steps, **form))
     torch.manual_seed(0)
-    head = kind.student(teacher, rows)
+    head = method.drafter(teacher, rows)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return kind, head
+    return method, head
 
 
 def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
@@ -83,19 +84,19 @@ def gradients(form: Any, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("rows", [7, 300])
-def test_attention_is_the_formulas(steps: int, rows: int) -> None:
+def test_attention_matches_its_reference(steps: int, rows: int) -> None:
     torch.manual_seed(steps)
     q, *both = (torch.randn(2, heads, rows, 8, dtype=torch.float64) for heads in (4, *[2] * (2 * steps)))
-    found, wanted = (
+    found, expected = (
         gradients(lambda q, *kv, form=form: form(q, list(kv[:steps]), list(kv[steps:])), q, *both)
         for form in (losses.attention, losses.attention_reference)
     )
     assert len(found) == 2 + 2 * steps
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_loss_is_the_formulas() -> None:
+def test_the_loss_matches_its_reference() -> None:
     torch.manual_seed(0)
     hidden, head, p, weights = (
         torch.randn(40, 16),
@@ -105,8 +106,8 @@ def test_the_loss_is_the_formulas() -> None:
     )
     entropy = -(p * p.log()).sum(-1)
     found = gradients(lambda h, w: losses.kl(h, w, p, entropy, weights), hidden, head)
-    wanted = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
-    for one, other in zip(found, wanted, strict=True):
+    expected = gradients(lambda h, w: losses.kl_reference(h @ w.T, p, weights), hidden, head)
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     same = losses.kl_reference(p.log(), p, weights)
     assert abs(float(same)) < 1e-5
@@ -116,24 +117,22 @@ def test_the_loss_is_the_formulas() -> None:
 def test_training_computes_what_a_chain_of_drafts_does(
     form: dict[str, Any], teacher: Teacher, tmp_path: Path
 ) -> None:
-    """Row i of step k equals the head run token by token: i + 1 rows of the target's states, then k of its
-    own.
-    """
+    """Row i of step k equals the head run row by row: i + 1 rows of the target's states, then k of its own."""
     rows = rows_of(teacher)
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
-    kind, head = head_of(teacher, rows, form)
-    kind.write(head, teacher, "somewhere", tmp_path)
-    sheet = recognise_drafter(tmp_path)  # what the config says of the form
+    method, head = head_of(teacher, rows, form)
+    method.write(head, teacher, "somewhere", tmp_path)
+    config = read_eagle3_config(tmp_path)  # what the config says of the form
     tensors = {name: value.detach() for name, value in head.named_parameters()}
-    batch = Looks(teacher, rows, tmp_path / "looks", 0).batch([0, 1, 2])
+    batch = Dataset(teacher, rows, tmp_path / "states", 0).batch([0, 1, 2])
     with torch.no_grad():
         steps = [head.lm_head(hidden) for hidden in head.hiddens(batch.ids, batch.taps)]  # 3 of [B, N, Vd]
         for row in range(3):
-            ids, states = batch.ids[row].tolist(), fuse(tensors, sheet, batch.taps[row])
+            ids, states = batch.ids[row].tolist(), fuse(tensors, config, batch.taps[row])
             for i in (0, 5, 16):
                 tokens, u = ids[1 : i + 2], states[: i + 1]
                 for k, found in enumerate(steps):
-                    back, logits = forward(tensors, sheet, tokens, u, teacher.embed, None)
+                    back, logits = forward(tensors, config, tokens, u, teacher.embed, None)
                     torch.testing.assert_close(found[row, i], logits[-1], rtol=1e-3, atol=1e-4)
                     tokens, u = (
                         [*tokens, ids[i + 2 + k]] if i + 2 + k < len(ids) else tokens,
@@ -141,34 +140,34 @@ def test_training_computes_what_a_chain_of_drafts_does(
                     )
 
 
-def test_a_step_that_does_not_see_its_own_rows_is_found_out(
+def test_a_step_without_its_own_rows_is_found(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         return losses.attention_reference(q, keys[:1], values[:1])
 
-    monkeypatch.setattr("speculon.train.head.attention", forgetful)
+    monkeypatch.setattr("speculon.train.eagle3_head.attention", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         test_training_computes_what_a_chain_of_drafts_does({}, teacher, tmp_path)
 
 
-def test_taps_are_the_streams_behind_layers_and_scores_are_the_targets(teacher: Teacher) -> None:
+def test_taps_and_logits_are_the_targets(teacher: Teacher) -> None:
     teacher.taps = (-1, 0)
     ids = torch.from_numpy(rows_of(teacher).ids).long()
-    looked = teacher.look(ids)
+    states = teacher.states(ids)
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
     torch.testing.assert_close(
-        looked, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
+        states, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
     )
-    batch = teacher.teach(ids, torch.ones(ids.shape), looked)
+    batch = teacher.batch(ids, torch.ones(ids.shape), states)
     torch.testing.assert_close(batch.p, out.logits.softmax(-1))
     torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
     assert torch.equal(batch.best, out.logits.argmax(-1))
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
+def test_every_architecture_can_be_a_teacher(name: str, tmp_path: Path) -> None:
     with quiet():
         tiny_model(name).save_pretrained(tmp_path)
     teacher = Teacher(str(tmp_path), None, "fp32", "cpu")
@@ -176,61 +175,63 @@ def test_every_architecture_teaches(name: str, tmp_path: Path) -> None:
     ids = torch.from_numpy(rows.ids).long()
     with torch.no_grad():
         out = teacher.model(ids, output_hidden_states=True)
-    looked = teacher.look(ids)
-    torch.testing.assert_close(teacher.scores(looked[..., -teacher.width :]), out.logits)
-    for tap, found in zip(teacher.taps, looked.split(teacher.width, -1), strict=False):
+    states = teacher.states(ids)
+    torch.testing.assert_close(teacher.logits(states[..., -teacher.width :]), out.logits)
+    for tap, found in zip(teacher.taps, states.split(teacher.width, -1), strict=False):
         if tap + 1 < len(teacher.layers):  # the last of them has been normed
             torch.testing.assert_close(found, out.hidden_states[tap + 1])
-    for kind in (Eagle3(HeadSettings(ttt=2)), SmallDraft(DraftSettings(layers=2))):
-        student = kind.student(teacher, rows)
-        student.loss(Looks(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
-        assert all(parameter.grad is not None for parameter in student.parameters())
+    for method in (Eagle3Training(HeadSettings(ttt=2)), DraftModelTraining(DraftSettings(layers=2))):
+        drafter = method.drafter(teacher, rows)
+        drafter.loss(Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1])).backward()
+        assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
-def test_a_small_vocabulary_learns_only_where_the_target_can_be_followed(teacher: Teacher) -> None:
+def test_a_small_vocabulary_learns_only_draftable_tokens(teacher: Teacher) -> None:
     ids = torch.from_numpy(rows_of(teacher).ids).long()
-    looked = teacher.look(ids)
-    whole = teacher.teach(ids, torch.ones(ids.shape), looked)
+    states = teacher.states(ids)
+    whole = teacher.batch(ids, torch.ones(ids.shape), states)
     teacher.used = whole.best.unique()[::2]
-    part = teacher.teach(ids, torch.ones(ids.shape), looked)
+    part = teacher.batch(ids, torch.ones(ids.shape), states)
     assert torch.equal(part.weights > 0, torch.isin(whole.best, teacher.used))
     torch.testing.assert_close(
         part.p, whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
     )
 
 
-def test_looks_are_kept_within_their_bound_and_read_again(
+def test_states_are_cached_within_the_limit_and_reused(
     teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(teacher)
     row_bytes = 20 * 4 * teacher.width * 4  # tokens x (three taps and the last state) x fp32
-    fresh = Looks(teacher, rows, tmp_path / "none", 0).batch([0, 1, 2])
-    kept = Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes)
+    fresh = Dataset(teacher, rows, tmp_path / "none", 0).batch([0, 1, 2])
+    kept = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes)
     kept.batch([1, 2])
-    assert (tmp_path / "looks").stat().st_size == 2 * row_bytes
-    again = Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes)
+    assert (tmp_path / "states").stat().st_size == 2 * row_bytes
+    again = Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes)
     seen: list[int] = []
-    monkeypatch.setattr(teacher, "look", lambda ids, look=teacher.look: seen.append(len(ids)) or look(ids))
+    monkeypatch.setattr(
+        teacher, "states", lambda ids, states=teacher.states: seen.append(len(ids)) or states(ids)
+    )
     batch = again.batch([0, 1, 2])
     assert seen == [2]  # row 0, which nobody had asked for, and row 2, which had no room
     torch.testing.assert_close(batch.taps, fresh.taps)
     torch.testing.assert_close(batch.p, fresh.p)
-    (tmp_path / "looks").unlink()  # to make room
+    (tmp_path / "states").unlink()  # to make room
     torch.testing.assert_close(
-        Looks(teacher, rows, tmp_path / "looks", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
+        Dataset(teacher, rows, tmp_path / "states", 2 * row_bytes).batch([0, 1, 2]).taps, fresh.taps
     )
     monkeypatch.setattr(
-        "speculon.train.teacher.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
+        "speculon.train.dataset.shutil.disk_usage", lambda folder: SimpleNamespace(free=1.2 * row_bytes)
     )
-    assert Looks(teacher, rows, tmp_path / "full disk", 1e9).room == 1
+    assert Dataset(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
 
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     own = {"regenerate": 60, "regenerate_tokens": 32, "eval_prompts": 6, "eval_data": (world / "texts",)}
-    told = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
-    done = train(Eagle3(HeadSettings(ttt=3)), told, Silent())
+    given = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
+    done = train(Eagle3Training(HeadSettings(ttt=3)), given, Silent())
     assert done.record is not None
-    record = json.loads((told.out / "training.json").read_text())
+    record = json.loads((given.out / "training.json").read_text())
     assert record == json.loads(json.dumps(done.record))
     assert record["loss_at_last"] < 0.5 * record["loss_at_first"]
     tried, held = record["evaluation"], record["held_out"]
@@ -243,53 +244,53 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
         >= held["accuracy_full"][1]
         >= held["accuracy_full"][2]
     )
-    assert record["data"]["hash"] == json.loads((told.folder / "run.json").read_text())["rows_hash"]
-    sheet = recognise_drafter(told.out)
-    assert (sheet.dialect, sheet.taps, sheet.norm_output, sheet.speculative_tokens) == (
+    assert record["data"]["hash"] == json.loads((given.folder / "run.json").read_text())["rows_hash"]
+    config = read_eagle3_config(given.out)
+    assert (config.format, config.taps, config.norm_output, config.speculative_tokens) == (
         "speculators",
         3,
         True,
         3,
     )
-    assert sheet.readings(2)[0] == (-1, 0, 1)
+    assert config.tap_layouts(2)[0] == (-1, 0, 1)
 
 
-def test_a_head_of_few_tokens_says_which_they_are(world: Path) -> None:
-    told = settings(world, "few", steps=2)
-    train(Eagle3(HeadSettings(ttt=2, draft_vocab=32)), told, Silent())
-    tensors = load_file(told.out / "model.safetensors")
+def test_a_head_with_a_draft_vocabulary_has_d2t(world: Path) -> None:
+    given = settings(world, "few", steps=2)
+    train(Eagle3Training(HeadSettings(ttt=2, draft_vocab=32)), given, Silent())
+    tensors = load_file(given.out / "model.safetensors")
     used = torch.arange(32) + tensors["d2t"]
     assert torch.equal(used, tensors["t2d"].nonzero().ravel())
-    teacher = Teacher(told.target, None, "fp32", "cpu")
+    teacher = Teacher(given.target, None, "fp32", "cpu")
     assert tensors["lm_head.weight"].shape == (32, teacher.width)
     assert not {"embed_tokens.weight", "embed"} & tensors.keys()
-    assert recognise_drafter(told.out).draft_vocab_size == 32
+    assert read_eagle3_config(given.out).draft_vocab_size == 32
 
 
-def test_a_draft_begins_as_the_ends_of_its_target_and_drafts_in_the_engine(world: Path) -> None:
-    told = settings(world, "draft", steps=30, eval_prompts=2)
-    done = train(SmallDraft(DraftSettings(layers=1)), told, Silent())
+def test_a_draft_model_starts_from_its_target_and_drafts_in_the_engine(world: Path) -> None:
+    given = settings(world, "draft", steps=30, eval_prompts=2)
+    done = train(DraftModelTraining(DraftSettings(layers=1)), given, Silent())
     assert done.record is not None
     assert done.record["evaluation"]["tokens_per_target_call"] > 1
     assert done.record["loss_at_last"] < done.record["loss_at_first"]
-    teacher = Teacher(told.target, (), "fp32", "cpu")
-    fresh = SmallDraft(DraftSettings(layers=2)).student(teacher, rows_of(teacher))
+    teacher = Teacher(given.target, (), "fp32", "cpu")
+    fresh = DraftModelTraining(DraftSettings(layers=2)).drafter(teacher, rows_of(teacher))
     for name, parameter in fresh.model.named_parameters():
         assert torch.equal(parameter, teacher.model.get_parameter(name)), name
 
 
-def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
-    file = told.folder / "regenerated.jsonl"
-    texts = file.read_text()
-    assert len(texts.splitlines()) == 40
-    assert all(len(r["tokens"]) <= r["prompt_tokens"] + 8 for r in map(json.loads, texts.splitlines()))
-    file.write_text(texts[: len(texts) // 2])  # a killed run, in the middle of a line
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
-    assert file.read_text() == texts
+def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(world, "own", steps=1, regenerate=40, regenerate_tokens=8)
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+    file = given.folder / "regenerated.jsonl"
+    lines = file.read_text()
+    assert len(lines.splitlines()) == 40
+    assert all(len(r["tokens"]) <= r["prompt_tokens"] + 8 for r in map(json.loads, lines.splitlines()))
+    file.write_text(lines[: len(lines) // 2])  # a killed run, in the middle of a line
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+    assert file.read_text() == lines
     monkeypatch.setattr("speculon.train.regenerate.LLM", None)
-    train(Eagle3(HeadSettings(ttt=1)), told, Silent())
+    train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
 
 
 @pytest.mark.parametrize(
@@ -308,65 +309,63 @@ def test_what_the_target_writes_is_written_once(world: Path, monkeypatch: pytest
         ),
     ],
 )
-def test_what_does_not_fit_the_target_is_refused(
+def test_settings_that_do_not_fit_the_target_are_refused(
     world: Path, changes: dict[str, Any], form: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidParameter, match=words):
-        train(Eagle3(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
+        train(Eagle3Training(HeadSettings(**form)), settings(world, "refused", **changes), Silent())
 
 
 def test_the_target_is_not_written_over(world: Path) -> None:
     before = (world / "target" / "config.json").read_bytes()
     with pytest.raises(InvalidParameter, match="the target's own folder, which would be overwritten"):
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "target", steps=1), Silent())
     assert (world / "target" / "config.json").read_bytes() == before
 
 
 def test_another_run_in_the_same_folder_is_refused_by_name(
     world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+    train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with ttt = 2, now 3"):
-        train(Eagle3(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=3)), settings(world, "taken", steps=1), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1, seed=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1, seed=1), Silent())
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="target_hash"):
         patch.setattr(Teacher, "fingerprint", "another")
-        train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+        train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     (world / "texts" / "more.py").write_text("one more\n")
     try:
         with pytest.raises(ConfigError, match=r"rows_hash"):
-            train(Eagle3(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
+            train(Eagle3Training(HeadSettings(ttt=2)), settings(world, "taken", steps=1), Silent())
     finally:
         (world / "texts" / "more.py").unlink()
 
 
-def test_texts_of_another_run_are_not_gone_on_with(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_another_run_are_not_used(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it was stopped while the target still wrote them."""
     own = {"steps": 1, "regenerate": 40, "regenerate_tokens": 8}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("speculon.train.run.regenerate", Mock(side_effect=KeyboardInterrupt))
-        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
+        train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent())
     with pytest.raises(ConfigError, match=r"holds a run with seed = 0, now 1"):
-        train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
-    assert train(Eagle3(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
+        train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own, seed=1), Silent())
+    assert train(Eagle3Training(HeadSettings(ttt=1)), settings(world, "stopped", **own), Silent()).step == 1
 
 
-def test_the_command_line_says_what_is_wrong_and_what_was_made(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_reports_errors_and_results(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*words: str) -> tuple[int, Any]:
         done = CliRunner().invoke(app, ["train", *words, "--json"])
         return done.exit_code, json.loads(done.stdout)
 
-    told = {
+    given = {
         **QUICK,
         "target": world / "target",
         "data": world / "texts",
         "out": world / "by command",
         "steps": 2,
     }
-    options = [word for name, value in told.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    options = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     assert run("eagle3", "--out", "x") == (
         2,
         {"error": {"type": "InvalidParameter", "message": "target = None: Field required"}},

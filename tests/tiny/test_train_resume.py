@@ -1,4 +1,4 @@
-"""A run that was killed ends as if nobody had: the same batches, and the same loss."""
+"""A killed and resumed run reads the same batches and ends at the same loss."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculon.train.data import Rows
-from speculon.train.eagle3 import Eagle3
+from speculon.train.eagle3 import Eagle3Training
 from speculon.train.run import train
 from speculon.train.settings import HeadSettings
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
 STEPS, TOLERANCE = 200, 1e-3
-COURSE = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
+RUN = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def last_of(folder: Path) -> dict[int, tuple[str, float]]:
 
 
 def go_on(world: Path, name: str) -> dict[int, tuple[str, float]]:
-    told = settings(world, name, **COURSE)
-    train(Eagle3(HeadSettings(ttt=2)), told, Silent())
-    return last_of(told.folder)
+    given = settings(world, name, **RUN)
+    train(Eagle3Training(HeadSettings(ttt=2)), given, Silent())
+    return last_of(given.folder)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,15 @@ def whole(world: Path) -> dict[int, tuple[str, float]]:
 
 def start(world: Path, name: str) -> subprocess.Popen[bytes]:
     """The command, until it has a checkpoint and is about a quarter through."""
-    told = {
+    given = {
         **QUICK,
-        **COURSE,
+        **RUN,
         "target": world / "target",
         "data": world / "texts",
         "out": world / name,
         "ttt": 2,
     }
-    options = [word for key, value in told.items() for word in ("--" + key.replace("_", "-"), str(value))]
+    options = [word for key, value in given.items() for word in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-m", "speculon.cli", "train", "eagle3", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     folder, deadline = world / f"{name}.work", time.monotonic() + 100
@@ -85,20 +85,20 @@ def killed(world: Path) -> Path:
     return folder
 
 
-def differs(found: dict[int, tuple[str, float]], wanted: dict[int, tuple[str, float]]) -> str | None:
+def differs(found: dict[int, tuple[str, float]], expected: dict[int, tuple[str, float]]) -> str | None:
     """What is not as it would have been without the interruption."""
     if {step: batch for step, (batch, _) in found.items()} != {
-        step: batch for step, (batch, _) in wanted.items()
+        step: batch for step, (batch, _) in expected.items()
     }:
         return "batches"
-    return "loss" if abs(found[STEPS][1] - wanted[STEPS][1]) > TOLERANCE else None
+    return "loss" if abs(found[STEPS][1] - expected[STEPS][1]) > TOLERANCE else None
 
 
 def copy_of(killed: Path, name: str) -> Path:
     return Path(shutil.copytree(killed, killed.with_name(f"{name}.work")))
 
 
-def test_a_killed_run_ends_as_if_nobody_had(
+def test_a_killed_and_resumed_run_ends_at_the_same_loss(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]]
 ) -> None:
     folder = copy_of(killed, "again")
@@ -114,7 +114,7 @@ def test_a_killed_run_ends_as_if_nobody_had(
     assert [one["from_step"] > 0 for one in sessions] == [False, True]
 
 
-def test_a_lost_state_of_the_optimizer_is_found_out(
+def test_a_lost_optimizer_state_is_found(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]]
 ) -> None:
     checkpoint = copy_of(killed, "forgetful") / "checkpoint.safetensors"
@@ -128,7 +128,7 @@ def test_a_lost_state_of_the_optimizer_is_found_out(
     assert differs(go_on(world, "forgetful"), whole) == "loss"
 
 
-def test_a_lost_place_in_the_data_is_found_out(
+def test_a_lost_data_position_is_found(
     world: Path, killed: Path, whole: dict[int, tuple[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_of(killed, "astray")
@@ -137,15 +137,15 @@ def test_a_lost_place_in_the_data_is_found_out(
     assert differs(go_on(world, "astray"), whole) == "batches"
 
 
-def test_asked_to_stop_it_saves_and_says_how_to_go_on(
+def test_a_stop_signal_saves_and_reports_how_to_resume(
     world: Path, whole: dict[int, tuple[str, float]]
 ) -> None:
-    process = start(world, "asked")
+    process = start(world, "stopped")
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1].decode()
-    steps = len(log_of(world / "asked.work"))
+    steps = len(log_of(world / "stopped.work"))
     assert process.returncode == 130
     assert f"stopped at step {steps}; the same command goes on from there" in said
-    assert not (world / "asked").exists()
-    assert differs(go_on(world, "asked"), whole) is None
-    assert [int(entry["step"]) for entry in log_of(world / "asked.work")] == list(range(1, STEPS + 1))
+    assert not (world / "stopped").exists()
+    assert differs(go_on(world, "stopped"), whole) is None
+    assert [int(entry["step"]) for entry in log_of(world / "stopped.work")] == list(range(1, STEPS + 1))

@@ -9,15 +9,15 @@ import torch
 
 from speculon.bench.widen import PARTS, SCALE, gated_mlps, longer, widen, widen_target, width_of
 from speculon.errors import ConfigError, InvalidParameter, UnsupportedModel
-from speculon.models import prove
 from speculon.models.load import wrap_model
+from speculon.models.load_check import paged_logits
 from speculon.models.target import Target
 from tests.tiny.conftest import build as build_model
 from tests.tiny.conftest import tiny_model
 
 
 def logits_of(target: Target) -> torch.Tensor:
-    return prove.paged_logits(target)
+    return paged_logits(target)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])

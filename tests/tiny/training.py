@@ -1,4 +1,4 @@
-"""For tests of training: a small target in a folder, texts to learn from, and a watch that shows nothing."""
+"""Helpers for tests of training: a small target, data in a folder, and a silent progress report."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 from speculon.bench.measure import Measurement
 from speculon.bench.widen import widen
 from speculon.bench.workloads import Case
+from speculon.checkpoints.locate import locate
 from speculon.llm import LLM
-from speculon.models.load import locate, quiet
+from speculon.models.load import quiet
 from speculon.text import Tokenizer
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from speculon.errors import ConfigError, InvalidParameter, UnsupportedModel
 from speculon.kv.budget import free_memory
-from speculon.models.prove import LOOSE, TOLERANCE, paged_logits
+from speculon.models.load_check import LOOSE, TOLERANCE, paged_logits
 from speculon.models.target import Target
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

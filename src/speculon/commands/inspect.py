@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speculon.checkpoints.families import family_of
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, print_json
 from speculon.errors import MemoryExceeded, SpeculonError
-from speculon.models.families import family_of
-from speculon.models.recognise import Checkpoint, recognise
 
 if TYPE_CHECKING:
     from speculon.core import LayerSpec
@@ -54,7 +54,7 @@ def run(
 ) -> None:
     family = family_of(folder_of(model))
     if family.checkpoint is None or target is not None:
-        inspect_drafter.show(family, target and recognise(folder_of(target)) or None, as_json)
+        inspect_drafter.show(family, target and read_checkpoint(folder_of(target)) or None, as_json)
         return
     facts = headers(family.checkpoint)
     refusal: SpeculonError | None = None
@@ -83,7 +83,7 @@ def folder_of(model: str) -> Path:
     """A folder as it is; only another name needs the loader, and with it torch."""
     if Path(model).expanduser().exists():
         return Path(model).expanduser()
-    from speculon.models.load import locate
+    from speculon.checkpoints.locate import locate
 
     return locate(model)
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from speculon.checkpoints.eagle3_config import AUTHORS, Eagle3Config
+from speculon.checkpoints.families import Family
+from speculon.checkpoints.headers import Checkpoint
+from speculon.checkpoints.pairing import check_fit
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, print_json
 from speculon.errors import ModelError, UnsupportedModel
-from speculon.models.drafters import MAKERS, Eagle3
-from speculon.models.families import Family
-from speculon.models.pairing import check_fit
-from speculon.models.recognise import Checkpoint
 
 Facts = dict[str, Any]
 
@@ -23,7 +23,7 @@ WORDS = {
     "path": "folder",
     "found": "drafter",
     "method": "method",
-    "dialect": "written by",
+    "format": "written by",
     "attention": "attention",
     "rope": "RoPE",
     "taps": "taps",
@@ -54,20 +54,20 @@ def show(family: Family, target: Checkpoint | None, as_json: bool) -> None:
 def facts_of(family: Family) -> Facts:
     return {
         "path": str(family.path),
-        "found": family.line,
+        "found": family.summary,
         "method": family.method,
-        **(head_facts(family.sheet) if family.sheet else {}),
+        **(head_facts(family.head) if family.head else {}),
     }
 
 
-def head_facts(sheet: Eagle3) -> Facts:
+def head_facts(sheet: Eagle3Config) -> Facts:
     windows = sorted({window for window in sheet.windows if window})
     return {
-        "dialect": sheet.dialect,
+        "format": sheet.format,
         "attention": f"{sheet.heads} heads of {sheet.head_dim}, {sheet.kv_heads} for keys and values, "
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
-        "taps": sheet.tap_words(),
+        "taps": sheet.describe_taps(),
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -83,10 +83,10 @@ def head_facts(sheet: Eagle3) -> Facts:
 def fit_of(family: Family, target: Checkpoint) -> Facts:
     odd = check_fit(family, target)
     facts: Facts = {"fits": True, "target": str(target.path), "odd": list(odd)}
-    if family.sheet:
+    if family.head:
         facts |= {
-            "found": family.beside(target.num_layers).line,
-            "taps": family.sheet.tap_words(target.num_layers),
+            "found": family.for_target(target.num_layers).summary,
+            "taps": family.head.describe_taps(target.num_layers),
         }
     return facts
 
@@ -102,8 +102,8 @@ def as_table(facts: Facts) -> Table:
 
 
 def in_words(name: str, value: Any) -> str:
-    if name == "dialect":
-        return MAKERS[value]
+    if name == "format":
+        return AUTHORS[value]
     between = "\n" if name == "notes" else ", "
     return between.join(value) if isinstance(value, list) else str(value)
 

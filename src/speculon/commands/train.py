@@ -67,11 +67,11 @@ def run(method: str, given: Given, as_json: bool) -> None:
     form = FORMS[method](**pick(FORMS[method], given))
     screen = Screen(as_json)
     screen.tell("importing torch")
-    from speculon.train import kinds
+    from speculon.train import methods
     from speculon.train.run import train
 
     try:
-        done = train(kinds.KINDS[method](form), settings, screen)
+        done = train(methods.METHODS[method](form), settings, screen)
     except KeyboardInterrupt:  # not while it trains: there it is waited for
         errors().print(
             f"stopped; the same command goes on with what is there ({settings.folder})", markup=False

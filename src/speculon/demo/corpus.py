@@ -39,9 +39,7 @@ _KEYWORD_LIKE = frozenset(
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the validation split, from the sha256 of its posix path below the library
-    root.
-    """
+    """Whether a file is in the validation split, by the sha256 of its path below the library root."""
     digest = hashlib.sha256(relative_path.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
 
@@ -100,7 +98,7 @@ def _bound_names(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def functions_in(source: str, path: str = "") -> Iterator[Function]:
-    """Every function and method of a module that still parses once moved to the left margin, in source order."""
+    """Functions and methods of a module that still parse when moved to the left margin, in source order."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -143,17 +141,19 @@ def edit_answer(function_source: str, old_name: str, new_name: str) -> str:
 
 
 def fenced(source: str) -> str:
-    """A function inside a Python code fence, as prompts and answers carry it."""
+    """A function inside a Python code fence, as in prompts and answers."""
     return f"```python\n{source}\n```"
 
 
 _FIRST = (
-    "old new raw first last next total final local cached parsed active current shared inner outer left right base"
-    " main fast safe known extra hidden open closed ready valid partial merged sorted unique visible primary"
+    "old new raw first last next total final local cached parsed active current shared inner outer left"
+    " right base main fast safe known extra hidden open closed ready valid partial merged sorted unique"
+    " visible primary"
 ).split()
 _SECOND = (
-    "value item count index name path key node entry buffer line word size result table record token field state"
-    " level group order target source offset limit handle option reader writer parser cursor frame label score unit"
+    "value item count index name path key node entry buffer line word size result table record token"
+    " field state level group order target source offset limit handle option reader writer parser cursor"
+    " frame label score unit"
 ).split()
 
 

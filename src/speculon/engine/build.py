@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from speculon.checkpoints.choose import with_drafts
 from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
-from speculon.models.choose import with_drafts
 from speculon.models.load import load_target, load_tokenizer
 from speculon.text import Tokenizer
 

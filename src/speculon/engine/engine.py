@@ -73,9 +73,9 @@ class Engine:
             model=target,
         )
         budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
-        self.proposers = Proposers(config.speculation, facts, budget.promise)
+        self.proposers = Proposers(config.speculation, facts, budget.estimate)
         drafters = self.proposers.needs
-        self.promise = budget.promise(drafters)
+        self.promise = budget.estimate(drafters)
         target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)

@@ -1,4 +1,4 @@
-"""Memory is promised before it is used: how many KV pages to own, and whether a drafter fits beside them."""
+"""Memory is estimated before it is used: the number of KV pages, and whether a drafter fits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from speculon.config import EngineConfig
 from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
-PARTS = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # of a promise
+PARTS = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # of an estimate
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a pool may come from: the device's free memory, or the machine's, within a container's
-    limit.
-    """
+    """Free bytes of the device, or of the machine within its container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -38,7 +36,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Bytes that this process holds now: on the device, where that has memory of its own."""
+    """Bytes that this process holds now: on the device where it has its own memory, else on the machine."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     if device.type == "mps":
@@ -51,44 +49,41 @@ def held_memory(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """What an engine will hold at its peak, in bytes and part by part, and what it may hold."""
+class MemoryEstimate:
+    """The peak memory of an engine in bytes, part by part, and its limit."""
 
-    held: int  # before any drafter: libraries and the target's weights
-    drafters: int  # their weights
+    held: int  # libraries and the target's weights
+    drafters: int  # weights
     scratch: int  # intermediate results of one step
-    remembered: int  # earlier answers, once every pool of them is full
+    remembered: int  # earlier answers, with full pools
     pages: int  # K and V of target and drafters
     additional: int  # set aside by the user
     limit: int
     policy: str
 
     @property
-    def estimate(self) -> int:
+    def total(self) -> int:
         return sum(getattr(self, name) for name in PARTS)
 
     @property
     def fits(self) -> bool:
-        return self.estimate <= self.limit
+        return self.total <= self.limit
 
     @property
     def action(self) -> str:
-        """What the policy makes of it."""
-        return (
-            "use"
-            if self.fits or self.policy == "allow"
-            else "plain"
-            if self.policy == "fallback"
-            else "refuse"
-        )
+        """`use`, `plain` or `refuse`: what the memory policy does with the drafters."""
+        if self.fits or self.policy == "allow":
+            return "use"
+        return "plain" if self.policy == "fallback" else "refuse"
 
     def to_dict(self) -> dict[str, int | str | bool]:
-        return {**asdict(self), "estimate": self.estimate, "fits": self.fits, "action": self.action}
+        return {**asdict(self), "estimate": self.total, "fits": self.fits, "action": self.action}
 
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {getattr(self, name)}" for name in PARTS)
         sign = "<=" if self.fits else ">"
-        return f"estimate {self.estimate} bytes ({parts}) {sign} limit {self.limit}; memory_policy {self.policy}: {self.action}"
+        estimate = f"estimate {self.total} bytes ({parts}) {sign} limit {self.limit}"
+        return f"{estimate}; memory_policy {self.policy}: {self.action}"
 
 
 class Budget:
@@ -100,56 +95,49 @@ class Budget:
         self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
         self._held = held_memory(device)
         self._free, answers = free_memory(device), self._for_answers()
-        self._remembered = answers if device.type == "cpu" else 0  # they never lie on another device
+        self._remembered = answers if device.type == "cpu" else 0  # they are always on the CPU
 
     def _for_answers(self) -> int:
-        """Bytes of all pools of earlier answers. Raises `ConfigError` where the machine has not so many."""
-        wanted, free = self._config.speculation, free_memory(torch.device("cpu"))
-        if wanted.remembered_bytes > free:
-            limit = (
-                f"{wanted.suffix_pools} pools of them need {wanted.remembered_bytes} bytes, {free} are free"
+        """Bytes of all pools of earlier answers. Raises `ConfigError` where they exceed free memory."""
+        settings, free = self._config.speculation, free_memory(torch.device("cpu"))
+        if settings.remembered_bytes > free:
+            needed = f"{settings.suffix_pools} pools of them need {settings.remembered_bytes} bytes"
+            raise ConfigError(
+                f"suffix_pool_tokens = {settings.suffix_pool_tokens}: {needed}, {free} are free"
             )
-            raise ConfigError(f"suffix_pool_tokens = {wanted.suffix_pool_tokens}: {limit}")
-        return wanted.remembered_bytes
+        return settings.remembered_bytes
 
-    def promise(self, drafters: list[Needs]) -> Promise:
+    def estimate(self, drafters: list[Needs]) -> MemoryEstimate:
         """With these drafters, loaded or not."""
-        wanted = self._config.speculation
+        settings = self._config.speculation
         everyone = (self._target, *drafters)
-        given = wanted.memory_limit_gb
-        return Promise(
+        given = settings.memory_limit_gb
+        return MemoryEstimate(
             held=self._held,
             drafters=sum(needs.bytes_fixed for needs in drafters),
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
-            additional=int(wanted.additional_memory_gb * 2**30),
+            additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
-            policy=wanted.memory_policy,
+            policy=settings.memory_policy,
         )
 
     def pages(self, drafters: list[Needs]) -> int:
-        """Pages of the pool.
-
-        Raises `ConfigError` where the memory that is free, or given, holds none or not that many.
-        """
+        """Pages of the pool. Raises `ConfigError` where free or given memory is too small for them."""
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
         if count < 1:
-            raise ConfigError(
-                f"{name}: {self._for_pages(drafters)} bytes hold no page of {page_bytes} bytes ({config.block_size} tokens)"
-            )
+            page = f"{page_bytes} bytes ({config.block_size} tokens)"
+            raise ConfigError(f"{name}: {self._for_pages(drafters)} bytes hold no page of {page}")
         free = self._left(drafters)
         if count * page_bytes > free:
-            raise ConfigError(
-                f"{name} = {getattr(config, name)}: the page pool needs {count * page_bytes} bytes, {free} are free"
-            )
+            needed = f"the page pool needs {count * page_bytes} bytes, {free} are free"
+            raise ConfigError(f"{name} = {getattr(config, name)}: {needed}")
         return count
 
     def _count(self, drafters: list[Needs]) -> int:
-        """`num_blocks` as set, or what `max_num_seqs` full contexts can use within the memory that is given
-        or free.
-        """
+        """`num_blocks`, or the pages of `max_num_seqs` full contexts within given or free memory."""
         set_count = self._config.num_blocks
         return set_count or min(self._useful, self._for_pages(drafters) // self._page_bytes(drafters))
 

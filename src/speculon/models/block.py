@@ -1,9 +1,7 @@
-"""One layer of a decoder as few calls of the library: what most architectures share, under the names that
-they give it.
+"""A decoder layer as few library calls, in the form that most architectures share.
 
-x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing. A
-layer that does anything else is found out by the comparison in models/fuse, which is why nothing is checked
-twice here.
+x + out_1(attention(in_1(x))), then x + out_2(mlp(in_2(x))), where each of the four norms may be missing.
+models/fuse compares each block with its stock layer, so nothing else is checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from speculon.kv.store import View
 from speculon.models.attention import attend_rows
 from speculon.models.linear import Product, hooked, joined, plain
 
-# of the row's largest: about one
+# of the row's largest value: about one rounding
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -34,8 +32,8 @@ AROUND = (
 Tables = tuple[Tensor, Tensor]  # cos, and sin with the sign of the rotation: [T, 1, Dh]
 
 
-class NotThisKind(Exception):
-    """A stock module lacks what a fused one is made of; the text says what."""
+class CannotReplace(Exception):
+    """A stock module cannot be replaced by a faster form; the message says why."""
 
 
 class Norm:
@@ -47,8 +45,7 @@ class Norm:
     def __init__(self, weight: Tensor, eps: float):
         self.weight, self.eps = weight, eps
         width = weight.shape[-1]
-        # In fp32 on a CPU the library's norm is six operations; with the sum of squares as its own one, five
-        # short ones do.
+        # on a CPU in fp32 torch's norm is six operations; with vector_norm for the squares it is five
         self.few_calls = weight.device.type == "cpu" and weight.dtype is torch.float32
         self.scaled, self.floor = weight * width**0.5, torch.tensor(width * eps, device=weight.device)
 
@@ -63,7 +60,7 @@ class Norm:
 
 @dataclass(slots=True)
 class Attention:
-    """Grouped-query attention over pages; q, k and v come from one product and are turned together."""
+    """Grouped-query attention over pages; q, k and v come from one product and are rotated together."""
 
     layer: int
     qkv: Product
@@ -81,19 +78,19 @@ class Attention:
         return self.out(self.attend(*self.begin(x, tables), view).reshape(len(x), -1))
 
     def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """Query and key heads side by side, turned [T, H + Hkv, Dh], and the values [T, Hkv, Dh]."""
+        """Query and key heads side by side, rotated [T, H + Hkv, Dh], and the values [T, Hkv, Dh]."""
         both = self.heads + self.kv_heads
         states = self.qkv(x).view(len(x), -1, self.head_dim)
-        turned, value = states[:, :both], states[:, both:]
+        rotated, value = states[:, :both], states[:, both:]
         if self.norm is not None:
-            turned = self.norm(turned)
+            rotated = self.norm(rotated)
         if self.rotates and tables is not None:
-            turned = rotate(turned, tables)
-        return turned, value
+            rotated = rotate(rotated, tables)
+        return rotated, value
 
-    def attend(self, turned: Tensor, value: Tensor, view: View) -> Tensor:  # [T, H, Dh]
-        """What each row sees; the only part that knows of spans and pages."""
-        query, key = turned[:, : self.heads], turned[:, self.heads :]
+    def attend(self, rotated: Tensor, value: Tensor, view: View) -> Tensor:  # [T, H, Dh]
+        """The attention output of each row; the only part that reads spans and pages."""
+        query, key = rotated[:, : self.heads], rotated[:, self.heads :]
         return attend_rows(view, self.layer, query, key, value, self.scaling, self.softcap, self.sinks)
 
 
@@ -112,7 +109,7 @@ class Gated:
 
 @dataclass(slots=True)
 class Stock:
-    """An MLP that is left as it is: experts and other kinds."""
+    """An MLP that is not fused, such as experts."""
 
     module: nn.Module
 
@@ -133,30 +130,27 @@ class Block:
         return self.end(x, self.attention.attend(*self.begin(x, tables), view))
 
     def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        """What comes before attention, as `Attention.begin` gives it."""
+        """The part before attention; see `Attention.begin`."""
         before = self.norms[0]
         return self.attention.begin(before(x) if before else x, tables)
 
     def end(self, x: Tensor, seen: Tensor) -> Tensor:  # [T, D], [T, H, Dh] -> [T, D]
-        """What comes after attention."""
+        """The part after attention."""
         _, after, before_mlp, after_mlp = self.norms
         mixed = self.attention.out(seen.reshape(len(x), -1))
         x = x + (after(mixed) if after else mixed)
-        thought = self.mlp(before_mlp(x) if before_mlp else x)
-        return x + (after_mlp(thought) if after_mlp else thought)
+        out = self.mlp(before_mlp(x) if before_mlp else x)
+        return x + (after_mlp(out) if after_mlp else out)
 
 
 def rotate(heads: Tensor, tables: Tables) -> Tensor:
-    """Rotary positions (Su 2021) in the half-split form: x cos + (x with its halves exchanged) (-sin, sin).
-    [T, H, Dh].
-    """
+    """Rotary positions (Su 2021) in half-split form: x cos + swapped halves of x (-sin, sin). [T, H, Dh]."""
     cos, sin = tables
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-# [1, T, Dh] or [1, T, Dh / 2], as transformers makes them
 def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
-    """What `rotate` wants of the tables of one step, for heads of `width`."""
+    """The tables of one step for `rotate`, from those of transformers: [1, T, Dh] or [1, T, Dh / 2]."""
     if 2 * cos.shape[-1] == width:
         cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
     half = width // 2
@@ -164,19 +158,19 @@ def tables_of(cos: Tensor, sin: Tensor, width: int) -> Tables:
 
 
 def block_of(stock: nn.Module, layer: int, kv_heads: int, head_dim: int, share: bool) -> Block:
-    """A fused form of a decoder layer. Raises `NotThisKind` where a part of it is missing."""
+    """A fused form of a decoder layer. Raises `CannotReplace` where a part is missing."""
     children = dict(stock.named_children())
     inner = children.pop("self_attn", None)
     mlp = children.pop("mlp", None)
     if inner is None or mlp is None:
-        raise NotThisKind("no self_attn and mlp")
+        raise CannotReplace("no self_attn and mlp")
     return Block(
         attention_of(inner, layer, kv_heads, head_dim, share), mlp_of(mlp, share), norms_of(children)
     )
 
 
 def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-    """Gemma and OLMo call the norm after attention what Llama calls the one before the MLP."""
+    """The four norms. Gemma and OLMo name the norm after attention as Llama names that before the MLP."""
     around = {"pre_feedforward_layernorm", "post_feedforward_layernorm"} & children.keys()
     found = (norm_of(children[name]) if name in children else None for name in (AROUND if around else BEFORE))
     before, after, before_mlp, after_mlp = found
@@ -186,7 +180,7 @@ def norms_of(children: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None, 
 def attention_of(stock: Any, layer: int, kv_heads: int, head_dim: int, share: bool) -> Attention:
     inputs = linears(stock, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
     if stock.training and getattr(stock, "attention_dropout", 0.0):
-        raise NotThisKind("dropout in training")
+        raise CannotReplace("dropout in training")
     heads = sum(layer.out_features for layer in inputs) // head_dim - 2 * kv_heads
     return Attention(
         layer=layer,
@@ -209,7 +203,7 @@ def head_norm(stock: Any, heads: int, kv_heads: int, head_dim: int) -> Norm | No
         return None
     query, key = norm_of(stock.q_norm), norm_of(stock.k_norm)
     if query.eps != key.eps or {query.weight.numel(), key.weight.numel()} != {head_dim}:
-        raise NotThisKind(f"{type(stock).__name__} normalises queries and keys in another way")
+        raise CannotReplace(f"{type(stock).__name__} normalises queries and keys differently")
     return Norm(torch.cat([query.weight.expand(heads, -1), key.weight.expand(kv_heads, -1)]), query.eps)
 
 
@@ -217,44 +211,37 @@ def mlp_of(stock: Any, share: bool) -> Gated | Stock:
     try:
         gate_up = linears(stock, ("gate_up_proj",), ("gate_proj", "up_proj"))
         down = linears(stock, ("down_proj",))
-    except NotThisKind:
+    except CannotReplace:
         return Stock(stock)
     act = getattr(stock, "act_fn", None) or stock.activation_fn
     return Gated(joined(gate_up, share), joined(down, share), act)
 
 
 def linears(module: Any, *choices: tuple[str, ...]) -> list[nn.Linear]:
-    """The first of several groups of children that is there, all of it plain linear layers."""
+    """The first of several groups of children that exists and consists of plain linear layers."""
     for names in choices:
         found: list[Any] = [getattr(module, name, None) for name in names]
         if all(map(plain, found)):
             return found
-    raise NotThisKind(
+    raise CannotReplace(
         f"{type(module).__name__} has no plain linear {' or '.join(', '.join(names) for names in choices)}"
     )
 
 
 def norm_of(stock: nn.Module) -> Norm:
-    """The native form of an RMS norm with weight w, or 1 + w: whichever gives the same.
-
-    Raises `NotThisKind` if neither does.
-    """
+    """The native form of an RMS norm, with weight w or 1 + w. Raises `CannotReplace` if neither agrees."""
     eps = getattr(stock, "variance_epsilon", getattr(stock, "eps", None))
     named = dict(stock.named_parameters())
-    if (
-        "RMSNorm" not in type(stock).__name__
-        or eps is None
-        or list(named) != ["weight"]
-        or named["weight"].dim() != 1
-    ):
-        raise NotThisKind(f"{type(stock).__name__} is no RMS norm with one weight")
+    one_weight = list(named) == ["weight"] and named["weight"].dim() == 1
+    if "RMSNorm" not in type(stock).__name__ or eps is None or not one_weight:
+        raise CannotReplace(f"{type(stock).__name__} is no RMS norm with one weight")
     if hooked(stock):
-        raise NotThisKind(f"{type(stock).__name__} has hooks")
+        raise CannotReplace(f"{type(stock).__name__} has hooks")
     weight = named["weight"].detach().clone()
     for candidate in (Norm(weight, float(eps)), Norm(1.0 + weight, float(eps))):
         if same_norm(stock, candidate):
             return candidate
-    raise NotThisKind(f"{type(stock).__name__} differs from the library's norm")
+    raise CannotReplace(f"{type(stock).__name__} differs from the library's norm")
 
 
 @torch.inference_mode()
@@ -267,6 +254,6 @@ def same_norm(stock: nn.Module, new: Norm) -> bool:
     try:
         expected, found = stock(x), new(x)
     except (RuntimeError, TypeError, ValueError):
-        return False  # a norm that takes more than one tensor is no norm of this kind
+        return False  # it takes more than one tensor
     limit = ROUNDING.get(x.dtype, 0.0) * expected.abs().amax(-1, keepdim=True)
     return found.dtype == expected.dtype and bool(((found - expected).abs() <= limit).all())

@@ -1,10 +1,8 @@
-"""The loop as recorded pieces, for devices where launching an operation costs more than a few rows of its
-work (CUDA graphs).
+"""The loop as CUDA graphs, for devices where launching an operation costs more than its work on a few rows.
 
-Between two attentions a layer depends on its rows alone, on no span and no page. So each such piece is
-recorded once for each of a few numbers of rows, on buffers that stay where they are, and replayed; attention,
-with its page writes, is called as ever, with the rows of the step alone. Rows up to the next recorded number
-compute on what lies there, and nobody reads what comes of them.
+Between two attentions a layer depends on its rows alone, not on spans or pages. Each such piece is captured
+for a few numbers of rows, on static buffers, and replayed; attention runs as before, on the step's own rows.
+Rows up to the next captured number hold old values; their results are ignored.
 """
 
 from __future__ import annotations
@@ -23,27 +21,24 @@ from transformers import PreTrainedConfig
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.kv.store import View
-from speculon.models.block import NotThisKind, Stock
+from speculon.models.block import CannotReplace, Stock
 from speculon.models.compare import close
 from speculon.models.loop import Loop
 from speculon.models.taps import Taps
 from speculon.models.target import STATES_OF_ROW, Target
 
-# guess: rows of a step; 128 are 16 texts with 7 drafts each
+# guess: rows of a step; 128 are 16 sequences with 7 drafts each
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# of a row's norm, below fp32: another number of rows takes other kernels; an unrelated row would be 1.4 off
-APART = 0.3
-GRAPH = 128 << 10  # guess: bytes that a graph takes besides its results
+# of a row's norm, below fp32: other numbers of rows take other kernels; an unrelated row differs by 1.4
+TOLERANCE = 0.3
+GRAPH = 128 << 10  # guess: bytes of a graph besides its results
 
-Piece = Callable[[], None]  # reads and writes static buffers, and leaves nothing else behind
-Recorder = Callable[[Piece], Piece]  # from a piece to what does the same work again
+Piece = Callable[[], None]  # reads and writes static buffers only
+Recorder = Callable[[Piece], Piece]  # from a piece to its replay
 
 
 class CudaGraphRecorder:
-    """Records pieces as CUDA graphs with one pool of memory.
-
-    Their results lie outside of it, so any order of replay is good.
-    """
+    """Captures pieces as CUDA graphs in one memory pool; results lie outside it, so order is free."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream, self.pool = (
@@ -63,21 +58,17 @@ class CudaGraphRecorder:
         return graph.replay
 
     def warm_up(self, piece: Piece) -> None:
-        """Runs it once, so that handles, kernels and workspaces are there: none may be made while a graph is
-        recorded.
-        """
+        """Runs it once: handles, kernels and workspaces may not be created during a capture."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream), waiting_refused():
+        with torch.cuda.stream(self.stream), synchronising_refused():
             piece()
         here.wait_stream(self.stream)
 
 
 @contextmanager
-def waiting_refused() -> Iterator[None]:
-    """An operation that waits for the device raises `RuntimeError`: within a recording it would leave the
-    allocator broken.
-    """
+def synchronising_refused() -> Iterator[None]:
+    """Synchronising operations raise `RuntimeError`: within a capture one would break the allocator."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
@@ -92,29 +83,29 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphRec
 
 
 class Captured:
-    """A loop whose pieces are recorded. A step of more rows than any recorded takes the loop as it is."""
+    """A loop whose pieces are captured. A step of more rows than any captured one takes the loop."""
 
     def __init__(self, loop: Loop, device: torch.device, record: Recorder):
         self.loop, self.blocks, most = loop, loop.blocks, BUCKETS[-1]
         if any(isinstance(block.mlp, Stock) for block in self.blocks):
-            raise NotThisKind("not captured: it has experts, or another MLP that is left as it is")
+            raise CannotReplace("not captured: it has experts, or another MLP that is not fused")
         shapes = {
             (block.attention.heads, block.attention.kv_heads, block.attention.head_dim)
             for block in self.blocks
         }
         if len(shapes) > 1:
-            raise NotThisKind("not captured: its layers have different numbers of heads")
+            raise CannotReplace("not captured: its layers have different numbers of heads")
         heads, kv_heads, head_dim = shapes.pop()
         self.both = heads + kv_heads
         self.ids, self.positions, rows = torch.zeros(3, 1, most, dtype=torch.long, device=device)
         self.score_rows = rows[0]
         self.x, self.tables = loop.begin(self.ids, self.positions)
         self.heads = torch.cat(self.blocks[0].begin(self.x, self.tables), 1)  # [rows, H + 2 Hkv, Dh]
-        self.seen = self.x.new_zeros(most, heads, head_dim)
+        self.attended = self.x.new_zeros(most, heads, head_dim)
         self.logits = loop.end(self.x, self.score_rows)
         self.pieces: dict[int, list[Piece]] = {}
         self.scores: dict[int, Piece] = {}
-        for size in reversed(BUCKETS):  # the largest first: the smaller ones find room in what it took
+        for size in reversed(BUCKETS):  # the largest first: the others reuse its memory
             self.scores[size] = record(partial(self.score, size))
             self.pieces[size] = [
                 record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)
@@ -125,34 +116,29 @@ class Captured:
         if rows > BUCKETS[-1]:
             return self.loop(batch, view, taps)
         self.fill(batch, rows, scored)
-        turned, value = self.heads[:rows, : self.both], self.heads[:rows, self.both :]
+        rotated, value = self.heads[:rows, : self.both], self.heads[:rows, self.both :]
         for number, replay in enumerate(self.pieces[bucket_of(rows)]):
             replay()
             if taps is not None and number - 1 in taps.layers:  # -1: the embeddings
                 taps.keep(number - 1, copied(self.x[:rows]))
             if number < len(self.blocks):
-                self.seen[:rows].copy_(self.blocks[number].attention.attend(turned, value, view))
+                self.attended[:rows].copy_(self.blocks[number].attention.attend(rotated, value, view))
         if not scored:
             return None
         self.scores[bucket_of(scored)]()
         return copied(self.logits[:scored])
 
     def fill(self, batch: Batch, rows: int, scored: int) -> None:
-        """Hands a step in.
-
-        Behind it lie zeros, or rows of an earlier step: tokens and positions that are valid as well.
-        """
+        """Copies a step to the buffers. Later rows hold zeros or an earlier step: valid tokens, too."""
         self.ids[:, :rows].copy_(batch.input_ids)
         self.positions[:, :rows].copy_(batch.position_ids)
         self.score_rows[:scored].copy_(batch.score_rows)
 
     def piece(self, number: int, rows: int) -> None:
-        """Ends the layer before layer `number`, or looks the tokens up; begins layer `number`, or is the last
-        piece.
-        """
+        """The end of layer `number` - 1 (or the embedding), and the beginning of layer `number` (if any)."""
         x = self.x[:rows]
         if number:
-            x.copy_(self.blocks[number - 1].end(x, self.seen[:rows]))
+            x.copy_(self.blocks[number - 1].end(x, self.attended[:rows]))
         else:
             found, tables = self.loop.begin(self.ids[:, :rows], self.positions[:, :rows])
             for kept, new in zip((self.x, *self.tables), (found, *tables), strict=True):
@@ -166,51 +152,45 @@ class Captured:
 
 
 def bucket_of(rows: int) -> int:
-    """The smallest recorded number of rows that holds so many."""
+    """The smallest captured number of rows that is large enough."""
     return BUCKETS[bisect_left(BUCKETS, rows)]
 
 
 def sizes() -> Iterator[int]:
-    """Rows of a step for which most of each recording is left over, and for which none is."""
+    """For each capture the fewest and the most rows of a step that use it."""
     for low, high in pairwise((0, *BUCKETS)):
         yield from sorted({low + 1, high})
 
 
 def copied(part: Tensor) -> Tensor:
-    """What leaves a step: the next one writes into the buffer again."""
+    """A result of a step: the next step overwrites the buffer."""
     return part.clone()
 
 
 def captured(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], record: Recorder) -> Captured:
-    """The loop recorded, and equal to it on every batch given.
-
-    Raises `NotThisKind` where it cannot be recorded, or differs.
-    """
+    """The loop captured, and compared with it on every batch. Raises `CannotReplace` where that fails."""
     try:
         made = Captured(loop, target.device, record)
         for batch, view in batches:
             expected, found = loop(batch, view), made(batch, view)
             if expected is None or found is None or not alike(found, expected):
-                raise NotThisKind("not captured: it computes something else")
-    except RuntimeError as error:  # an operation that waits for the device, or no memory, for two
-        raise NotThisKind(
-            f"not captured: {next(iter(str(error).splitlines()), type(error).__name__)[:120]}"
-        ) from error
+                raise CannotReplace("not captured: it computes something else")
+    except RuntimeError as error:  # for example a synchronising operation, or too little memory
+        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
+        raise CannotReplace(f"not captured: {line}") from error
     return made
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:  # [R, V] each
-    """Whether two ways to compute the same logits agree, as far as their number of rows lets them."""
+    """Whether two computations of the same logits agree, within what other kernels change."""
     if expected.dtype is torch.float32:
         return close(found, expected)
     found, expected = found.float(), expected.float()
-    return bool(((found - expected).norm(dim=-1) <= APART * expected.norm(dim=-1)).all())
+    return bool(((found - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
 
 
 def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """Memory that recording takes: buffers, the intermediate results of the largest piece, which all share,
-    and graphs.
-    """
+    """Memory of a capture: buffers, the shared intermediate results of the largest piece, and graphs."""
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     shared = max(hidden + config.vocab_size, STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
     graphs = len(BUCKETS) * (len(layers) + 2)
@@ -218,9 +198,7 @@ def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype
 
 
 def static_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:
-    """The buffers alone: ids, positions and scored rows; residual, logits, rotary tables, heads and what they
-    saw.
-    """
+    """The buffers: ids, positions, scored rows, residual, logits, rotary tables, heads, attention outputs."""
     heads, kv_heads, head_dim = config.num_attention_heads, layers[0].heads, layers[0].k_dim
     row = config.hidden_size + config.vocab_size + 2 * head_dim + 2 * (heads + kv_heads) * head_dim
     return BUCKETS[-1] * (3 * torch.long.itemsize + row * dtype.itemsize)

@@ -1,11 +1,11 @@
-"""When two ways to compute the same count as equal."""
+"""When two implementations of the same computation count as equal."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 EXACT = 1e-5  # of a row's largest value, in fp32
-# in other dtypes: a fused layer's error over the stock one's, both measured against the layer in fp32
+# in other dtypes: error of a fused layer over that of the stock one, both against the layer in fp32
 NEAR = 1.25
 
 
@@ -16,7 +16,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def nearly(found: Tensor, expected: Tensor, truth: Tensor) -> bool:
-    """Whether `found` strays no further from the truth than the expected does."""
+    """Whether `found` is about as near to the truth as `expected` is."""
     return found.shape == expected.shape and bool(
         (found - truth).norm() <= NEAR * (expected - truth).norm() + EXACT * truth.norm()
     )

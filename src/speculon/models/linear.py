@@ -1,6 +1,4 @@
-"""Linear layers laid out for the machine: those of one input as one product, in the layout that the library's
-kernels like.
-"""
+"""Linear layers joined into one product per input, in the weight layout that is fastest on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.models.race import race
+from speculon.models.autotune import median_times
 
-COPIED_HEAD = 0.1  # of the weights: the largest head that is worth a second copy
+COPIED_HEAD = 0.1  # of the weights: the largest head that is copied into the packed layout
 SAMPLE = (16, 512, 256)  # weights [O, D]: more than the caches of two cores hold
 ROWS = (1, 5, 9, 40)
 
@@ -25,13 +23,15 @@ log = logging.getLogger("speculon")
 Product = Callable[[Tensor], Tensor]  # [T, D] -> [T, O]
 Layout = Callable[[Tensor, Tensor | None], Product]
 
-if torch.backends.mkldnn.is_available():  # not on every machine: a build for Macs has no such operations
-    packed_product = torch.ops.mkldnn._linear_pointwise.default  # looked up once: that alone is 2 % of a step
+if torch.backends.mkldnn.is_available():  # builds for Macs lack these operations
+    packed_product = (
+        torch.ops.mkldnn._linear_pointwise.default
+    )  # looked up once: each time costs 2 % of a step
 
 
 @dataclass(slots=True)
 class Linear:
-    """x W^T + b with W as it lies in the checkpoint."""
+    """x W^T + b with W in rows, as in the checkpoint."""
 
     weight: Tensor  # [O, D]
     bias: Tensor | None = None
@@ -42,9 +42,7 @@ class Linear:
 
 @dataclass(slots=True)
 class Packed:
-    """The same with W in blocks (oneDNN): for few rows 1.4 to 2 times as fast on one chip, 0.6 to 0.7 on
-    another.
-    """
+    """The same with W in oneDNN's blocks: for few rows 1.4 to 2 times as fast on one chip, 0.6 on another."""
 
     weight: Tensor  # opaque
     bias: Tensor | None = None
@@ -54,8 +52,8 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Beside:
-    """Products of one input, their results side by side: for weights that must stay where they are."""
+class SideBySide:
+    """Products of one input, their results concatenated: for weights that may not be copied."""
 
     parts: Sequence[Linear]
 
@@ -64,26 +62,23 @@ class Beside:
 
 
 def plain(module: object) -> bool:
-    """Whether a module is a linear layer and nothing more: not quantised, not adapted, not hooked."""
+    """Whether a module is a plain linear layer: not quantised, not adapted, not hooked."""
     return type(module) is nn.Linear and not hooked(module)
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody watches what goes through a module, or changes it."""
+    """Whether hooks read or change the inputs or outputs of a module."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @torch.no_grad()
 def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
-    """One product for linear layers of the same input.
-
-    With `share` their weights are used where they are, else laid out anew.
-    """
+    """One product for linear layers of the same input. With `share` their weights are not copied."""
     parts = [
         Linear(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()) for layer in stock
     ]
     if share:
-        return parts[0] if len(parts) == 1 else Beside(parts)
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
     bias = None
     if any(part.bias is not None for part in parts):
         bias = torch.cat(
@@ -92,35 +87,28 @@ def joined(stock: Sequence[nn.Linear], share: bool) -> Product:
     weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
     layout = layout_of(weight.dtype, weight.device)
     if layout is Linear and len(parts) == 1 and weight.device.type == "cpu":
-        weight = weight.clone()  # what it lies in may be a mapped file
+        weight = weight.clone()  # it may lie in a mapped file
     return layout(weight, bias)
 
 
 def layout_of(dtype: torch.dtype, device: torch.device) -> Layout:
-    """How weights of this kind are laid out here: in blocks where the library can multiply by such and is
-    faster with them.
-    """
+    """The layout of such weights: packed where that is supported and measures faster."""
     return fastest(dtype, torch.get_num_threads()) if packable(dtype, device) else Linear
 
 
 @cache
 @torch.inference_mode()
 def fastest(dtype: torch.dtype, threads: int) -> Layout:
-    """The layout that is faster on few rows on this machine, measured (50 ms): by the geometric mean over
-    their numbers.
-    """
+    """The faster layout for few rows, by the geometric mean over ROWS; the measurement takes 50 ms."""
     weights, *inputs = (
         torch.ones(shape, dtype=dtype, device="cpu")
         for shape in (SAMPLE, *((rows, SAMPLE[-1]) for rows in ROWS))
     )
     products = [[layout(weight, None) for weight in weights] for layout in (Linear, packed)]
-    times = [race([partial(multiply, made, x) for made in products]) for x in inputs]
+    times = [median_times([partial(multiply, made, x) for made in products]) for x in inputs]
     in_rows, in_blocks = map(prod, zip(*times, strict=True))
-    log.info(
-        "weights of %s: packed, a product takes %.2f of its time",
-        dtype,
-        (in_blocks / in_rows) ** (1 / len(ROWS)),
-    )
+    ratio = (in_blocks / in_rows) ** (1 / len(ROWS))
+    log.info("weights of %s: packed, a product takes %.2f of its time", dtype, ratio)
     return packed if in_blocks < in_rows else Linear
 
 
@@ -130,7 +118,7 @@ def multiply(products: Sequence[Product], x: Tensor) -> None:
 
 
 def packable(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the library multiplies by packed weights of this kind here."""
+    """Whether oneDNN multiplies by packed weights of this dtype here."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype is torch.float32 or (
@@ -139,10 +127,7 @@ def packable(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def head_is_copied(head: int, weights: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a head of so many bytes is packed.
-
-    Meanwhile it lies here twice; for good, where it is the embedding too.
-    """
+    """Whether a head of so many bytes is packed. Where it is also the embedding, it takes memory twice."""
     return head <= COPIED_HEAD * weights and layout_of(dtype, device) is packed
 
 

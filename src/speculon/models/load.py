@@ -1,10 +1,8 @@
-"""From a folder, a hub id or a model in memory to a Target that has proved itself."""
+"""A checked Target from a folder, a hub id or a model in memory."""
 
 from __future__ import annotations
 
 import copy
-import os
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,31 +21,28 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import (
     ConfigError,
     CorruptWeights,
     MissingWeights,
     ModelError,
-    ModelNotFound,
     UnsafeCheckpoint,
     UnsupportedModel,
 )
 from speculon.models import attention
 from speculon.models.fuse import fuse
+from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
-from speculon.models.prove import prove, stock_logits
-from speculon.models.recognise import Checkpoint, recognise, refuse_unsafe
 from speculon.models.target import Target
 
-DEMO = Path(__file__).resolve().parent.parent / "demo"
-SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-eagle3": DEMO / "eagle3"}
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-DEFAULT_CONTEXT = 4096  # guess, for a config that names no limit
+DEFAULT_CONTEXT = 4096  # guess, for a config without a limit
 
-Progress = Callable[[str], None]  # told each stage's name as it begins
+Progress = Callable[[str], None]  # called with the name of each stage as it begins
 
 
 def load_target(
@@ -62,32 +57,26 @@ def load_target(
     compile: bool = False,
     progress: Progress | None = None,
 ) -> Target:
-    """A checked Target from a folder, a hub id or `demo`.
-
-    Fails with a ModelError that names path and reason.
-    """
-    tell = progress or (lambda stage: None)
-    tell("reading the checkpoint")
+    """A checked Target from a folder, a hub id or `demo`. Raises `ModelError` with path and reason."""
+    report = progress or (lambda stage: None)
+    report("reading the checkpoint")
     folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    checkpoint = recognise(folder)
+    checkpoint = read_checkpoint(folder)
     refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        # small enough to be exact: in bf16 near-ties would show where the demo promises the same text
-        number = (
-            torch.float32
-            if (str(path), dtype) == ("demo", "auto")
-            else pick_dtype(dtype, checkpoint.dtype, place)
-        )
-        tell("loading the weights")
-        model = load_model(checkpoint, config, number, place, trust_remote_code)
-        tell("checking the model against its stock forward")
+        # the demo is run in fp32: in bf16 near-ties would break its same-output promise
+        exact = (str(path), dtype) == ("demo", "auto")
+        precision = torch.float32 if exact else pick_dtype(dtype, checkpoint.dtype, place)
+        report("loading the weights")
+        model = load_model(checkpoint, config, precision, place, trust_remote_code)
+        report("checking the model against its stock forward")
         return make_target(model, str(path), max_context, fused=fused, compile=compile)
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the model."""
+    """The tokenizer in the model's folder."""
     folder = locate(path, trust_remote_code=trust_remote_code)
     with quiet():
         try:
@@ -109,7 +98,7 @@ def wrap_model(
 ) -> Target:
     """A checked Target over a model in memory, which is not modified.
 
-    With `share` no matrix is copied, so fewer can be fused.
+    With `share` no matrix is copied, so fewer products are fused.
     """
     name = name or type(model).__name__
     with quiet():
@@ -117,9 +106,7 @@ def wrap_model(
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a module tree with a config of its own: the attention choice is written into the
-    config.
-    """
+    """The same weights in a new module tree; its own config holds the choice of attention."""
     shared = [*model.parameters(), *(b for b in model.buffers() if b.numel() > OWN_BUFFER)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     return copy.deepcopy(model, memo)
@@ -152,40 +139,14 @@ def make_target(
     use_attention(model, attention.NAME)
     if fused:
         fuse(target, share=share, compile=compile)
-    prove(target, expected)
+    check_logits(target, expected)
     return target
-
-
-def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Path:
-    """The folder of `path`; a hub id is fetched, or found in the cache when offline."""
-    if str(path) in SHIPPED:
-        return SHIPPED[str(path)]
-    folder = Path(path).expanduser()
-    if folder.exists() or not HUB_ID.fullmatch(str(path)):
-        return folder
-    from huggingface_hub import snapshot_download
-
-    wanted = (
-        ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-        + ["*.bin"] * allow_pickle
-        + ["*.py"] * trust_remote_code
-    )
-    try:
-        return Path(
-            snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*/*", "consolidated*"])
-        )
-    except Exception as error:
-        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ModelNotFound(
-            f"{path}: no such folder, and the hub gave none of that name ({first_line(error)}){offline}"
-        ) from error
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedConfig:
     if checkpoint.remote_code and checkpoint.model_type not in CONFIG_MAPPING and not trust_remote_code:
-        raise UnsafeCheckpoint(
-            f"{checkpoint.path}: needs Python code that comes with it; read it, then pass trust_remote_code=True"
-        )
+        advice = "read it, then pass trust_remote_code=True"
+        raise UnsafeCheckpoint(f"{checkpoint.path}: needs Python code that comes with it; {advice}")
     try:
         config = AutoConfig.from_pretrained(
             checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
@@ -223,9 +184,8 @@ def load_model(
     if missing := sorted(info["missing_keys"]):
         raise MissingWeights(f"{checkpoint.path}: {len(missing)} tensors are missing, first {missing[0]}")
     if wrong := sorted(info["mismatched_keys"]):
-        raise CorruptWeights(
-            f"{checkpoint.path}: {len(wrong)} tensors have another shape than the config says, first {wrong[0][0]}"
-        )
+        count = f"{len(wrong)} tensors have another shape than the config says"
+        raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
     return model.to(device)
 
 
@@ -239,20 +199,20 @@ def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device of that name; one that is not there is refused before anything is loaded."""
-    there = {"cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()}
+    """The device of that name. Raises `ConfigError` for a missing one, before anything is loaded."""
+    counts = {"cpu": 1, "mps": int(torch.backends.mps.is_available()), "cuda": torch.cuda.device_count()}
     if device == "auto":
-        return torch.device("cuda" if there["cuda"] else "mps" if there["mps"] else "cpu")
-    kind, _, number = device.partition(":")
-    if kind not in there or (number and not number.isdecimal()):
+        return torch.device("cuda" if counts["cuda"] else "mps" if counts["mps"] else "cpu")
+    name, _, number = device.partition(":")
+    if name not in counts or (number and not number.isdecimal()):
         raise ConfigError(f"device = {device!r}: known are auto, cpu, cuda, cuda:N, mps")
-    if int(number or 0) >= there[kind]:
-        raise ConfigError(f"device = {device!r}: this machine has {there[kind]} of kind {kind}")
+    if int(number or 0) >= counts[name]:
+        raise ConfigError(f"device = {device!r}: this machine has {counts[name]} {name} devices")
     return torch.device(device)
 
 
 def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's own; on a CPU that cannot multiply it natively, fp32."""
+    """`auto` is the checkpoint's own dtype; fp32 on a CPU that cannot multiply it natively."""
     if dtype != "auto":
         return getattr(torch, dtype)
     own = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(stored or "", torch.float32)
@@ -262,47 +222,46 @@ def pick_dtype(dtype: str, stored: str | None, device: torch.device) -> torch.dt
 
 
 def native_bf16() -> bool:
-    # a torch without it: no bf16
+    # older builds of torch have no get_capabilities: no bf16 then
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(flag) for flag in BF16_FLAGS)
 
 
 def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
-    """Positions this model reaches here, and what there is to say about them."""
+    """The longest context of this model here, and notes for the user."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    notes = [] if limit else [f"the config names no context length; {DEFAULT_CONTEXT} is assumed"]
+    notes = [] if limit else [f"the config has no context length; {DEFAULT_CONTEXT} is assumed"]
     limit = limit or DEFAULT_CONTEXT
-    for kind, reach in rope_limits(model):
-        if reach < limit:
-            # The library scales by the longest position of the whole row, so one long text would change its
-            # neighbours.
-            notes.append(
-                f"context is {reach} instead of {limit}: {kind} RoPE beyond it depends on the other texts of a batch"
-            )
-            limit = reach
+    for rope_type, length in rope_limits(model):
+        if length < limit:
+            # The library scales by the longest position of a batch: one sequence would change the others.
+            reason = f"{rope_type} RoPE beyond it depends on the other sequences of a batch"
+            notes.append(f"context is {length} instead of {limit}: {reason}")
+            limit = length
     return limit, tuple(notes)
 
 
 def rope_limits(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """For each rotary table that changes with length: its kind, and up to which position it is constant."""
+    """For each rotary table that changes with length: its type, and the length up to which it is constant."""
     module: Any
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+        types = getattr(module, "rope_type", None)
+        for layer_type, rope_type in (types if isinstance(types, dict) else {None: types}).items():
+            if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
                 continue
             parameters = module.config.rope_parameters
             parameters = parameters if layer_type is None else parameters[layer_type]
-            reach = parameters.get("original_max_position_embeddings") or getattr(
-                module, "original_max_seq_len", None
-            )
-            if not reach:
-                raise UnsupportedModel(f"{type(module).__name__}: {kind} RoPE without an original length")
-            yield kind, int(reach)
+            length = parameters.get("original_max_position_embeddings")
+            length = length or getattr(module, "original_max_seq_len", None)
+            if not length:
+                raise UnsupportedModel(
+                    f"{type(module).__name__}: {rope_type} RoPE without an original length"
+                )
+            yield rope_type, int(length)
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a text: the generation config's, else the config's."""
+    """Ids that end a sequence: the generation config's, else the config's."""
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
     ids = getattr(model.config.get_text_config(), "eos_token_id", None) if ids is None else ids
@@ -311,7 +270,7 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without its warnings and progress bars, for a while."""
+    """Silences transformers' warnings and progress bars."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -323,7 +282,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -1,4 +1,4 @@
-"""A whole model as one loop over its blocks."""
+"""A model's forward as one loop over its fused blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculon.models.taps import EMBEDDINGS, Taps
 
 @dataclass(slots=True)
 class Loop:
-    """A whole model without the stock one's code: embedding, blocks, norm, head."""
+    """A forward without the stock model's code: embedding, blocks, norm, head."""
 
     embed: nn.Module
     rotary: nn.Module
@@ -33,13 +33,12 @@ class Loop:
                 taps.keep(number, x)
         return self.end(x, batch.score_rows) if batch.score_rows.numel() else None
 
-    # [1, T] each -> [T, D]
     def begin(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tables]:
-        """What enters the first layer, and the rotary tables of all."""
+        """The input [T, D] of the first layer, and the rotary tables of all; ids and positions are [1, T]."""
         x = self.embed(input_ids)
         cos, sin = self.rotary(x, position_ids)
         return x[0], tables_of(cos, sin, self.blocks[0].attention.head_dim)
 
     def end(self, x: Tensor, score_rows: Tensor) -> Tensor:  # [T, D], [R] -> [R, V]
-        """Logits of some rows of what leaves the last layer."""
+        """Logits of the scored rows of the last layer's output."""
         return self.head(self.norm(x.index_select(0, score_rows)))

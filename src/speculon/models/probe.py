@@ -1,6 +1,4 @@
-"""What a model really does, learned by running it once with recording functions; and the proof that our path
-does the same.
-"""
+"""Probes an architecture: one forward with recording functions finds its layers, masks and heads."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ from speculon.errors import UnsupportedModel
 from speculon.models import attention
 
 NAME = "speculon_probe"
-CARRIED_LAYERS = {"full_attention", "sliding_attention"}
-# What architectures pass down to attention that either is honoured there or changes nothing.
-HONOURED = {"scaling", "softcap", "s_aux", "view"}
-HARMLESS = {
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# arguments that architectures pass to attention: those used there, and those that change nothing
+USED = {"scaling", "softcap", "s_aux", "view"}
+IGNORED = {
     "sliding_window",
     "position_ids",
     "cache_position",
@@ -39,7 +37,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class AttentionCall:
     """One call of the attention function."""
 
     layer: int
@@ -50,9 +48,8 @@ class Seen:
 
 @dataclass(slots=True)
 class Record:
-    layers: list[Seen] = field(default_factory=list)
-    # and the local size it was asked with
-    masks: list[tuple[MaskFunction, int | None]] = field(default_factory=list)
+    layers: list[AttentionCall] = field(default_factory=list)
+    masks: list[tuple[MaskFunction, int | None]] = field(default_factory=list)  # and its local size
 
 
 _record: ContextVar[Record] = ContextVar("speculon_probe_record")
@@ -61,7 +58,7 @@ _record: ContextVar[Record] = ContextVar("speculon_probe_record")
 def record_mask(
     *, mask_function: MaskFunction, q_length: int, local_size: int | None = None, **_: Any
 ) -> Tensor:
-    """Stands in for mask creation: notes what was asked for, and hands down a mask that carries its number."""
+    """Replaces mask creation: records the request, and returns a mask filled with its number."""
     masks = _record.get().masks
     masks.append((mask_function, local_size))
     return torch.full((1, 1, q_length, q_length), float(len(masks)))
@@ -70,7 +67,7 @@ def record_mask(
 def record_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Stands in for attention: notes the layer's shape and traits, refuses what `attend` would not carry."""
+    """Replaces attention: records the layer's shape, and refuses what `attend` does not support."""
     where, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if layer is None:
         raise UnsupportedModel(f"{where} does not know its layer index")
@@ -78,25 +75,25 @@ def record_attention(
         raise UnsupportedModel(f"{where} keeps keys in {key.dtype} and values in {value.dtype}")
     refuse_arguments(module, where, kwargs)
     spec = LayerSpec("attention", key.shape[1], key.shape[3], value.shape[3], key.dtype)
-    _record.get().layers.append(Seen(layer, where, spec, mask_number(attention_mask, where)))
+    _record.get().layers.append(AttentionCall(layer, where, spec, mask_number(attention_mask, where)))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 AttentionInterface.register(attention.NAME, attention.attend)
 AttentionInterface.register(NAME, record_attention)
-# None is registered for `attention.NAME`: transformers then makes no mask at all, which is what a step wants.
+# No mask is registered for `attention.NAME`: transformers then makes none, as a step needs none.
 AttentionMaskInterface.register(NAME, record_mask)
 
 
 def refuse_arguments(module: nn.Module, where: str, kwargs: dict[str, Any]) -> None:
     if kwargs.get("dropout"):
-        raise UnsupportedModel(f"{where} asks for dropout {kwargs['dropout']}")
+        raise UnsupportedModel(f"{where} uses dropout {kwargs['dropout']}")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{where} attends in both directions (is_causal = False)")
     for name, value in kwargs.items():
-        if name not in HONOURED | HARMLESS and isinstance(value, Tensor):
+        if name not in USED | IGNORED and isinstance(value, Tensor):
             raise UnsupportedModel(
-                f"{where} passes `{name}` {list(value.shape)} to attention, which is not carried"
+                f"{where} passes `{name}` {list(value.shape)} to attention, which is not supported"
             )
 
 
@@ -111,8 +108,8 @@ def mask_number(mask: Tensor | None, where: str) -> int | None:
 
 @torch.inference_mode()
 def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
-    """The layers' claims on the page pool and the vocabulary's size, from one forward of a few tokens."""
-    refuse_kind(model)
+    """Each layer's part of a page and the vocabulary's size, from one forward of a few tokens."""
+    refuse_unsupported(model)
     use_attention(model, NAME)
     token = _record.set(record := Record())
     try:
@@ -124,8 +121,8 @@ def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
     return specs_of(model, record), out.logits.shape[-1]
 
 
-def refuse_kind(model: PreTrainedModel) -> None:
-    """Refuses, by name, what cannot be carried and shows before a forward."""
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedModel` for what is visible before a forward."""
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder")
@@ -136,7 +133,7 @@ def refuse_kind(model: PreTrainedModel) -> None:
         if isinstance(module, nn.Conv1d):
             parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
             raise UnsupportedModel(f"{name}: {parent} keeps a recurrent state ({path})")
-    if other := set(getattr(config, "layer_types", None) or ()) - CARRIED_LAYERS:
+    if other := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
         raise UnsupportedModel(f"{name} has layers of type {', '.join(sorted(other))}")
     for argument in ("input_ids", "position_ids", "logits_to_keep"):
         if argument not in accepted:
@@ -144,7 +141,7 @@ def refuse_kind(model: PreTrainedModel) -> None:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Switches the attention function, and makes sure that it took: transformers only warns."""
+    """Switches the attention function, and checks that it took effect: transformers only warns."""
     model.set_attn_implementation(name)
     configs = [m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
     stuck = [c for c in configs if c._attn_implementation != name]
@@ -156,7 +153,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def stock_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The library's own eager attention for a while."""
+    """Transformers' own eager attention within the context."""
     use_attention(model, "eager")
     try:
         yield
@@ -167,7 +164,7 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
 def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     name, config = type(model).__name__, model.config.get_text_config()
     count = config.num_hidden_layers
-    layers = {seen.layer: seen for seen in record.layers}
+    layers = {call.layer: call for call in record.layers}
     if sorted(layers) != list(range(count)) or len(record.layers) != count:
         raise UnsupportedModel(
             f"{name}: {len(record.layers)} attention calls of layers {sorted(layers)}, but {count} layers"
@@ -175,26 +172,28 @@ def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
     windows: dict[int, int | None] = {}
     specs = []
-    for seen in (layers[i] for i in range(count)):
-        if seen.mask is None:
-            raise UnsupportedModel(f"{name}: {seen.where} is given no mask, so what it may see is unknown")
-        if seen.mask not in windows:
-            windows[seen.mask] = window_of(*record.masks[seen.mask], limit, f"{name}: {seen.where}")
-        s = seen.spec
-        specs.append(LayerSpec(s.kind, s.heads, s.k_dim, s.v_dim, s.dtype, windows[seen.mask]))
+    for call in (layers[i] for i in range(count)):
+        if call.mask is None:
+            raise UnsupportedModel(
+                f"{name}: {call.where} is given no mask, so its visible positions are unknown"
+            )
+        if call.mask not in windows:
+            windows[call.mask] = window_of(*record.masks[call.mask], limit, f"{name}: {call.where}")
+        s = call.spec
+        specs.append(LayerSpec(s.kind, s.heads, s.k_dim, s.v_dim, s.dtype, windows[call.mask]))
     return tuple(specs)
 
 
 def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, where: str) -> int | None:
-    """The sliding window of a mask, None for a plain causal one; anything else is refused."""
-    points = landmarks(local_size, limit)
+    """The sliding window of a mask, None for a causal one. Raises `UnsupportedModel` for others."""
+    points = probe_positions(local_size, limit)
     row, column = points[:, None], points[None]
     zero = torch.zeros((), dtype=torch.long)
     try:
         seen = mask_function(zero, zero, row, column)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(
-            f"{where} asks for a mask that is no function of two positions ({error})"
+            f"{where} needs a mask that is no function of two positions ({error})"
         ) from error
     causal = column <= row
     if torch.equal(seen.expand_as(causal), causal):
@@ -203,21 +202,13 @@ def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, w
         return local_size
     q, k = (int(points[i]) for i in (seen != (causal & (column > row - (local_size or limit)))).nonzero()[0])
     raise UnsupportedModel(
-        f"{where} asks for a mask that is neither causal nor a sliding window (position {q} and key {k})"
+        f"{where} needs a mask that is neither causal nor a sliding window (position {q} and key {k})"
     )
 
 
-def landmarks(local_size: int | None, limit: int) -> Tensor:
+def probe_positions(local_size: int | None, limit: int) -> Tensor:
     """Positions at which masks differ: small ones, around powers of two, around multiples of the window."""
     size = local_size or 16
-    near = {
-        0,
-        1,
-        2,
-        3,
-        limit - 1,
-        *(2**i for i in range(21)),
-        *(size * i for i in range(1, 5)),
-        *(size // 2 * i for i in range(1, 6)),
-    }
-    return torch.tensor(sorted({p + d for p in near for d in (-1, 0, 1) if 0 <= p + d < limit}))
+    multiples = {*(size * i for i in range(1, 5)), *(size // 2 * i for i in range(1, 6))}
+    centres = {0, 1, 2, 3, limit - 1, *(2**i for i in range(21)), *multiples}
+    return torch.tensor(sorted({p + d for p in centres for d in (-1, 0, 1) if 0 <= p + d < limit}))

@@ -1,6 +1,4 @@
-"""Hidden states from inside a model, for drafters that read them: those of the rows just computed, of chosen
-layers only.
-"""
+"""Taps: hidden states of chosen layers, captured during a forward for drafters that read them."""
 
 from __future__ import annotations
 
@@ -15,10 +13,9 @@ EMBEDDINGS = -1
 
 
 class Taps:
-    """The residual stream after each of `layers` (0-based; -1: what enters the first), in one forward at a
-    time.
+    """The residual stream after each of `layers` in one forward; 0-based, -1 is the embeddings.
 
-    Before any final norm: what the next layer would read.
+    Taken before any final norm: the states that the next layer would read.
     """
 
     def __init__(self, layers: tuple[int, ...]):
@@ -27,20 +24,17 @@ class Taps:
         self._hooks: list[RemovableHandle] = []
 
     def keep(self, layer: int, states: Tensor) -> None:  # [T, D]
-        """Remembers the states after `layer`, if they are wanted."""
+        """Keeps the states after `layer` if that layer is tapped."""
         if layer in self.layers:
             self._found[layer] = states
 
     def take(self) -> dict[int, Tensor]:
-        """What was kept, by layer; nothing is held on to."""
+        """The kept states by layer, which are released here."""
         found, self._found = self._found, {}
         return found
 
     def watch(self, model: nn.Module) -> None:
-        """Keeps by hooks what a model's own forward computes.
-
-        Raises `UnsupportedModel` where a layer is not to be found.
-        """
+        """Captures states by hooks on a stock model. Raises `UnsupportedModel` where a layer is not found."""
         modules = decoder_layers(model)
         first = min(modules, default=0)
         for layer in self.layers:
@@ -55,7 +49,7 @@ class Taps:
                     self._hooks.append(module.register_forward_hook(self._keep_output(layer)))
 
     def close(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -70,10 +64,9 @@ class Taps:
 
 
 def decoder_layers(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that may be a model's layer of each number: those around whatever knows that number.
+    """Candidate modules for each layer number: the parents of modules with that `layer_idx`.
 
-    Of several the outermost ends last, so that its states are those that stay; towers for other senses are
-    never called.
+    The outermost of several returns last, so its states are kept; vision and audio towers are never called.
     """
     found: dict[int, list[nn.Module]] = {}
     for parent in model.modules():

@@ -1,4 +1,4 @@
-"""The model whose output the user asked for: one flat forward over spans of many sequences."""
+"""The target model: one flat forward over spans of many sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,28 +15,26 @@ from speculon.batch import Batch
 from speculon.core import LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
+from speculon.models.fusion import Fusion
 from speculon.models.taps import Taps
-
-if TYPE_CHECKING:
-    from speculon.models.fuse import Fusion
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
-STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that live at the same time
+STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that exist at once
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one forward yields."""
+    """The result of one forward."""
 
     logits: Tensor  # [R, V] float32
-    taps: dict[int, Tensor] | None = None  # [T, D] after each layer that is tapped
+    taps: dict[int, Tensor] | None = None  # [T, D] after each tapped layer
     ms: float = 0.0
 
 
 class Target:
-    """A causal language model behind pages. Made by `load_target` or `wrap_model`, which check it first."""
+    """A causal language model over pages. Made by `load_target` or `wrap_model`, which check it first."""
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class Target:
         self.count()
 
     def count(self) -> None:
-        """Measures the weights; those that are tied count once."""
+        """Counts the weights; tied ones count once."""
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
         self.num_parameters = sum(p.numel() for p in weights)
         self.num_bytes = sum(p.nbytes for p in weights)
@@ -71,7 +68,7 @@ class Target:
 
     @property
     def embedding(self) -> Tensor:  # [V, D]
-        """The rows of the embedding as they are stored: some models scale or norm what they look up."""
+        """The stored rows of the embedding, before any scaling or norm."""
         return self.model.get_input_embeddings().weight
 
     @property
@@ -80,9 +77,9 @@ class Target:
         return self.model.get_output_embeddings()
 
     def capture(self, layers: tuple[int, ...]) -> None:
-        """From now on each forward yields the states after these layers (-1: the embeddings), in this order.
+        """From now on each forward returns the states after these layers (-1: the embeddings).
 
-        Raises `ConfigError` for a layer that is not there, and `UnsupportedModel` where one cannot be found.
+        Raises `ConfigError` for a missing layer, and `UnsupportedModel` for one that cannot be tapped.
         """
         if wrong := [layer for layer in layers if not -1 <= layer < len(self.layers)]:
             raise ConfigError(f"tap of layer {wrong[0]}: {self.name} has layers 0 to {len(self.layers) - 1}")
@@ -93,7 +90,7 @@ class Target:
             self.taps.watch(self.model)
 
     def needs(self, rows: int, scored: int) -> Needs:
-        """Its claims, when T = `rows` and R = `scored` in its largest forward."""
+        """Its needs, when T = `rows` and R = `scored` in its largest forward."""
         config = self.model.config.get_text_config()
         scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
         return Needs(
@@ -115,27 +112,23 @@ class Target:
         return Output(logits, taps, (time.perf_counter() - start) * 1e3)
 
 
-# [R, V]
 def stock_forward(
     model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None
-) -> Tensor | None:
-    """One forward through transformers' own code; None where no row is scored.
-
-    `taps` watch the model themselves.
-    """
+) -> Tensor | None:  # [R, V]
+    """One forward of transformers' own code; None where no row is scored. `taps` capture by hooks."""
     row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
     if batch.score_rows.numel():
         return model(**row, logits_to_keep=batch.score_rows).logits[0]
-    model.base_model(**row)  # a prompt chunk that nobody scores needs no head
+    model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
 
 
 def scratch_bytes(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, rows: int, scored: int
 ) -> int:
-    """Intermediate results of one forward over `rows` rows with `scored` of them scored and sampled."""
+    """Memory of the intermediate results of one forward of `rows` rows with `scored` of them sampled."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
-    # that buffer may double
-    return states + scored * config.vocab_size * 4 * COPIES_OF_LOGITS + 2 * gather_bytes(device)
+    logits = scored * config.vocab_size * 4 * COPIES_OF_LOGITS
+    return states + logits + 2 * gather_bytes(device)  # the gather buffer may double

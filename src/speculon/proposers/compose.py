@@ -20,7 +20,7 @@ from speculon.sequence import Sequence, Span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from speculon.kv.budget import Promise
+    from speculon.kv.budget import MemoryEstimate
     from speculon.kv.lease import Lease
     from speculon.kv.store import View
 
@@ -41,7 +41,7 @@ class Proposers:
         self,
         config: SpeculationConfig,
         target: TargetFacts,
-        promise: Callable[[list[Needs]], Promise] | None = None,
+        promise: Callable[[list[Needs]], MemoryEstimate] | None = None,
     ):
         self._config, self._facts, self._promise = config, target, promise
         self._built: dict[str, Proposer] = {}

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from speculon.batch import Batch
+from speculon.checkpoints.memory import model_needs
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Verdict
 from speculon.errors import ConfigError, ModelError
-from speculon.models.forecast import forecast
 from speculon.models.load import load_target, load_tokenizer, wrap_model
 from speculon.models.target import Target
 from speculon.proposers.base import States, TargetFacts
@@ -42,9 +42,9 @@ class DraftModel:
     """One forward per draft position for all sequences of the round."""
 
     def __init__(
-        self, load: Callable[[], Target], forecast: Needs, target: TargetFacts, min_confidence: float = 0.0
+        self, load: Callable[[], Target], needs: Needs, target: TargetFacts, min_confidence: float = 0.0
     ):
-        self.needs, self._load = forecast, load
+        self.needs, self._load = needs, load
         self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
         self.max_rows = target.rows or sys.maxsize  # of a call: what was promised as scratch
         self.model: Target
@@ -56,7 +56,9 @@ class DraftModel:
             raise ConfigError(f"{NAME} needs draft = a checkpoint")
         if isinstance(source, str):
             dtype, device = getattr(torch, target.dtype), torch.device(target.device)
-            needs = forecast(source, dtype, device, target.rows, target.scored, target.fuse, target.compile)
+            needs = model_needs(
+                source, dtype, device, target.rows, target.scored, target.fuse, target.compile
+            )
             return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
         model = wrap_draft(source, target)
         # in memory already: nothing to load or promise

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from speculon.checkpoints.eagle3_config import Eagle3Config, TargetShape, check_pair
+from speculon.checkpoints.families import read_eagle3_config
+from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.drafters import Eagle3, Shape, check_pair
-from speculon.models.eagle import EagleHead, agreement, head_needs, load_head
-from speculon.models.families import recognise_drafter
-from speculon.models.load import locate
+from speculon.models.eagle import EagleHead, agreement
+from speculon.models.eagle_load import head_needs, load_head
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sequence import Sequence
@@ -49,12 +50,12 @@ log = logging.getLogger("speculon")
 class Eagle3Drafter:
     """One call of the head per draft position for all sequences of the round."""
 
-    def __init__(self, sheet: Eagle3, target: TargetFacts, min_confidence: float = 0.0):
+    def __init__(self, sheet: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
         assert target.model is not None
-        self.readings, self.tokenizer = sheet.readings(target.num_layers), target.tokenizer
+        self.tap_layouts, self.tokenizer = sheet.tap_layouts(target.num_layers), target.tokenizer
         self.sheet, self.target, self.min_confidence = sheet, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.needs: Needs = head_needs(sheet, self.readings[0], target.model, target.rows, target.scored)
+        self.needs: Needs = head_needs(sheet, self.tap_layouts[0], target.model, target.rows, target.scored)
         self.head: EagleHead
 
     @classmethod
@@ -64,18 +65,19 @@ class Eagle3Drafter:
             raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
         if target.model is None:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        sheet, model = overridden(recognise_drafter(locate(source)), config.options), target.model
+        sheet, model = overridden(read_eagle3_config(locate(source)), config.options), target.model
         odd = check_pair(
-            sheet, Shape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__)
+            sheet,
+            TargetShape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__),
         )
-        log.info("%s: %s", NAME, sheet.line(len(model.layers)))
+        log.info("%s: %s", NAME, sheet.summary(len(model.layers)))
         for note in (*sheet.notes, *odd):
             log.warning("%s: %s", NAME, note)
         return cls(sheet, target, config.draft_min_confidence)
 
     def load(self) -> None:
         self.head = load_head(self.sheet, self.target)
-        if len(self.readings) > 1 and self.tokenizer is not None:
+        if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
             )
@@ -83,7 +85,7 @@ class Eagle3Drafter:
     def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
         """Where a config's taps can be read in two ways: those with which the head guesses better."""
         layers = self.needs.layers[1:]
-        shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.readings}
+        shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.tap_layouts}
         best = max(shares, key=lambda taps: shares[taps])
         told = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
         log.info(
@@ -146,7 +148,7 @@ class Eagle3Drafter:
         return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
-def overridden(sheet: Eagle3, options: Mapping[str, Any]) -> Eagle3:
+def overridden(sheet: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
     """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
     layers, and the flags.
 

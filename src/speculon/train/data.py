@@ -1,6 +1,4 @@
-"""From files to rows of tokens: a function of the data, the seed and the step, so that a resumed run reads
-what it would have.
-"""
+"""Rows of tokens from files. They depend on data, seed and step alone, so a resumed run reads the same."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ Messages = Seq[Mapping[str, Any]]
 
 
 class Tokens(Protocol):
-    """What is asked of a tokenizer."""
+    """The methods of a tokenizer that training uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def render_chat(
@@ -42,9 +40,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids, which of them are answers, and where the first answer begins (0: a plain text, all of which
-    is learned).
-    """
+    """Token ids, a mask of the answers, and the length of the first prompt (0: a plain text, all learned)."""
 
     ids: tuple[int, ...]
     answer: tuple[bool, ...]
@@ -52,10 +48,7 @@ class Document:
 
 
 def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> list[Document]:
-    """Every document of files and folders, in the order of their names.
-
-    Raises DataError with file and line.
-    """
+    """Every document of files and folders, in order of names. Raises DataError with file and line."""
     found = [
         one
         for path in paths
@@ -63,7 +56,7 @@ def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> li
         for one in documents_in(file, tokens, named=file == path)
     ]
     if not found:
-        raise DataError(f"{', '.join(map(str, paths))}: not one text in it")
+        raise DataError(f"{', '.join(map(str, paths))}: no documents in it")
     most = max(max(document.ids) for document in found)
     if most >= vocab_size:
         raise DataError(f"token id {most}: the target's vocabulary ends at {vocab_size - 1}")
@@ -85,7 +78,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
-    """Of a file that was named itself; one that was only found in a folder is passed over when it is no text."""
+    """The documents of a file. One that is not UTF-8 is refused if it was named, else skipped."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -93,7 +86,7 @@ def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
             return
         raise DataError(f"{file}: not UTF-8 ({error.reason} at byte {error.start})") from None
     if file.suffix == ".jsonl":
-        # a string may hold other ends of lines as they are
+        # not splitlines(): JSON strings may contain other line separators
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield from read_line(line, f"{file}:{number}", tokens)
@@ -107,34 +100,32 @@ def plain(ids: Seq[int]) -> Iterator[Document]:
 
 
 def read_line(line: str, place: str, tokens: Tokens) -> Iterator[Document]:
-    """One line of JSONL; the keys that it has say which kind it is."""
+    """One line of JSONL, read according to its keys."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{place}: not JSON ({error})") from None
-    kind = next((kind for kind in KINDS if isinstance(record, dict) and kind <= record.keys()), None)
-    if kind is None:
-        known = "; ".join(" and ".join(sorted(kind)) for kind in KINDS)
+    keys = next((keys for keys in RECORD_READERS if isinstance(record, dict) and keys <= record.keys()), None)
+    if keys is None:
+        known = "; ".join(" and ".join(sorted(keys)) for keys in RECORD_READERS)
         raise DataError(f"{place}: none of the known keys in it: {known}")
     try:
-        yield from KINDS[kind](record, tokens)
+        yield from RECORD_READERS[keys](record, tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{place}: {error}") from None
 
 
 def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    """What the assistant says is the answer: the text that rendering gains by its message, opening words
-    excepted.
-    """
+    """Messages of the assistant, but for an opening one, are answers: what each adds to the rendered chat."""
     messages = record["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ValueError("messages must be a list of objects with a role")
     known = (record.get("tools") or (), record.get("chat_template_kwargs"))
     ids: list[int] = []
     answer: list[bool] = []
-    shown, prompt = "", 0
+    rendered, prompt = "", 0
     for number, message in enumerate(messages, 1):
-        # a greeting answers nobody: it is read with what follows
+        # an opening message answers no prompt: it is part of the next one
         if message["role"] != "assistant" or number == 1:
             continue
         if message.get("content") is None and not message.get("tool_calls"):
@@ -143,15 +134,15 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
         try:
             after = tokens.render_chat(messages[:number], *known, answer_follows=False)
         except InvalidRequest:
-            break  # a template may ask for the call of a tool, and not be able to write it
-        if not before.startswith(shown) or not after.startswith(before):
-            break  # the template rewrites what was said before: the turns up to here stand
-        for part, learned in ((before[len(shown) :], False), (after[len(before) :], True)):
+            break  # some templates cannot render an answer that calls a tool
+        if not before.startswith(rendered) or not after.startswith(before):
+            break  # the template rewrites earlier turns: those up to here are kept
+        for part, learned in ((before[len(rendered) :], False), (after[len(before) :], True)):
             more = tokens.encode(part, add_special_tokens=False)
             ids += more
             answer += [learned] * len(more)
             prompt = prompt or (len(ids) if not learned else 0)
-        shown = after
+        rendered = after
     if any(answer):
         yield Document(tuple(ids), tuple(answer), prompt)
 
@@ -168,7 +159,7 @@ def whole(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
 
 
 def token_ids(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
-    """Ids as they are, of which the first `prompt_tokens` are a prompt."""
+    """Token ids, of which the first `prompt_tokens` are a prompt."""
     ids, prompt = record["tokens"], record.get("prompt_tokens", 0)
     if not isinstance(ids, list) or not all(isinstance(token, int) and token >= 0 for token in ids):
         raise ValueError("tokens must be a list of token ids")
@@ -185,7 +176,7 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
 
 
 Reader = Callable[[Mapping[str, Any], Tokens], Iterator[Document]]
-KINDS: Mapping[frozenset[str], Reader] = {
+RECORD_READERS: Mapping[frozenset[str], Reader] = {
     frozenset({"messages"}): chat,
     frozenset({"prompt", "completion"}): completion,
     frozenset({"tokens"}): token_ids,
@@ -194,7 +185,7 @@ KINDS: Mapping[frozenset[str], Reader] = {
 
 
 def split(documents: Seq[Document]) -> tuple[list[Document], list[Document]]:
-    """Those to learn from, and those held out: by a hash of their tokens, so that copies stay on one side."""
+    """Training and held-out documents, split by a hash of their tokens, so that copies stay together."""
     held = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT == 0]
     kept = [d for d in documents if int.from_bytes(digest(np.array(d.ids, np.int32))) % HELD_OUT != 0]
     if not held and len(kept) > 1:
@@ -211,11 +202,9 @@ def digest(*arrays: np.ndarray[Any, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Documents laid end to end and cut into rows: ids [n, T], and what each row's token's *successor* counts
-    [n, T].
+    """Documents packed into rows: ids [n, T], and the loss weight of each token's successor [n, T].
 
-    A document ends with `end`, where the target has such a token. Attention runs across the border of two
-    documents in a row.
+    A document ends with `end`, where the target has such a token. Attention crosses document borders.
     """
 
     ids: Ints
@@ -247,21 +236,21 @@ class Rows:
         return len(self.ids)
 
     def chosen(self, seed: int, step: int, count: int) -> list[int]:
-        """Which rows step `step` (from 0) reads: every pass over all of them has an order of its own."""
+        """The rows of step `step` (from 0); each epoch has its own order."""
         picked: list[int] = []
         orders: dict[int, list[int]] = {}
         for place in range(step * count, (step + 1) * count):
-            turn, offset = divmod(place, len(self))
-            if turn not in orders:
-                orders[turn] = random.Random(f"{seed}:{turn}").sample(range(len(self)), len(self))
-            picked.append(orders[turn][offset])
+            epoch, offset = divmod(place, len(self))
+            if epoch not in orders:
+                orders[epoch] = random.Random(f"{seed}:{epoch}").sample(range(len(self)), len(self))
+            picked.append(orders[epoch][offset])
         return picked
 
     def hash(self, rows: Seq[int]) -> str:
-        """Of what a batch of these rows holds."""
+        """A hash of a batch of these rows."""
         return digest(self.ids[list(rows)], self.weights[list(rows)]).hex()
 
     @property
     def fingerprint(self) -> str:
-        """Of everything."""
+        """A hash of all rows."""
         return digest(self.ids, self.weights).hex()

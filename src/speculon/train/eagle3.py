@@ -1,4 +1,4 @@
-"""From settings to a student: an EAGLE-3 head for this target."""
+"""Training method `eagle3`: an EAGLE-3 head for the target."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.data import Rows
+from speculon.train.eagle3_head import Eagle3Head, HeadForm
 from speculon.train.export import write_head
-from speculon.train.head import Eagle3Head, HeadForm
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Teacher
 
 
-class Eagle3:
-    """How `train eagle3` makes its student, and what it writes in the end."""
+class Eagle3Training:
+    """How `train eagle3` makes its drafter, and writes it at the end."""
 
     method = "eagle3"
 
@@ -28,7 +28,7 @@ class Eagle3:
 
     @property
     def spare(self) -> int:
-        """Tokens of a row from which nothing is guessed."""
+        """Tokens at the end of a row that predict nothing."""
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
@@ -38,8 +38,8 @@ class Eagle3:
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
-    def student(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
-        """Random layers between the target's own embeddings and scores."""
+    def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
+        """Random layers between the target's embeddings and output head."""
         teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
         head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
             teacher.device
@@ -47,8 +47,8 @@ class Eagle3:
         head.start_from(teacher.embed, teacher.norm, teacher.head.weight, teacher.used)
         return head
 
-    def write(self, student: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
-        write_head(student, teacher, target, folder)
+    def write(self, drafter: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
+        write_head(drafter, teacher, target, folder)
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
         """Settings under which `LLM` drafts with what was written."""
@@ -87,11 +87,11 @@ def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:
 
 
 def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:
-    """The `count` tokens that are learned most often, in rising order [Vd]; all of them where count is None."""
+    """The `count` tokens with the largest loss weight, in rising order [Vd]; None: all tokens."""
     if count is None:
         return torch.arange(teacher.vocab_size)
     counts = np.zeros(teacher.vocab_size)
     np.add.at(counts, rows.ids[:, 1:].ravel(), rows.weights[:, :-1].ravel())
     if teacher.head.weight.shape[0] != teacher.vocab_size:
-        raise UnsupportedModel("the target scores another number of tokens than it embeds")
+        raise UnsupportedModel("the target's head and embedding have different numbers of tokens")
     return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))

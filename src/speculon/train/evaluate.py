@@ -1,68 +1,61 @@
-"""What a finished drafter is worth: drafted and verified by the engine itself, on texts it has not seen."""
+"""Evaluates a finished drafter: the engine drafts and verifies with it after held-out prompts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speculon.config import SamplingParams
 from speculon.errors import EngineError
 from speculon.llm import LLM
 from speculon.telemetry import RequestStats
 from speculon.train.data import Document
-from speculon.train.regenerate import beginning, unlooped
+from speculon.train.progress import Progress
+from speculon.train.regenerate import cut_prompt, without_loop
 from speculon.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from speculon.train.run import Watch
 
 MOST = 8  # drafts of a round, at most
 
 
 def evaluate(
-    speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], watch: Watch
+    speculation: Mapping[str, Any], settings: TrainSettings, held: Seq[Document], progress: Progress
 ) -> dict[str, Any]:
-    """Greedy texts after held-out prompts, one at a time, each up to where it begins to repeat itself: loops
-    are easy.
-    """
-    watch.tell("drafting on held-out texts")
-    asked = {
-        **speculation,
-        "policy": "fixed",
-        "num_speculative_tokens": min(MOST, speculation["num_speculative_tokens"]),
-    }
-    llm = LLM(settings.target, device=settings.device, speculation=asked)
+    """Greedy decoding after held-out prompts, one at a time, up to the first loop, which is easy to draft."""
+    progress.tell("evaluating on held-out prompts")
+    drafts = min(MOST, speculation["num_speculative_tokens"])
+    fixed = {**speculation, "policy": "fixed", "num_speculative_tokens": drafts}
+    llm = LLM(settings.target, device=settings.device, speculation=fixed)
     room = min(settings.length, llm.engine.target.max_context) - settings.eval_tokens
     total = RequestStats()
     order = random.Random(settings.seed).sample(held, len(held))
-    with watch.counting("drafting", settings.eval_prompts, "texts") as advance:
+    with progress.counting("evaluating", settings.eval_prompts, "prompts") as advance:
         for number in range(settings.eval_prompts):
-            prompt = beginning([order[number % len(order)]], settings.seed, number, room)
+            prompt = cut_prompt([order[number % len(order)]], settings.seed, number, room)
             length = first_loop(llm, prompt, settings.eval_tokens)
             if length:
                 params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
                 total.add(llm.generate([prompt], params)[0].outputs[0].stats)
             advance(1)
     llm.close()
-    done = total.speculation()
-    if done is None:
-        raise EngineError(f"no draft was made on held-out texts: {dict(total.reasons)}")
+    account = total.speculation()
+    if account is None:
+        raise EngineError(f"no draft was made after held-out prompts: {dict(total.reasons)}")
     return {
         "prompts": settings.eval_prompts,
-        "drafts_per_round": asked["num_speculative_tokens"],
-        "emitted": done.emitted,
-        "target_calls": done.target_calls,
-        "tokens_per_target_call": round(done.tokens_per_target_call, 3),
-        "acceptance_rate": round(done.acceptance_rate, 4),
-        "acceptance_per_position": [round(share, 4) for share in done.per_position],
+        "drafts_per_round": drafts,
+        "emitted": account.emitted,
+        "target_calls": account.target_calls,
+        "tokens_per_target_call": round(account.tokens_per_target_call, 3),
+        "acceptance_rate": round(account.acceptance_rate, 4),
+        "acceptance_per_position": [round(share, 4) for share in account.per_position],
     }
 
 
 def first_loop(llm: LLM, prompt: list[int], most: int) -> int:
-    """Tokens that the target writes before it begins to repeat itself."""
-    written = llm.generate(
+    """Tokens that the target generates before its output loops."""
+    output = llm.generate(
         [prompt], SamplingParams(temperature=0, max_tokens=most), speculation={"method": "off"}
     )[0]
-    return len(unlooped(written.token_ids))
+    return len(without_loop(output.token_ids))

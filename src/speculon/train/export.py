@@ -1,10 +1,7 @@
-"""The finished drafter's folder: a head in the speculators format, and the record of how it was made."""
+"""Writes a trained EAGLE-3 head in the speculators format."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,13 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from speculon.bench.report import commit, versions
-from speculon.train.head import Eagle3Head
+from speculon.train.eagle3_head import Eagle3Head
+from speculon.train.record import write_json
 from speculon.train.teacher import Teacher
 
 
 def write_head(head: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
-    """config.json and model.safetensors (bf16). Embeddings are the target's own, so they are not written."""
+    """config.json and model.safetensors (bf16), without embeddings, which are the target's."""
     form = head.form
     tensors = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.named_parameters()
@@ -76,17 +73,8 @@ def head_config(head: Eagle3Head, teacher: Teacher, target: str) -> dict[str, An
         "fc_norm": form.fc_norm,
         "norm_output": form.norm_output,
         "embed_requires_grad": False,
-        # the format counts what enters a layer
+        # the format numbers the inputs of layers
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps],
         "dtype": "bfloat16",
         "transformers_version": transformers.__version__,
     }
-
-
-def circumstances() -> dict[str, Any]:
-    """What a run is made with: command, commit, versions."""
-    return {"argv": sys.argv, "commit": commit(), "versions": versions()}
-
-
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

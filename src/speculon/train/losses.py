@@ -1,6 +1,4 @@
-"""The losses of a drafter, twice: as the formula says, to read and to test against; and fast, with the
-gradient written out.
-"""
+"""The losses of a drafter, twice: as a reference formula, and fast with explicit gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TINY = 1e-5  # beside a sum of weights: rows that nothing counts in have no loss
+TINY = 1e-5  # added to a sum of weights, so that rows of weight 0 have no loss
 
 
 def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
@@ -20,16 +18,15 @@ def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
 
 
 def kl(hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
-    """`kl_reference` of hidden [N, D] @ head [V, D].T, with the entropy of p [N] known.
-
-    Products run in p's type.
-    """
+    """`kl_reference` of hidden [N, D] @ head [V, D].T, given the entropy of p [N]; products in p's dtype."""
     return HeadKL.apply(hidden, head, p, entropy, weights)
 
 
 class HeadKL(torch.autograd.Function):
-    """d KL / d logits = (q - p) w is known before the loss is: both products of the backward pass run in the
-    forward one, so that no [N, V] outlives it."""
+    """Both products of the backward pass run in the forward pass, since d KL / d logits = (q - p) w.
+
+    So no [N, V] tensor is kept for the backward pass.
+    """
 
     @staticmethod
     def forward(
@@ -53,8 +50,9 @@ class HeadKL(torch.autograd.Function):
 
 
 def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of step k of the training-time test (Li 2025): row i sees rows j <= i of step 0, of later
-    steps row i.
+    """Attention of step k of the training-time test (Li 2025).
+
+    Row i sees rows j <= i of step 0, and row i of later steps.
 
     q [B, H, N, D]; keys, values: k + 1 of [B, KV, N, D], of step 0 first -> [B, H, N, D]
     """
@@ -70,7 +68,7 @@ def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> 
 
 
 def attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """`attention_reference` by blocks of queries, so that half of the scores are never computed."""
+    """`attention_reference` by blocks of queries, which skips half of the scores."""
     return Attention.apply(q, len(keys), *keys, *values)
 
 

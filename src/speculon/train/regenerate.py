@@ -1,72 +1,56 @@
-"""Answers written anew by the target: a drafter should learn what its target says, not what others wrote."""
+"""Regenerated answers: a drafter should learn the target's own tokens, not those of other authors."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence as Seq
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from speculon.config import SamplingParams
 from speculon.llm import LLM
 from speculon.train.data import Document
+from speculon.train.progress import Progress
+from speculon.train.record import whole_lines
 from speculon.train.settings import SHORTEST, TrainSettings
 
-if TYPE_CHECKING:
-    from speculon.train.run import Watch
-
-CROWD = 32  # texts at once, and between two writes to the file
-GRAM = 16  # tokens that, said twice, show that an answer runs in circles
+BATCH = 32  # requests at once, and between two writes to the file
+GRAM = 16  # tokens whose repetition shows that an answer loops
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
-def regenerate(settings: TrainSettings, documents: list[Document], watch: Watch) -> list[Document]:
-    """What the target writes after each prompt, or after a beginning of a plain text; kept in the work
-    folder, so done once.
-    """
+def regenerate(settings: TrainSettings, documents: list[Document], progress: Progress) -> list[Document]:
+    """The target's answers to prompts, or to pieces of plain texts. They are kept in the work folder."""
     file = settings.folder / "regenerated.jsonl"
     done = [json.loads(line) for line in whole_lines(file)]
     if len(done) < settings.regenerate:
-        watch.tell("loading the target, to write")
+        progress.tell("loading the target to regenerate answers")
         llm = LLM(
             settings.target,
             device=settings.device,
-            max_num_seqs=CROWD,
+            max_num_seqs=BATCH,
             speculation={"method": "auto", "policy": "goodput"},
         )
         room = min(settings.length, llm.engine.target.max_context) - settings.regenerate_tokens
         with (
-            watch.counting("writing texts", settings.regenerate, "texts") as advance,
+            progress.counting("regenerating", settings.regenerate, "answers") as advance,
             file.open("a", encoding="utf-8") as out,
         ):
             advance(len(done))
-            for first in range(len(done), settings.regenerate, CROWD):
-                numbers = range(first, min(first + CROWD, settings.regenerate))
-                prompts = [beginning(documents, settings.seed, number, room) for number in numbers]
-                params = [how(settings, number) for number in numbers]
+            for first in range(len(done), settings.regenerate, BATCH):
+                numbers = range(first, min(first + BATCH, settings.regenerate))
+                prompts = [cut_prompt(documents, settings.seed, number, room) for number in numbers]
+                params = [sampling_of(settings, number) for number in numbers]
                 for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
                     done.append({"tokens": [*prompt, *output.token_ids], "prompt_tokens": len(prompt)})
                     out.write(json.dumps(done[-1]) + "\n")
                 out.flush()
                 advance(len(numbers))
         llm.close()
-    return [written(record["tokens"], record["prompt_tokens"]) for record in done[: settings.regenerate]]
+    return [document_of(record["tokens"], record["prompt_tokens"]) for record in done[: settings.regenerate]]
 
 
-def whole_lines(file: Path) -> list[str]:
-    """The lines of a file that was appended to; one that a killed run left torn is cut off."""
-    if not file.exists():
-        return []
-    content = file.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        file.write_bytes(whole)
-    return whole.decode().splitlines()
-
-
-def beginning(documents: Seq[Document], seed: int, number: int, room: int) -> list[int]:
-    """The prompt of one of the documents, or a piece of it where it is a plain text; at most `room` tokens."""
+def cut_prompt(documents: Seq[Document], seed: int, number: int, room: int) -> list[int]:
+    """The prompt of a random document, or a piece of a plain text; at most `room` tokens."""
     rng = random.Random(f"{seed}:beginning:{number}")
     document = documents[rng.randrange(len(documents))]
     if document.prompt:
@@ -76,20 +60,20 @@ def beginning(documents: Seq[Document], seed: int, number: int, room: int) -> li
     return list(document.ids[start : start + length])
 
 
-def how(settings: TrainSettings, number: int) -> SamplingParams:
+def sampling_of(settings: TrainSettings, number: int) -> SamplingParams:
     rng = random.Random(f"{settings.seed}:how:{number}")
     return SamplingParams(
         temperature=rng.choice(TEMPERATURES), max_tokens=settings.regenerate_tokens, seed=rng.randrange(2**32)
     )
 
 
-def written(ids: list[int], prompt: int) -> Document:
-    answer = unlooped(ids[prompt:])
+def document_of(ids: list[int], prompt: int) -> Document:
+    answer = without_loop(ids[prompt:])
     return Document((*ids[:prompt], *answer), (False,) * prompt + (True,) * len(answer), prompt)
 
 
-def unlooped(ids: list[int]) -> list[int]:
-    """The text before it says a run of GRAM tokens for the second time."""
+def without_loop(ids: list[int]) -> list[int]:
+    """The tokens before the first run of GRAM tokens that occurred before."""
     seen: set[tuple[int, ...]] = set()
     for end in range(GRAM, len(ids) + 1):
         gram = tuple(ids[end - GRAM : end])

@@ -1,4 +1,4 @@
-"""What a training run can be told: the same fields feed Python, the command line and the record of the run."""
+"""Settings of training runs: the fields feed Python, the command line and the record of the run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field, field_validator, model_validator
 
 from speculon.checked import Checked
 
-SHORTEST = 8  # tokens of a prompt that is cut out of a plain text
+SHORTEST = 8  # tokens of a prompt that is cut from a plain text
 
 
 class TrainSettings(Checked):
-    """Target, data and course of a run, whatever is trained."""
+    """Settings of a run, whatever is trained."""
 
     target: str = Field(description="the model to draft for: a folder, a hub id, or `demo`")
     data: tuple[Path, ...] = Field(
@@ -21,97 +21,95 @@ class TrainSettings(Checked):
     )
     out: Path = Field(description="folder of the finished drafter")
     work: Path | None = Field(
-        None, description="folder of checkpoint, log and cache; a run goes on there (None: OUT.work)"
+        None, description="folder of checkpoint, log and cache; a run resumes there (None: OUT.work)"
     )
-    eval_data: tuple[Path, ...] = Field(
-        (), description="held-out texts (none: one document in fifty of the data)"
-    )
+    eval_data: tuple[Path, ...] = Field((), description="held-out documents (none: one in fifty of the data)")
     regenerate: int = Field(
-        0, ge=0, le=10_000_000, description="texts that the target writes first, to be learned from instead"
+        0, ge=0, le=10_000_000, description="answers that the target generates first, which replace the data"
     )
-    regenerate_tokens: int = Field(256, ge=1, description="of such a text at most")
+    regenerate_tokens: int = Field(256, ge=1, description="most tokens of such an answer")
     prompt_weight: float = Field(
-        0.0, ge=0, le=1, description="what a prompt's token counts in the loss; an answer's counts 1"
+        0.0, ge=0, le=1, description="loss weight of a prompt's token; an answer's is 1"
     )
     length: int = Field(1024, ge=16, le=2**17, description="tokens of a row")
     rows: int = Field(4, ge=1, le=4096, description="rows of a batch")
-    steps: int = Field(2000, ge=1, description="of the optimizer")
+    steps: int = Field(2000, ge=1, description="optimizer steps")
     minutes: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="of training; in place of steps"
+        None, gt=0, allow_inf_nan=False, description="minutes of training; in place of steps"
     )
-    optimizer: Literal["adamw", "muon"] = Field("adamw", description="of matrices; all else has AdamW")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="optimizer of matrices; AdamW for all others"
+    )
     lr: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="AdamW's peak learning rate (None: 1e-4 at width 4096, more for narrower ones, at most 2e-3)",
+        description="AdamW's peak learning rate (None: 1e-4 at width 4096, higher below, at most 2e-3)",
     )
     muon_lr: float = Field(1e-2, gt=0, le=1, description="Muon's peak learning rate")
-    warmup: float = Field(0.02, ge=0, lt=1, description="share of the run in which the rates rise")
-    weight_decay: float = Field(0.01, ge=0, le=1, description="of matrices")
-    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    warmup: float = Field(0.02, ge=0, lt=1, description="share of the run with rising learning rates")
+    weight_decay: float = Field(0.01, ge=0, le=1, description="weight decay of matrices")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
     precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="of products; weights and sums are kept in fp32"
+        "bf16", description="dtype of products; weights and sums are in fp32"
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     cache_gb: float = Field(
-        4.0, ge=0, allow_inf_nan=False, description="of the target's hidden states, kept on disk"
+        4.0, ge=0, allow_inf_nan=False, description="disk cache of the target's hidden states"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of initial weights and order of the data")
-    save_minutes: float = Field(2.0, gt=0, description="between two checkpoints")
-    eval_every: int = Field(200, ge=1, description="steps between two measurements on held-out rows")
-    eval_rows: int = Field(16, ge=0, le=4096, description="held-out rows; 0: never measured")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of initial weights and data order")
+    save_minutes: float = Field(2.0, gt=0, description="minutes between checkpoints")
+    eval_every: int = Field(200, ge=1, description="steps between measurements on held-out rows")
+    eval_rows: int = Field(16, ge=0, le=4096, description="held-out rows to measure on; 0: none")
     eval_prompts: int = Field(
-        16, ge=0, le=4096, description="held-out prompts that the finished drafter drafts for; 0: none"
+        16, ge=0, le=4096, description="held-out prompts to evaluate the drafter on; 0: none"
     )
-    eval_tokens: int = Field(128, ge=2, description="written after each of them")
+    eval_tokens: int = Field(128, ge=2, description="tokens generated after each of them")
 
     @field_validator("out")
     @classmethod
     def _has_a_name(cls, value: Path) -> Path:
         if value.name in ("", ".."):
-            raise ValueError("a folder by its name: another one beside it is called after it")
+            raise ValueError("must have a name, since the work folder is named after it")
         return value
 
     @model_validator(mode="after")
     def _leave_room_for_prompts(self) -> TrainSettings:
-        for name, wanted in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
-            written = getattr(self, name)
-            if wanted and written + SHORTEST > self.length:
+        for name, count in (("regenerate_tokens", self.regenerate), ("eval_tokens", self.eval_prompts)):
+            tokens = getattr(self, name)
+            if count and tokens + SHORTEST > self.length:
                 raise ValueError(
-                    f"{name} = {written} leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
+                    f"{name} = {tokens} leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
                 )
         return self
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps what it needs to go on."""
+        """The folder of checkpoint, log and cache."""
         return self.work or self.out.with_name(self.out.name + ".work")
 
 
 class HeadSettings(Checked):
-    """The form of an EAGLE-3 head. Where a field is None the target's own number is taken."""
+    """The shape of an EAGLE-3 head. None means the target's number."""
 
     taps: str | None = Field(
-        None, description="target layers whose outputs are read, as 1,9,16; -1: embeddings (None: three)"
+        None, description="tapped target layers, as 1,9,16; -1: embeddings (None: three)"
     )
     ttt: int = Field(
-        5, ge=1, le=16, description="steps of the training-time test: drafts in a row that are learned"
+        5, ge=1, le=16, description="steps of the training-time test: consecutive drafts that are learned"
     )
-    decay: float = Field(
-        0.8, gt=0, le=1, description="what a step of them counts, compared with the one before"
-    )
+    decay: float = Field(0.8, gt=0, le=1, description="loss weight of a step relative to the one before")
     draft_vocab: int | None = Field(
-        None, ge=1, description="most frequent tokens that it can draft (None: all)"
+        None, ge=1, description="number of most frequent tokens that can be drafted (None: all)"
     )
-    layers: int = Field(1, ge=1, le=32, description="of the head")
+    layers: int = Field(1, ge=1, le=32, description="layers of the head")
     intermediate: int | None = Field(None, ge=1, description="width of its MLP")
-    heads: int | None = Field(None, ge=1, description="of its attention")
-    kv_heads: int | None = Field(None, ge=1, description="of its keys and values")
-    norm_before_residual: bool = Field(True, description="the residual stream begins after the norm")
+    heads: int | None = Field(None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
+    norm_before_residual: bool = Field(True, description="the residual stream starts after the norm")
     norm_before_fc: bool = Field(True, description="one norm over all taps")
     fc_norm: bool = Field(False, description="a norm for each tap, in place of the one over all")
-    norm_output: bool = Field(True, description="what is fed back has been normed")
+    norm_output: bool = Field(True, description="the state that is fed back is normed")
 
     @field_validator("taps")
     @classmethod
@@ -135,15 +133,15 @@ class HeadSettings(Checked):
 
     @property
     def norm_all(self) -> bool:
-        """Whether one norm lies over all taps."""
+        """Whether one norm is over all taps."""
         return self.norm_before_fc and not self.fc_norm
 
 
 class DraftSettings(Checked):
-    """The form of a small causal language model. Where a field is None the target's own number is taken."""
+    """The shape of a small causal language model. None means the target's number."""
 
-    layers: int = Field(2, ge=1, le=256, description="of the draft; one alone cannot copy")
+    layers: int = Field(2, ge=1, le=256, description="layers of the draft model; a single one cannot copy")
     hidden: int | None = Field(None, ge=1, description="width of its residual stream")
     intermediate: int | None = Field(None, ge=1, description="width of its MLP")
-    heads: int | None = Field(None, ge=1, description="of its attention")
-    kv_heads: int | None = Field(None, ge=1, description="of its keys and values")
+    heads: int | None = Field(None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads")

@@ -1,57 +1,52 @@
-"""The target as a teacher: its hidden states over rows of tokens, taken once and kept, and what follows from
-them.
-"""
+"""The target as a teacher: its hidden states over rows of tokens, and the probabilities to learn."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter, UnsupportedModel
-from speculon.models.load import load_config, load_model, locate, pick_device, pick_dtype, quiet
-from speculon.models.recognise import recognise, refuse_unsafe
-from speculon.train.data import Rows, digest
+from speculon.models.load import load_config, load_model, pick_device, pick_dtype, quiet
+from speculon.train.data import digest
 
-NUMBERS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of tokens and what the target makes of them. Position j speaks of token j + 1."""
+    """Rows of tokens with the target's outputs. Position j predicts token j + 1."""
 
     ids: Tensor  # [B, T]
-    weights: Tensor  # [B, T]; 0 where nothing is learned
+    weights: Tensor  # [B, T] of the loss
     taps: Tensor  # [B, T, k * Ht]
     p: Tensor  # [B, T, Vd], over the tokens that can be drafted
     entropy: Tensor  # [B, T], of p
-    best: Tensor  # [B, T], the target's own choice
+    best: Tensor  # [B, T], the target's best token
 
 
 class Teacher:
-    """A stock model, its taps and its scores. `used` [Vd] are the tokens that can be drafted."""
+    """A stock model, its taps and its logits. `used` [Vd] are the tokens that can be drafted."""
 
     def __init__(self, path: str, taps: tuple[int, ...] | None, precision: str, device: str):
         with quiet():
-            checkpoint = recognise(locate(path))
+            checkpoint = read_checkpoint(locate(path))
             refuse_unsafe(checkpoint, allow_pickle=False)
             config = load_config(checkpoint, trust_remote_code=False)
             place = pick_device(device)
-            exact = precision == "fp32" or path == "demo"  # otherwise as `LLM` would run it
-            number = pick_dtype("float32" if exact else "auto", checkpoint.dtype, place)
+            exact = precision == "fp32" or path == "demo"  # otherwise as `LLM` runs it
+            dtype = pick_dtype("float32" if exact else "auto", checkpoint.dtype, place)
             self.model = (
-                load_model(checkpoint, config, number, place, trust_remote_code=False)
+                load_model(checkpoint, config, dtype, place, trust_remote_code=False)
                 .eval()
                 .requires_grad_(False)
             )
-        self.device, self.number = place, NUMBERS[precision]
+        self.device, self.precision = place, PRECISIONS[precision]
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
         self.layers = decoder_layers(self.base, self.config.num_hidden_layers)
@@ -59,7 +54,7 @@ class Teacher:
         self.head: nn.Linear = self.model.get_output_embeddings()
         self.embed: Tensor = self.model.get_input_embeddings().weight
         self.used = torch.arange(self.vocab_size, device=place)
-        self._refuse_other_scores()
+        self._refuse_other_logits()
 
     @property
     def vocab_size(self) -> int:
@@ -77,26 +72,24 @@ class Teacher:
 
     @property
     def fingerprint(self) -> str:
-        """Of some of its weights: another model under the same name is another target."""
+        """A hash of some of its weights: a path may hold another model later."""
         weights = (self.head.weight[:64], next(self.layers[-1].parameters()))
         return digest(*(weight.detach().float().cpu().numpy() for weight in weights)).hex()
 
     def autocast(self) -> AbstractContextManager[Any]:
         return (
-            torch.autocast(self.device.type, self.number)
-            if self.number is not torch.float32
+            torch.autocast(self.device.type, self.precision)
+            if self.precision is not torch.float32
             else nullcontext()
         )
 
     @torch.no_grad()
-    def look(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> taps and the last hidden states beside each other [B, T, (k + 1) * Ht], in the run's
-        precision.
-        """
-        caught: dict[int, Tensor] = {}
+    def states(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> taps and last hidden states side by side [B, T, (k + 1) * Ht]."""
+        captured: dict[int, Tensor] = {}
 
         def keep(tap: int, value: Any) -> None:
-            caught[tap] = value[0] if isinstance(value, tuple) else value
+            captured[tap] = value[0] if isinstance(value, tuple) else value
 
         hooks = [
             self.layers[0].register_forward_pre_hook(lambda module, args: keep(-1, args))
@@ -110,10 +103,12 @@ class Teacher:
         finally:
             for hook in hooks:
                 hook.remove()
-        return torch.cat([*(caught[tap].to(self.number) for tap in self.taps), last.to(self.number)], -1)
+        return torch.cat(
+            [*(captured[tap].to(self.precision) for tap in self.taps), last.to(self.precision)], -1
+        )
 
     @torch.no_grad()
-    def scores(self, last: Tensor) -> Tensor:
+    def logits(self, last: Tensor) -> Tensor:
         """The target's logits [..., V] from its last hidden states [..., Ht]."""
         with self.autocast():
             logits = self.head(last.to(self.head.weight.dtype))
@@ -121,32 +116,29 @@ class Teacher:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     @torch.no_grad()
-    def teach(self, ids: Tensor, weights: Tensor, looked: Tensor) -> Batch:
-        """Everything a drafter learns from.
-
-        A position counts where the target's own choice can be drafted.
-        """
-        taps, last = looked[..., : -self.width], looked[..., -self.width :]
-        logits = self.scores(last)
+    def batch(self, ids: Tensor, weights: Tensor, states: Tensor) -> Batch:
+        """A batch to learn from. Positions whose best token cannot be drafted get weight 0."""
+        taps, last = states[..., : -self.width], states[..., -self.width :]
+        logits = self.logits(last)
         best = logits.float().argmax(-1)
         if len(self.used) < self.vocab_size:
-            can = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-            can[self.used] = True
-            weights, logits = weights * can[best], logits[..., self.used]
+            draftable = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            draftable[self.used] = True
+            weights, logits = weights * draftable[best], logits[..., self.used]
         logits = logits.float()
         p = logits.softmax(-1)
         log_total = logits.amax(-1) - p.amax(-1).log()
-        return Batch(ids, weights, taps, p.to(self.number), log_total - (p * logits).sum(-1), best)
+        return Batch(ids, weights, taps, p.to(self.precision), log_total - (p * logits).sum(-1), best)
 
-    def _refuse_other_scores(self) -> None:
-        """Raises UnsupportedModel where its logits are more than its head over its last hidden state."""
+    def _refuse_other_logits(self) -> None:
+        """Raises UnsupportedModel where its logits are not its head over the last hidden state."""
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size
         with torch.no_grad():
             expected = self.model(ids, use_cache=False).logits.float()
-            got = self.scores(self.base(ids, use_cache=False).last_hidden_state).float()
+            got = self.logits(self.base(ids, use_cache=False).last_hidden_state).float()
         if (expected - got).abs().max() > 0.05 * expected.abs().max():
             raise UnsupportedModel(
-                f"{type(self.model).__name__}: its scores are not its head's over its last hidden state"
+                f"{type(self.model).__name__}: its logits are not its head over its last hidden state"
             )
 
 
@@ -155,69 +147,14 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
         module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not found:
-        raise UnsupportedModel(f"{type(base).__name__}: its {count} layers are not found")
+        raise UnsupportedModel(f"{type(base).__name__}: its {count} layers were not found")
     return found[0]
 
 
-def tap_ids(asked: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """Layers (-1: embeddings) whose outputs are read: those asked for, or a low, a middle and a high one."""
-    if asked is None:
+def tap_ids(requested: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
+    """Tapped layers (-1: embeddings): the requested ones, or a low, a middle and a high one."""
+    if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
-    if wrong := [tap for tap in asked if not -1 <= tap < layers]:
+    if wrong := [tap for tap in requested if not -1 <= tap < layers]:
         raise InvalidParameter("taps", wrong[0], f"the target has {layers} layers, so -1 to {layers - 1}")
-    return asked
-
-
-def free_for(file: Path) -> float:
-    """Bytes that a file may grow to: a disk that is full while pages are written to it ends the process
-    without a word.
-    """
-    taken = file.stat().st_blocks * 512 if file.exists() else 0
-    return 0.9 * (shutil.disk_usage(file.parent).free + taken)
-
-
-class Looks:
-    """What the target makes of rows: looked at once for the first ones, in a file of at most `limit` bytes;
-    anew for others.
-    """
-
-    def __init__(self, teacher: Teacher, rows: Rows, file: Path, limit: float):
-        self.teacher, self.rows = teacher, rows
-        width = (len(teacher.taps) + 1) * teacher.width
-        length = rows.ids.shape[1]
-        self.room = min(
-            len(rows), int(min(limit, free_for(file)) // (length * width * teacher.number.itemsize))
-        )
-        self.kept, self.seen = torch.empty(0), torch.empty(0)
-        if self.room:
-            shape, seen = (self.room, length, width), file.with_suffix(".seen")
-            if not file.exists():
-                seen.unlink(missing_ok=True)  # it spoke of a file that somebody deleted
-            self.kept = torch.from_file(
-                str(file), True, self.room * length * width, dtype=teacher.number
-            ).view(shape)
-            self.seen = torch.from_file(str(seen), True, self.room, dtype=torch.uint8)
-
-    def batch(self, chosen: Seq[int]) -> Batch:
-        device = self.teacher.device
-        ids = torch.from_numpy(self.rows.ids[list(chosen)].astype(np.int64)).to(device)
-        weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)
-        return self.teacher.teach(ids, weights, self._looked(chosen, ids))
-
-    def _looked(self, chosen: Seq[int], ids: Tensor) -> Tensor:
-        known = [row < self.room and bool(self.seen[row]) for row in chosen]
-        new = [place for place, known_one in enumerate(known) if not known_one]
-        fresh = self.teacher.look(ids[new]) if new else None
-        for place, look in zip(new, () if fresh is None else fresh, strict=True):
-            if chosen[place] < self.room:
-                self.kept[chosen[place]] = look.cpu()
-                self.seen[chosen[place]] = 1  # after the row itself: a killed run leaves no half of one
-        if fresh is not None and len(new) == len(chosen):
-            return fresh
-        parts = dict(zip(new, () if fresh is None else fresh, strict=True))
-        return torch.stack(
-            [
-                parts[i] if i in parts else self.kept[row].to(self.teacher.device)
-                for i, row in enumerate(chosen)
-            ]
-        )
+    return requested

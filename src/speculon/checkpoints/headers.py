@@ -1,7 +1,4 @@
-"""What is this checkpoint?
-
-Read from its config and the headers of its weight files; nothing is loaded, torch is not imported.
-"""
+"""What a model folder holds, from config.json and the headers of its weight files. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model folder, recognised. Numbers are None where neither config nor headers say."""
+    """Facts about a model folder. Numbers are None where neither config nor headers have them."""
 
     path: Path
     architecture: str
@@ -54,17 +51,16 @@ class Checkpoint:
     quantization: str | None
 
 
-def recognise(path: str | Path) -> Checkpoint:
-    """Reads a model folder; a wrong one is refused with the path and the reason."""
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Reads a model folder. Raises `ModelError` with the path and the reason."""
     folder = Path(path).expanduser()
     config = read_config(folder)
     files, pickled = weight_files(folder)
     sizes: Counter[str] = Counter()
     for file in () if pickled else files:
         sizes.update(parameters_by_dtype(file))
-    text = next(
-        (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), config
-    )
+    nested = (config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict))
+    text = next(nested, config)
 
     def number(*names: str) -> int | None:
         return next((text[name] for name in names if isinstance(text.get(name), int)), None)
@@ -144,14 +140,13 @@ def refuse_unsafe(checkpoint: Checkpoint, *, allow_pickle: bool) -> None:
     """Pickle weights are refused unless asked for."""
     if checkpoint.pickled and not allow_pickle:
         raise UnsafeCheckpoint(
-            f"{checkpoint.files[0]}: pickle weights can run code; convert them to safetensors or pass allow_pickle=True"
+            f"{checkpoint.files[0]}: pickle weights can run code; "
+            "convert them to safetensors or pass allow_pickle=True"
         )
 
 
 def parameters_by_dtype(path: Path) -> Counter[str]:
-    """Number of parameters per dtype, from the header of a safetensors file; a file that breaks its header's
-    word is refused.
-    """
+    """Number of parameters by dtype, from a safetensors header that must match the file's size."""
     counts: Counter[str] = Counter()
     end = 0
     header, begin = read_header(path)
@@ -163,13 +158,12 @@ def parameters_by_dtype(path: Path) -> Counter[str]:
         except (KeyError, TypeError, ValueError, AttributeError):
             good = False
         if not good:
-            raise CorruptWeights(f"{path}: the header's entry {name!r} makes no sense")
+            raise CorruptWeights(f"{path}: the header's entry {name!r} is invalid")
         end = max(end, last)
     size = path.stat().st_size
     if size != begin + end:
-        raise CorruptWeights(
-            f"{path}: {size} bytes, but its header promises {begin + end}: {'truncated' if size < begin + end else 'damaged'}"
-        )
+        state = "truncated" if size < begin + end else "damaged"
+        raise CorruptWeights(f"{path}: {size} bytes, but its header says {begin + end}: {state}")
     return counts
 
 
@@ -180,7 +174,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_LIMIT):
             raise CorruptWeights(
-                f"{path}: {size} bytes, but its header alone needs {8 + length}: truncated, or not a safetensors file"
+                f"{path}: {size} bytes, but its header alone needs {8 + length}: "
+                "truncated, or not a safetensors file"
             )
         try:
             header = json.loads(file.read(length))

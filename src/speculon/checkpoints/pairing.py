@@ -1,7 +1,4 @@
-"""Which of the folders around a target hold a drafter for it?
-
-Looks at configs, headers and tokenizer files; loads nothing.
-"""
+"""Finds drafters that fit a target, from configs, headers and tokenizer files. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -10,34 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.eagle3_config import (
+    Eagle3Config,
+    TargetShape,
+    check_offsets,
+    check_pair,
+    read_offsets,
+)
+from speculon.checkpoints.families import Family, family_of
+from speculon.checkpoints.headers import Checkpoint, read_json, refuse_unsafe
 from speculon.errors import ConfigError, CorruptWeights, ModelError, UnsupportedModel, WrongPair
-from speculon.models.drafters import Eagle3, Shape, check_offsets, check_pair, read_offsets
-from speculon.models.families import Family, family_of
-from speculon.models.recognise import Checkpoint, read_json, refuse_unsafe
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A folder that was looked at: its drafter and what is odd about the pair, or why there is none."""
+    """A folder that was examined: its drafter and warnings about the pair, or the reason for refusal."""
 
     path: Path
-    near: int  # 0: in the target's folder, or in the one that was named; 1: beside the target
+    distance: int  # 0: in the target's folder or the named one; 1: next to the target
     family: Family | None = None
-    odd: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     refusal: str | None = None
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
         assert self.family is not None
-        found = self.family.sheet or self.family.checkpoint
-        return len(self.odd), self.near, found.num_bytes if found else 0, str(self.path)
+        found = self.family.head or self.family.checkpoint
+        return len(self.warnings), self.distance, found.num_bytes if found else 0, str(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What came of a search: at most one drafter for each method, and a line for every folder."""
+    """The result of a search: at most one drafter for each method, and a log line for every folder."""
 
     drafts: dict[str, str]
     lines: tuple[str, ...]
@@ -49,22 +52,19 @@ def is_search(draft: str) -> bool:
 
 
 def search(draft: str, target: Checkpoint) -> Search:
-    """The drafters that fit, the likeliest for each method.
-
-    Raises `ConfigError` for a folder that is not there.
-    """
-    seen = [candidate(path, near, target) for path, near in around(draft, target.path)]
+    """The best drafter for each method. Raises `ConfigError` for a folder that does not exist."""
+    seen = [candidate(path, distance, target) for path, distance in around(draft, target.path)]
     taken: dict[str, Candidate] = {}
     for one in sorted((one for one in seen if one.refusal is None), key=lambda one: one.rank):
         assert one.family is not None
         assert one.family.method is not None
         taken.setdefault(one.family.method, one)
-    lines = tuple(line_of(one, taken) for one in seen)
+    lines = tuple(log_line(one, taken) for one in seen)
     return Search({method: str(one.path) for method, one in taken.items()}, lines)
 
 
 def around(draft: str, target: Path) -> Iterator[tuple[Path, int]]:
-    """Folders with a config, and how near each is, without the target's own."""
+    """Folders with a config, without the target's own, and the distance of each."""
     named = draft.removeprefix(AUTO).removeprefix(":")
     here = Path(named).expanduser() if named else target
     if draft != AUTO and (not named or not here.is_dir()):
@@ -73,54 +73,56 @@ def around(draft: str, target: Path) -> Iterator[tuple[Path, int]]:
     if not named:
         places += [(path, 1) for path in below(target.absolute().parent)]
     known = {target.resolve()}
-    for path, near in places:
+    for path, distance in places:
         if path.resolve() not in known and (path / "config.json").is_file():
             known.add(path.resolve())
-            yield path, near
+            yield path, distance
 
 
 def below(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
-    except OSError:  # not ours to read: nothing of it can be a drafter
+    except OSError:  # unreadable: no drafter in it can be loaded
         return []
 
 
-def candidate(path: Path, near: int, target: Checkpoint) -> Candidate:
+def candidate(path: Path, distance: int, target: Checkpoint) -> Candidate:
     try:
         family = family_of(path)
-        odd = check_fit(family, target)
-        return Candidate(path, near, family.beside(target.num_layers), odd)
+        warnings = check_fit(family, target)
+        return Candidate(path, distance, family.for_target(target.num_layers), warnings)
     except ModelError as error:
-        return Candidate(path, near, refusal=str(error).removeprefix(f"{path}: "))
+        return Candidate(path, distance, refusal=str(error).removeprefix(f"{path}: "))
 
 
 def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
-    """Raises `ModelError` where the drafter cannot draft for the target; returns what is odd about the pair."""
-    if family.sheet is not None:
-        return check_head(family.sheet, target)
+    """Warnings about the pair. Raises `ModelError` where the drafter cannot draft for the target."""
+    if family.head is not None:
+        return check_head(family.head, target)
     if family.checkpoint is None:
-        raise UnsupportedModel(family.refusal or family.line)
+        raise UnsupportedModel(family.refusal or family.summary)
     return check_model(family.checkpoint, target)
 
 
-def check_head(sheet: Eagle3, target: Checkpoint) -> tuple[str, ...]:
-    odd = check_pair(sheet, Shape.of(target))
-    check_offsets(sheet.path, read_offsets(sheet), sheet.vocab_size)
-    return odd
+def check_head(head: Eagle3Config, target: Checkpoint) -> tuple[str, ...]:
+    warnings = check_pair(head, TargetShape.of(target))
+    check_offsets(head.path, read_offsets(head), head.vocab_size)
+    return warnings
 
 
 def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:
-    """A draft model is smaller than its target, and has its tokenizer."""
+    """Raises `ModelError` unless the draft model is smaller than the target and has its tokenizer."""
     refuse_unsafe(draft, allow_pickle=False)
-    mine, theirs = draft.num_parameters or 0, target.num_parameters or 0
-    if theirs and mine >= theirs:
-        raise WrongPair(f"a model of {mine:,} parameters, the target has {theirs:,}")
-    own, wanted = vocabulary(draft.path), vocabulary(target.path)
-    wrong = next((token for token, i in wanted.items() if own.get(token) != i), None)
+    size, target_size = draft.num_parameters or 0, target.num_parameters or 0
+    if target_size and size >= target_size:
+        raise WrongPair(f"a model of {size:,} parameters, the target has {target_size:,}")
+    ids, target_ids = vocabulary(draft.path), vocabulary(target.path)
+    wrong = next((token for token, i in target_ids.items() if ids.get(token) != i), None)
     if wrong is not None:
-        at = own.get(wrong, "none")
-        raise WrongPair(f"another tokenizer: the id of {wrong!r} is {at}, the target's is {wanted[wrong]}")
+        at = ids.get(wrong, "none")
+        raise WrongPair(
+            f"another tokenizer: the id of {wrong!r} is {at}, the target's is {target_ids[wrong]}"
+        )
     return ()
 
 
@@ -138,10 +140,10 @@ def vocabulary(folder: Path) -> dict[str, int]:
         raise CorruptWeights(f"{path}: no tokenizer's vocabulary") from None
 
 
-def line_of(one: Candidate, taken: dict[str, Candidate]) -> str:
+def log_line(one: Candidate, taken: dict[str, Candidate]) -> str:
     if one.refusal is not None or one.family is None:
         return f"{one.path}: left out: {one.refusal}"
     family = one.family
     best = taken[family.method or ""]
-    verdict = f"taken as {family.method}" if best is one else f"left out: fits, but {best.path} is likelier"
-    return f"{one.path}: {'; '.join((family.line, *one.odd))}: {verdict}"
+    verdict = f"taken as {family.method}" if best is one else f"left out: fits, but {best.path} is preferred"
+    return f"{one.path}: {'; '.join((family.summary, *one.warnings))}: {verdict}"

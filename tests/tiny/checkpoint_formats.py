@@ -1,10 +1,8 @@
-"""Random small EAGLE-3 heads, written as each project publishes them: its tensor names, shapes and config
-keys.
+"""Random small EAGLE-3 heads in the formats of six projects: tensor names, shapes and config keys.
 
 >>> write_eagle3(folder, target.config, "specforge", seed=1, draft_vocab=32, norm_before_residual=True)
 
-`make_head` with the same target, seed and variant gives what was written, in one set of names for all
-dialects.
+`make_head` with the same target, seed and variant returns the written head under the names used here.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-DIALECTS = ("safeailab", "specforge", "modelopt", "angelslim", "nebius", "speculators")
+FORMATS = ("safeailab", "specforge", "modelopt", "angelslim", "nebius", "speculators")
 TAPLESS = ("safeailab", "nebius")  # their configs name no taps: always the usual three
 ARCHITECTURES = {
     "safeailab": "LlamaForCausalLM",
@@ -40,7 +38,7 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Head:
-    """A head by the formula's own names; what any dialect of it means."""
+    """A head by the formula's own names; what any format of it means."""
 
     tensors: dict[str, Tensor]
     hidden: int
@@ -184,7 +182,7 @@ def make_head(
 def write_eagle3(
     folder: str | Path,
     target: Any,
-    dialect: str = "speculators",
+    format: str = "speculators",
     seed: int = 0,
     *,
     shards: int = 1,
@@ -195,27 +193,27 @@ def write_eagle3(
     extra: dict[str, Tensor] | None = None,
     **variant: Any,
 ) -> Path:
-    """Writes `make_head(target, seed, **variant)` as `dialect` does, and returns the folder.
+    """Writes `make_head(target, seed, **variant)` as `format` does, and returns the folder.
 
     `prefix` goes before every name; `aux_norms` uses the old names of `fc_norm`; `config` overrides top-level
     keys, None takes one away; `extra` adds tensors.
     """
     folder, head = Path(folder), make_head(target, seed, **variant)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**CONFIGS[dialect](head), **(config or {})}
+    settings = {**CONFIGS[format](head), **(config or {})}
     kept = {
         name: value for name, value in settings.items() if value is not None or name not in (config or {})
     }
     (folder / "config.json").write_text(json.dumps(kept, indent=2))
-    renamed = {prefix + published(name, dialect, aux_norms): tensor for name, tensor in head.tensors.items()}
+    renamed = {prefix + published(name, format, aux_norms): tensor for name, tensor in head.tensors.items()}
     save_weights(folder, {**renamed, **(extra or {})}, shards, pickled)
     return folder
 
 
-def published(name: str, dialect: str, aux_norms: bool = False) -> str:
+def published(name: str, format: str, aux_norms: bool = False) -> str:
     if aux_norms and name.startswith("fc_norm."):
         return f"aux_norm_{('low', 'mid', 'high')[int(name.split('.')[1])]}.weight"
-    return name if dialect == "speculators" else name.replace("layers.0.", "midlayer.")
+    return name if format == "speculators" else name.replace("layers.0.", "midlayer.")
 
 
 def save_weights(folder: Path, tensors: dict[str, Tensor], shards: int = 1, pickled: bool = False) -> None:
@@ -247,8 +245,7 @@ def without(*names: str) -> Callable[[Path], None]:
     return change
 
 
-# -- config.json, dialect by dialect
-# ---------------------------------------------------------------------------------------
+# -- config.json, format by format
 
 
 def llama(head: Head) -> dict[str, Any]:
@@ -310,7 +307,7 @@ def safeailab(head: Head) -> dict[str, Any]:
 
 def untapped(head: Head) -> dict[str, Any]:
     if head.tap_ids is not None:
-        raise ValueError(f"this dialect names no taps, and {head.tap_ids} were asked for")
+        raise ValueError(f"this format names no taps, and {head.tap_ids} were asked for")
     named = flags(head, "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {**llama(head), **old_rope(head), **wide(head), **fc_bias(head), **named}
 

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as it is trained: the module, and the training-time test (Li 2025) that it is trained by."""
+"""An EAGLE-3 head as a module, with the training-time test (Li 2025) as its loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speculon.train.teacher import Batch
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """Every number a head is built from. Widths: H of the head, which is that of the target here."""
+    """The numbers that define a head. Its width H is the target's."""
 
     hidden: int
     taps: tuple[int, ...]
@@ -35,7 +35,7 @@ class HeadForm:
 
 
 class Norm(nn.Module):
-    """RMSNorm, in fp32 whatever the products run in."""
+    """RMSNorm in fp32, whatever the precision of products."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -55,9 +55,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(form.heads * self.dim, form.hidden, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [B, N, width] of this step; `past` holds the keys and values of the earlier ones, and gets this
-        one's.
-        """
+        """x [B, N, width] of this step; appends its keys and values to `past`, those of earlier steps."""
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         widths = [part.out_features for part in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (
@@ -82,7 +80,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The first layer reads a token's embedding beside the hidden state; the others are a llama's."""
+    """The first layer reads embedding and hidden state side by side; the others are a llama's."""
 
     def __init__(self, form: HeadForm, first: bool):
         super().__init__()
@@ -107,7 +105,7 @@ class Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Guesses from the target's hidden states. Parameters bear the names of the published format."""
+    """Predicts from the target's hidden states. Parameters have the names of the published format."""
 
     def __init__(self, form: HeadForm, steps: int, decay: float):
         super().__init__()
@@ -118,14 +116,14 @@ class Eagle3Head(nn.Module):
         self.layers = nn.ModuleList(Layer(form, first=i == 0) for i in range(form.layers))
         self.norm = Norm(form.hidden, form.eps)
         self.lm_head = nn.Linear(form.hidden, form.draft_vocab_size, bias=False)
-        self.embed: Tensor  # [V, H], the target's own rows
+        self.embed: Tensor  # [V, H], the target's
         self.used: Tensor  # [Vd], rising: which of the target's tokens can be drafted
         self.register_buffer("embed", torch.empty(0), persistent=False)
         self.register_buffer("used", torch.arange(form.draft_vocab_size), persistent=False)
 
     @torch.no_grad()
     def start_from(self, embed: Tensor, norm: Tensor | None, head: Tensor, used: Tensor) -> None:
-        """Small random matrices; embeddings, last norm and scores are the target's."""
+        """Small random matrices; embeddings, last norm and output head are the target's."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -146,10 +144,10 @@ class Eagle3Head(nn.Module):
         return self.fc(taps).float()
 
     def hiddens(self, ids: Tensor, taps: Tensor) -> Iterator[Tensor]:
-        """What is scored at each step [B, N, H], N = T - steps. ids [B, T], taps [B, T, k * H].
+        """Normed states [B, N, H] of each step, N = T - steps. ids [B, T], taps [B, T, k * H].
 
-        Row i of step k pairs the feature of position i (k = 0), or the head's own output of the step before,
-        with token i + 1 + k, at rotary position i + k; it guesses token i + 2 + k.
+        Row i of step k pairs the projected taps of position i (k = 0), or the head's output of the last step,
+        with token i + 1 + k at rotary position i + k; it predicts token i + 2 + k.
         """
         rows = ids.shape[1] - self.steps
         past: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
@@ -164,7 +162,7 @@ class Eagle3Head(nn.Module):
             x = normed if self.form.norm_output else x
 
     def loss(self, batch: Batch) -> Tensor:
-        """sum_k decay^k KL_k, each a mean over the rows that count."""
+        """sum_k decay^k KL_k, each a weighted mean over rows."""
         total = torch.zeros((), device=batch.ids.device)
         for k, (normed, p, entropy, weights) in enumerate(self.aligned(batch)):
             at = self.decay**k
@@ -177,23 +175,18 @@ class Eagle3Head(nn.Module):
             )
         return total
 
-    def guesses(self, batch: Batch) -> Tensor:
-        """Whether the best token of each step is the target's, from each row whose first guess counts [steps,
-        M].
-        """
+    def correct(self, batch: Batch) -> Tensor:
+        """Whether the best token of each step is the target's, for rows of non-zero weight [steps, M]."""
         rows = batch.ids.shape[1] - self.steps
         counts = batch.weights[:, 1 : 1 + rows] > 0  # [B, N]
-        guessed = [
-            self.used[self.lm_head(normed).argmax(-1)] for normed in self.hiddens(batch.ids, batch.taps)
-        ]
+        states = self.hiddens(batch.ids, batch.taps)
+        best = [self.used[self.lm_head(normed).argmax(-1)] for normed in states]
         return torch.stack(
-            [(guess == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, guess in enumerate(guessed)]
+            [(tokens == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, tokens in enumerate(best)]
         )
 
     def aligned(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-        """At each step the hidden states [B, N, H] and, of the position they guess from, p [B, N, Vd], its
-        entropy, weights.
-        """
+        """At each step the states [B, N, H], and the p [B, N, Vd], entropy and weights of their positions."""
         rows = batch.ids.shape[1] - self.steps
         for k, normed in enumerate(self.hiddens(batch.ids, batch.taps)):
             at = slice(k + 1, k + 1 + rows)
@@ -208,6 +201,6 @@ def rope_table(length: int, dim: int, theta: float, device: torch.device) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [B, H, N, D], halves turned against each other."""
+    """Rotary position embedding of x [B, H, N, D] in half-split form."""
     left, right = x.chunk(2, -1)
     return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

@@ -1,26 +1,21 @@
-"""The drafters of an engine: those that are set, those that are found beside the model, and the one that
-ships with `demo`.
-"""
+"""The drafters of an engine: those in its settings, those found next to the model, and that of `demo`."""
 
 from __future__ import annotations
 
 import logging
 
+from speculon.checkpoints.families import DRAFT_MODEL, family_of
+from speculon.checkpoints.headers import read_checkpoint
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.pairing import AUTO, is_search, search
 from speculon.config import EngineConfig, ModelObject
 from speculon.errors import ModelNotFound, UnsupportedModel
-from speculon.models.families import DRAFT_MODEL, family_of
-from speculon.models.load import locate
-from speculon.models.pairing import AUTO, is_search, search
-from speculon.models.recognise import recognise
 
 log = logging.getLogger("speculon")
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
-    """The settings with each drafter under the method it is for.
-
-    Raises `ModelError` for one that is of no use here.
-    """
+    """The settings with each drafter under its method. Raises `ModelError` for an unsupported one."""
     draft = config.speculation.draft
     if draft is None:
         return set_drafts(config, "demo-draft") if config.model == "demo" else config
@@ -36,9 +31,7 @@ def set_drafts(config: EngineConfig, draft: str | dict[str, str | ModelObject]) 
 
 
 def by_method(draft: str) -> str | dict[str, str | ModelObject]:
-    """A path alone stays as it is where it is a draft model's, or nothing is there: its loader says so
-    better.
-    """
+    """`{method: draft}`; a draft model's path stays as it is, and a missing one, which the loader reports."""
     try:
         folder = locate(draft)
         family = family_of(folder)
@@ -50,13 +43,13 @@ def by_method(draft: str) -> str | dict[str, str | ModelObject]:
 
 
 def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
-    """Looks around the target's folder, and says in the log what it made of every one there."""
+    """Searches the folders around the target's, with a log line for every one."""
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
-    found = search(draft, recognise(folder))
+    found = search(draft, read_checkpoint(folder))
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)
     if not found.drafts:
-        log.info("draft %s: no drafter for %s: look-ups only", AUTO, folder)
+        log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return dict(found.drafts)

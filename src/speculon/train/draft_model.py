@@ -1,4 +1,4 @@
-"""From settings to a student: a small causal language model that guesses what this target says."""
+"""Training method `draft`: a small causal language model that predicts the target's tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FAMILIES = ("llama", "qwen3")  # whose layers a draft may have; any other target
 DRAFTS = 4  # per round, when it is tried out
 
 
-class SmallModel(nn.Module):
-    """A stock model as a student. Parameters bear its own names."""
+class DraftModel(nn.Module):
+    """A stock model as a drafter. Parameters have its own names."""
 
     def __init__(self, model: Any):
         super().__init__()
@@ -35,18 +35,18 @@ class SmallModel(nn.Module):
         return last
 
     def loss(self, batch: Batch) -> Tensor:
-        """KL, a mean over the positions that count."""
+        """KL, a weighted mean over positions."""
         hidden, head = self.hidden(batch.ids).flatten(0, 1), self.model.get_output_embeddings().weight
         return kl(hidden, head, batch.p.flatten(0, 1), batch.entropy.flatten(), batch.weights.flatten())
 
-    def guesses(self, batch: Batch) -> Tensor:
-        """Whether its best token is the target's, at each position that counts [1, M]."""
+    def correct(self, batch: Batch) -> Tensor:
+        """Whether its best token is the target's, at each weighted position [1, M]."""
         best = self.model.get_output_embeddings()(self.hidden(batch.ids)).argmax(-1)
         return (best == batch.best)[batch.weights > 0][None]
 
 
-class SmallDraft:
-    """How `train draft` makes its student, and what it writes in the end."""
+class DraftModelTraining:
+    """How `train draft` makes its drafter, and writes it at the end."""
 
     method = "draft"
     taps: tuple[int, ...] | None = ()
@@ -56,28 +56,28 @@ class SmallDraft:
 
     @property
     def spare(self) -> int:
-        """Tokens of a row from which nothing is guessed."""
+        """Tokens at the end of a row that predict nothing."""
         return 0
 
     def check(self, teacher: Teacher) -> None:
         """Raises InvalidParameter for a form that does not fit the target."""
         config_of(self.settings, teacher)
 
-    def student(self, teacher: Teacher, rows: Rows) -> SmallModel:
-        """A model of few layers, which begins with the target's own parameters where the widths agree."""
+    def drafter(self, teacher: Teacher, rows: Rows) -> DraftModel:
+        """A model of few layers, initialised with the target's parameters where the widths agree."""
         config = config_of(self.settings, teacher)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    parameter.zero_()  # what is not copied from the target begins by adding nothing
+                    parameter.zero_()  # layers that are not copied add nothing at first
         copy_alike(teacher.model, model, config.num_hidden_layers, len(teacher.layers))
-        return SmallModel(model.to(teacher.device))
+        return DraftModel(model.to(teacher.device))
 
-    def write(self, student: SmallModel, teacher: Teacher, target: str, folder: Path) -> None:
+    def write(self, drafter: DraftModel, teacher: Teacher, target: str, folder: Path) -> None:
         """The model in bf16, and the target's tokenizer beside it."""
         with quiet():
-            copy.deepcopy(student.model).to(torch.bfloat16).save_pretrained(folder)
+            copy.deepcopy(drafter.model).to(torch.bfloat16).save_pretrained(folder)
         load_tokenizer(target).save_pretrained(folder)
 
     def speculation(self, folder: Path) -> Mapping[str, Any]:
@@ -91,9 +91,9 @@ class SmallDraft:
 
 def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
     """The target's own config with fewer layers, or a llama's with its numbers."""
-    theirs = teacher.config
-    hidden, heads = settings.hidden or teacher.width, settings.heads or theirs.num_attention_heads
-    kv_heads = settings.kv_heads or min(heads, getattr(theirs, "num_key_value_heads", heads))
+    target = teacher.config
+    hidden, heads = settings.hidden or teacher.width, settings.heads or target.num_attention_heads
+    kv_heads = settings.kv_heads or min(heads, getattr(target, "num_key_value_heads", heads))
     if heads % kv_heads:
         raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
     numbers = {
@@ -101,14 +101,14 @@ def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": getattr(theirs, "head_dim", None) or teacher.width // theirs.num_attention_heads,
+        "head_dim": getattr(target, "head_dim", None) or teacher.width // target.num_attention_heads,
         "intermediate_size": settings.intermediate
-        or getattr(theirs, "intermediate_size", None)
+        or getattr(target, "intermediate_size", None)
         or 4 * hidden,
     }
-    if theirs.model_type in FAMILIES:
-        known = {name: value for name, value in theirs.to_dict().items() if name != "layer_types"}
-        return type(theirs)(**{**known, **numbers})
+    if target.model_type in FAMILIES:
+        known = {name: value for name, value in target.to_dict().items() if name != "layer_types"}
+        return type(target)(**{**known, **numbers})
     same = (
         "vocab_size",
         "max_position_embeddings",
@@ -117,14 +117,12 @@ def config_of(settings: DraftSettings, teacher: Teacher) -> PreTrainedConfig:
         "pad_token_id",
         "tie_word_embeddings",
     )
-    return LlamaConfig(**{name: getattr(theirs, name) for name in same if hasattr(theirs, name)}, **numbers)
+    return LlamaConfig(**{name: getattr(target, name) for name in same if hasattr(target, name)}, **numbers)
 
 
 @torch.no_grad()
 def copy_alike(target: nn.Module, draft: nn.Module, layers: int, depth: int) -> None:
-    """Copies parameters of one shape: those of the first half of the layers from the bottom, of the others
-    from the top.
-    """
+    """Copies parameters of equal shape: the first half of the layers from the bottom, others from the top."""
     sources = dict(target.named_parameters())
     for name, parameter in draft.named_parameters():
         source = sources.get(source_name(name, layers, depth))

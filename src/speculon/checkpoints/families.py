@@ -1,0 +1,252 @@
+"""Which drafting method a folder is for, from config and tensor names. Others are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from speculon.checkpoints.eagle3_config import DTYPE_NAMES, Eagle3Config
+from speculon.checkpoints.eagle3_formats import read_eagle3
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.source import FIRST_Q, Source, open_source
+from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
+
+EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+# what a config or header with values of unexpected types raises
+WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A folder and its drafting method; None where it is unsupported, and `refusal` says why."""
+
+    path: Path
+    method: str | None
+    summary: str  # one line for people
+    head: Eagle3Config | None = None
+    checkpoint: Checkpoint | None = None
+    refusal: str | None = None
+
+    def for_target(self, num_layers: int | None) -> Family:
+        """The same with a summary for a target of `num_layers` layers."""
+        return self if self.head is None else replace(self, summary=self.head.summary(num_layers))
+
+
+Test = Callable[[Source], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedFamily:
+    """A family that is recognised, and not supported."""
+
+    name: str
+    what: str
+    matches: Test
+
+
+def named(*words: str) -> Test:
+    """An architecture with one of these words in it, or one of them as speculators_model_type."""
+    small = tuple(word.lower() for word in words)
+    return lambda source: any(
+        word in source.architecture.lower() or word == (source.speculators_type or "").lower()
+        for word in small
+    )
+
+
+def has_key(*names: str) -> Test:
+    return lambda source: any(
+        name in table for name in names for table in (source.config, source.part("dflash_config"))
+    )
+
+
+def has_type(*names: str) -> Test:
+    return lambda source: source.config.get("model_type") in names
+
+
+def has_projector(name: str) -> Test:
+    return lambda source: source.part("dflash_config").get("projector_type") == name
+
+
+def has_tensor(pattern: str) -> Test:
+    """A tensor whose name here matches the pattern at its beginning."""
+    return lambda source: any(re.match(pattern, name) for name in source.shapes)
+
+
+def has_only(pattern: str) -> Test:
+    return lambda source: bool(source.shapes) and all(re.match(pattern, name) for name in source.shapes)
+
+
+def any_of(*tests: Test) -> Test:
+    return lambda source: any(test(source) for test in tests)
+
+
+def is_eagle1(source: Source) -> bool:
+    """One hidden state and the embedding, joined before the layer instead of inside it."""
+    fc, q = source.shapes.get("fc.weight"), source.shapes.get(FIRST_Q)
+    joined = fc is not None and q is not None and len(fc) == len(q) == 2 and fc[1] == 2 * q[1] == 2 * fc[0]
+    named = (
+        has_type("eagle")(source)
+        or source.speculators_type == "eagle"
+        or ("Eagle" in source.architecture and not claims_eagle3(source))
+    )
+    return joined or (named and not is_eagle3(source))
+
+
+def is_tapless(source: Source) -> bool:
+    return has_wide_layer(source) and (
+        "fc.weight" not in source.shapes or source.part("eagle_config").get("use_aux_hidden_state") is False
+    )
+
+
+def is_eagle3(source: Source) -> bool:
+    """`fc` takes several hidden states and yields half of what the first layer's queries take."""
+    fc = source.shapes.get("fc.weight")
+    return (
+        has_wide_layer(source) and fc is not None and len(fc) == 2 and 2 * fc[0] == source.shapes[FIRST_Q][1]
+    )
+
+
+def has_wide_layer(source: Source) -> bool:
+    """A first layer that takes an embedding and a hidden state side by side."""
+    q, out = source.shapes.get(FIRST_Q), source.shapes.get("layers.0.self_attn.o_proj.weight")
+    return q is not None and out is not None and len(q) == len(out) == 2 and q[1] == 2 * out[0]
+
+
+def claims_eagle3(source: Source) -> bool:
+    """Whether the config is an EAGLE-3 head's; enough to name it where its tensors cannot be read."""
+    return named("eagle3")(source) or has_key("draft_vocab_size", "truncated_vocab_size", "eagle_config")(
+        source
+    )
+
+
+UNSUPPORTED = (
+    UnsupportedFamily(
+        "P-EAGLE",
+        "an EAGLE-3 head that drafts all tokens in one pass",
+        any_of(named("peagle"), has_tensor("mask_hidden")),
+    ),
+    UnsupportedFamily("DFlash2", "drafts a block of tokens in one pass", named("dflash2")),
+    UnsupportedFamily(
+        "Domino",
+        "a DFlash drafter with a recurrent head",
+        any_of(named("domino"), has_projector("domino"), has_tensor("prefix_gru")),
+    ),
+    UnsupportedFamily("LiLiCorr", "a DFlash drafter with a lattice head", named("lilicorr")),
+    UnsupportedFamily(
+        "DSpark",
+        "a DFlash drafter with a Markov head",
+        any_of(
+            named("dspark"),
+            has_projector("dspark"),
+            has_key("markov_rank", "num_anchors"),
+            has_tensor("(logit_head.)?markov_head"),
+        ),
+    ),
+    UnsupportedFamily(
+        "DFlash",
+        "drafts a block of tokens in one pass",
+        any_of(named("dflash", "museglimmerassistant"), has_key("dflash_config"), has_tensor("hidden_norm")),
+    ),
+    UnsupportedFamily(
+        "MTP", "prediction layers that belong to their target", any_of(named("mtp"), has_only("mtp"))
+    ),
+    UnsupportedFamily(
+        "Medusa",
+        "one head per position",
+        any_of(
+            named("medusa"),
+            has_key("medusa_num_heads"),
+            has_type("medusa"),
+            has_tensor(r"(medusa_heads\.)?\d+\.\d+\.(linear\.)?weight"),
+        ),
+    ),
+    UnsupportedFamily(
+        "MLP speculator",
+        "one small network per position",
+        any_of(has_type("mlp_speculator"), named("mlpspeculator")),
+    ),
+    UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
+    UnsupportedFamily("PARD", "a draft model that drafts all tokens in one pass", has_key("pard_token")),
+    UnsupportedFamily(
+        "Gemma 4 assistant",
+        "reads its target's own keys and values",
+        any_of(has_type("gemma4_assistant"), named("gemma4assistant")),
+    ),
+    UnsupportedFamily("an EAGLE-3 head with latent attention", "MLA, as DeepSeek's", named("eagle3deepseek")),
+    UnsupportedFamily(
+        "an EAGLE-3 head with latent attention",
+        "MLA, as DeepSeek's",
+        lambda source: (
+            "fc.weight" in source.shapes and has_tensor(r"layers\.0\.self_attn\.(q_a|kv_a)_proj")(source)
+        ),
+    ),
+    UnsupportedFamily("an EAGLE-3 head without taps", "it reads the last hidden state only", is_tapless),
+    UnsupportedFamily("EAGLE-1/2", "reads the last hidden state only", is_eagle1),
+)
+
+
+def family_of(path: str | Path) -> Family:
+    """The family of a folder. Raises `ModelError` for one that cannot be read or contradicts itself."""
+    folder = Path(path).expanduser()
+    try:
+        return classify(folder)
+    except SpeculonError:
+        raise
+    except WRONG_TYPES as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{folder}: its config or headers cannot be read ({reason})") from error
+
+
+def classify(folder: Path) -> Family:
+    source = open_source(folder)
+    unsupported = next((family for family in UNSUPPORTED if family.matches(source)), None)
+    if unsupported:
+        name, what = unsupported.name, unsupported.what
+        refusal = f"{name} ({what}) is recognised, but not supported"
+        return Family(folder, None, f"{name}: {what}", refusal=refusal)
+    if source.speculators_type not in (None, EAGLE3):
+        summary = f"speculators_model_type {source.speculators_type!r}"
+        return Family(folder, None, summary, refusal=f"{summary} is not known here")
+    if is_eagle3(source):
+        head = read_eagle3(source)
+        return Family(folder, EAGLE3, head.summary(), head=head)
+    if claims_eagle3(source):
+        raise missing_head(source)
+    checkpoint = read_checkpoint(folder)
+    return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
+
+
+def read_eagle3_config(path: str | Path) -> Eagle3Config:
+    """The config of an EAGLE-3 head. Raises `UnsupportedModel` for anything else."""
+    family = family_of(path)
+    if family.head is None:
+        reason = family.refusal or f"no EAGLE-3 head, but a {family.summary}"
+        raise UnsupportedModel(f"{family.path}: {reason}")
+    return family.head
+
+
+def missing_head(source: Source) -> ModelError:
+    """Why the tensors of a head are missing that its config names."""
+    if source.pickled:
+        return UnsafeCheckpoint(
+            f"{source.files[0]}: pickle weights can run code; a drafter is recognised by the headers "
+            "of safetensors files, so convert them, allow_pickle does not help"
+        )
+    missing = next((name for name in ("fc.weight", FIRST_Q) if name not in source.shapes), None)
+    if missing:
+        return MissingWeights(
+            f"{source.folder}: the config is an EAGLE-3 head's, but there is no tensor {missing}"
+        )
+    fc, q = source.shapes["fc.weight"], source.shapes[FIRST_Q]
+    shapes = f"fc is {list(fc)} and the first q_proj {list(q)}"
+    return ModelError(f"{source.folder}: the config is an EAGLE-3 head's, but {shapes}")
+
+
+def model_summary(checkpoint: Checkpoint) -> str:
+    size = f"{checkpoint.num_parameters:,} parameters" if checkpoint.num_parameters else "pickle weights"
+    dtype = DTYPE_NAMES.get(checkpoint.dtype or "", checkpoint.dtype)
+    layers = f"{checkpoint.num_layers} layer{'s' * (checkpoint.num_layers != 1)} of {checkpoint.hidden_size}"
+    weights = f"{dtype}, {checkpoint.num_bytes / 1e6:.1f} MB"
+    return f"language model {checkpoint.architecture}: {layers}, {size}; {weights}"

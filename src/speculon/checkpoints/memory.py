@@ -1,0 +1,79 @@
+"""Memory that a model will take, estimated from its config and file headers before it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.checkpoints.locate import locate
+from speculon.core import LayerSpec, Needs
+from speculon.models.captured import RECORDERS, capture_bytes
+from speculon.models.linear import head_is_copied
+from speculon.models.load import load_config, quiet
+from speculon.models.target import scratch_bytes
+
+
+def model_needs(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    scored: int,
+    fused: bool = True,
+    compile: bool = False,
+) -> Needs:
+    """The needs of a model that is not loaded; T = `rows` and R = `scored` in its largest forward.
+
+    Raises `ModelError` for a checkpoint that loading would refuse.
+    """
+    checkpoint = read_checkpoint(locate(path))
+    refuse_unsafe(checkpoint, allow_pickle=False)
+    with quiet():
+        config = load_config(checkpoint, trust_remote_code=False).get_text_config()
+    weights = weight_bytes(checkpoint, dtype)
+    if fused:
+        weights += fused_bytes(config, weights, dtype, device)
+    if fused and compile:
+        weights += compiled_bytes(config, weights, dtype, device)
+    return Needs(
+        layers=expected_layers(config, dtype),
+        max_context=getattr(config, "max_position_embeddings", None),
+        bytes_fixed=weights,
+        bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),
+    )
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """The weights in `dtype`; those of pickles and quantised ones as they are stored."""
+    if checkpoint.num_parameters is None or checkpoint.quantization is not None:
+        return checkpoint.num_bytes
+    return checkpoint.num_parameters * dtype.itemsize
+
+
+def fused_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What fusing adds: a packed copy of a head that is tied to the embedding."""
+    head: int = config.vocab_size * config.hidden_size * dtype.itemsize
+    return head if config.tie_word_embeddings and head_is_copied(head, weights, dtype, device) else 0
+
+
+def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """What `compile` adds: CUDA graphs, or the programs of torch's compiler."""
+    if device.type in RECORDERS:
+        return capture_bytes(config, expected_layers(config, dtype), dtype)
+    from speculon.models.compiled import extra_bytes  # imports the compiler
+
+    return extra_bytes(weights, dtype, device)
+
+
+def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
+    """The shapes of each layer's K and V that the config implies."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: pages hold the expanded heads
+        k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or heads
+        k_dim = v_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (LayerSpec("attention", heads, k_dim, v_dim, dtype),) * int(config.num_hidden_layers)

@@ -1,0 +1,161 @@
+"""The loop as modules that torch can export and compile, and their three ways to attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speculon.kv.store import View
+from speculon.models.attention import attend_written, fold, unfold
+from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rotate, tables_of
+from speculon.models.linear import Linear, Packed, Product
+from speculon.models.loop import Loop
+
+running_view: ContextVar[View] = ContextVar("speculon_running_view")
+
+
+@torch.library.custom_op("speculon::attend", mutates_args=())
+def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    """`attend_written` on the running step; the pages are arguments so that rows are written first."""
+    return attend_written(running_view.get(), layer, query, scaling).contiguous()
+
+
+@attend.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
+def attend_back(keys: Tensor, values: Tensor, slots: Tensor, layer: int, *given: Any) -> Tensor:  # [T, H, Dv]
+    """Rows of any sequences: calls back for attention outside of the program."""
+    query, key, value, scaling = given
+    return torch.ops.speculon.attend(
+        query, keys.index_copy_(0, slots, key), values.index_copy_(0, slots, value), layer, scaling
+    )
+
+
+def attend_joint(
+    keys: Tensor, values: Tensor, slots: Tensor, joint: Sequence[Tensor], *given: Any
+) -> Tensor:  # [T, H, Dv]
+    """Rows of sequences that share one kernel call; `joint` is `Compiled.joint` of one layer kind."""
+    (query, key, value, scaling), (rows, order, where, mask) = given, joint
+    kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    # [B, Hkv, n * g, Dk]
+    q = query[rows].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    k = keys.index_copy_(0, slots, key)[where].transpose(1, 2)
+    v = values.index_copy_(0, slots, value)[where].transpose(1, 2)
+    mask = mask.repeat_interleave(group, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling).unflatten(2, (-1, group))
+    return out.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)[order]
+
+
+def attend_alone(keys: Tensor, values: Tensor, mask: Tensor | None, *given: Any) -> Tensor:  # [T, H, Dv]
+    """The rows of one sequence, written to the last of its slots; keys and values are views of the pages."""
+    query, key, value, scaling = given
+    group, before = query.shape[1] // key.shape[1], keys.shape[0] - key.shape[0]  # len() would be a constant
+    keys[before:] = key
+    values[before:] = value
+    k, v = (slots.transpose(0, 1)[None] for slots in (keys, values))
+    mask = None if mask is None else mask.repeat_interleave(group, 0)
+    return unfold(
+        F.scaled_dot_product_attention(fold(query, 1, group), k, v, attn_mask=mask, scale=scaling), group
+    )
+
+
+class DenseNorm(nn.Module):
+    """A norm in small operations, which the compiler fuses."""
+
+    def __init__(self, norm: Norm):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(norm.weight, requires_grad=False), norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class Layer(nn.Module):
+    """`Block` and `Attention` as a module that can be exported and compiled."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        of, mlp = block.attention, block.mlp
+        if isinstance(mlp, Stock) or of.softcap is not None or of.sinks is not None:
+            raise CannotReplace("not compiled: its layers are more than products and plain attention")
+        self.heads, self.kv_heads, self.head_dim = of.heads, of.kv_heads, of.head_dim
+        self.scaling, self.rotates, self.act = of.scaling, of.rotates, mlp.act
+        self.qkv, self.out = linear_of(of.qkv), linear_of(of.out)
+        self.gate_up, self.down = linear_of(mlp.gate_up), linear_of(mlp.down)
+        self.head_norm = nn.Identity() if of.norm is None else DenseNorm(of.norm)
+        before, after, before_mlp, after_mlp = (
+            nn.Identity() if norm is None else DenseNorm(norm) for norm in block.norms
+        )
+        self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
+
+    def forward(self, x: Tensor, tables: Tables, attend: Callable[..., Tensor]) -> Tensor:  # [T, D] -> [T, D]
+        states = self.qkv(self.before(x)).view(x.shape[0], -1, self.head_dim)
+        both = self.heads + self.kv_heads
+        turned = self.head_norm(states[:, :both])
+        turned = rotate(turned, tables) if self.rotates else turned
+        query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
+        found = attend(query, key, value, self.scaling)
+        x = x + self.after(self.out(found.reshape(x.shape[0], -1)))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.after_mlp(self.down(self.act(gate) * up))
+
+
+class Layers(nn.Module):
+    """`Loop` as a module that can be exported and compiled: logits [R, V]."""
+
+    def __init__(self, loop: Loop, kinds: list[int]):
+        super().__init__()
+        self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
+        self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
+        self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
+    ) -> Tensor:
+        """`scored` [R] are rows, `slots` [T] the places of their keys and values.
+
+        `pages` are keys of all slots for each layer, then values, then `Compiled.joint`, if any.
+
+        Without `slots` the pages are those of one sequence; with several rows, masks of each kind follow.
+        """
+        x = self.embed(input_ids[None])
+        cos, sin = self.rotary(x, position_ids[None])
+        tables, x = tables_of(cos, sin, self.head_dim), x[0]
+        count, kinds = len(self.kinds), len(set(self.kinds))
+        more = pages[2 * count :]
+        for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+            stored = pages[number], pages[count + number]
+            if slots is None:
+                attend = partial(attend_alone, *stored, more[kind] if more else None)
+            elif more:
+                attend = partial(
+                    attend_joint, *stored, slots, (more[0], more[1], more[2 + kind], more[2 + kinds + kind])
+                )
+            else:
+                attend = partial(attend_back, *stored, slots, number)
+            x = layer(x, tables, attend)
+        return self.head(self.norm(x[scored]))
+
+
+def linear_of(product: Product) -> nn.Linear:
+    """A product as a linear module with unpacked weights. Raises `CannotReplace` for shared weights."""
+    if isinstance(product, nn.Linear):
+        return product
+    if not isinstance(product, Packed | Linear):
+        raise CannotReplace("not compiled: the weights of a model object stay where they are")
+    weight = product.weight.to_dense() if isinstance(product, Packed) else product.weight
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=product.bias is not None)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if product.bias is not None:
+        layer.bias = nn.Parameter(product.bias, requires_grad=False)
+    return layer

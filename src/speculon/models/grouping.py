@@ -1,0 +1,219 @@
+"""Groups spans into calls of the attention kernel, so that few calls waste little padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import inf
+
+import torch
+from torch import Tensor
+
+from speculon.core import ceil_div
+from speculon.kv.store import SpanView, View, Where, as_index, gather_bytes
+from speculon.models.masks import MASKS
+from speculon.models.sparse import ENTRY, SparseKeys, is_faster, sparse_keys
+
+# guess: up to here the head group is folded into the query rows, beyond it SDPA repeats K and V itself
+FOLD_ROWS = 32
+# rows of a call: the keys of a piece end with its last row; 48 and 128 were slower
+PIECE = {"cpu": 64}
+# In bytes of K and V read, measured out of cache on 2 cores: the fixed cost of a call, the cost of a further
+# query row per key, and the cost of copying the keys of several spans for a joint call.
+CALL = {"cpu": 200 << 10}
+CALL_ELSEWHERE = 32 << 20  # guess, for devices with far more bandwidth
+ROW, COPY = 0.08, 0.1
+# A separate call for single rows costs 1.0 to 1.5 ms in a step of 20 layers: the time to read so many bytes
+# of keys and values in each layer.
+REREAD = 1 << 20
+
+
+@dataclass(slots=True)
+class KernelCall:
+    """One call of the kernel: B spans of up to n rows each."""
+
+    rows: slice | Tensor  # of the flat batch; [B * n] when padded
+    spans: int  # B
+    n: int
+    where: Where  # slots of the keys, [B * S]
+    mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
+    sparse: SparseKeys | None = None  # where single rows attend by sparse products
+
+
+@dataclass(slots=True)
+class CallPlan:
+    """The calls of all layers of one window in one forward."""
+
+    calls: list[KernelCall]
+    order: Tensor | None = None  # [T] index of each row of the flat batch in the calls' rows; None: in order
+
+
+def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
+    """The plan for layers like this one; made once per forward and shared by them."""
+    key = (view.kind(layer), group, plain)
+    plan: CallPlan | None = view.memo.get(key)
+    if plan is None:
+        plan = view.memo[key] = make_plan(view, layer, group, plain, query)
+    return plan
+
+
+def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
+    spec, device, heads = view.spec(layer), query.device, query.shape[1]
+    entry, spans = divided(view, layer, group, plain, query)
+    calls, placed, at = [], [], 0
+    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):
+        call = call_of(bucket, spec.window, group if plain else 1, query.dtype, device)
+        if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
+            hidden = None if call.mask is None else call.mask[:, 0, :1]
+            slots = view.store.slots
+            call.sparse = sparse_keys(call.where, len(bucket), heads, group, hidden, slots, device)
+        calls.append(call)
+        for i, span in enumerate(bucket):
+            placed.append((span.first, range(at + i * call.n, at + i * call.n + span.rows)))
+        at += len(bucket) * call.n
+    order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
+    return CallPlan(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
+
+
+def divided(view: View, layer: int, group: int, plain: bool, query: Tensor) -> tuple[int, list[SpanView]]:
+    """Bytes of a key in a sparse product (0: none is used), and the spans in the pieces that calls take."""
+    spec, device = view.spec(layer), query.device
+    entry = query.shape[1] * ENTRY if plain and is_faster(query, group) else 0
+    one_by_one = entry and repeated_keys(view.spans, spec.window) * spec.bytes_per_token <= REREAD
+    most = 1 if one_by_one else PIECE.get(device.type)
+    few = [span for span in view.spans if span.rows <= FOLD_ROWS]
+    if most != 1 and mostly_drafting(few) and fits_in_cache(few, spec.window, spec.bytes_per_token, device):
+        entry = 0
+    return entry, [piece for span in view.spans for piece in pieces(span, most or span.rows)]
+
+
+def repeated_keys(spans: list[SpanView], window: int | None) -> float:
+    """Keys read again where each row of a batch has a call; infinite for one sequence, or with a prompt."""
+    if len(spans) == 1 or any(span.rows > FOLD_ROWS for span in spans):
+        return inf
+    return sum((span.rows - 1) * visible_keys(span, window) for span in spans)
+
+
+def mostly_drafting(spans: list[SpanView]) -> bool:
+    """Whether two or more spans have several rows, and no fewer than those of one row."""
+    singles = sum(span.rows == 1 for span in spans)
+    return 1 < len(spans) - singles >= singles
+
+
+def pieces(span: SpanView, most: int) -> list[SpanView]:
+    """The span in parts of at most so many rows, as even as possible."""
+    parts = ceil_div(span.rows, most)
+    ends = [span.rows * i // parts for i in range(parts + 1)]
+    return [span] if parts == 1 else [span.part(begin, end) for begin, end in pairwise(ends)]
+
+
+def buckets(
+    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, entry: int = 0
+) -> list[list[SpanView]]:
+    """Spans that share one padded call, joined while that costs less than calls of their own.
+
+    With `entry`, the bytes of a key in a sparse product, single rows are among themselves.
+    """
+
+    def row_class(span: SpanView) -> int:
+        return 2 if span.rows > FOLD_ROWS else 0 if entry and span.rows == 1 else 1
+
+    found: list[list[SpanView]] = []
+    for span in sorted(spans, key=lambda s: (row_class(s), visible_keys(s, window))):
+        joined = [*found[-1], span] if found and row_class(found[-1][0]) == row_class(span) < 2 else []
+        key_bytes, copy = (token_bytes, COPY) if row_class(span) else (entry, 0.0)
+        price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
+        fits = joined and fits_in_cache(joined, window, key_bytes, device)
+        if fits and price(joined) <= price(found[-1]) + price([span]):
+            found[-1] = joined
+        else:
+            found.append([span])
+    return [sorted(bucket, key=lambda s: s.first) for bucket in found]
+
+
+def fits_in_cache(spans: list[SpanView], window: int | None, key_bytes: int, device: torch.device) -> bool:
+    """Whether the keys that one call for all of them copies, `key_bytes` each, stay in cache."""
+    return len(spans) * max(visible_keys(s, window) for s in spans) * key_bytes <= gather_bytes(device)
+
+
+def cost(
+    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, copy: float
+) -> float:
+    """Cost of one call for all of them, in bytes read; `copy` per byte where several spans are copied."""
+    rows, keys = max(s.rows for s in spans), max(visible_keys(s, window) for s in spans)
+    read = len(spans) * keys * token_bytes * (1 + ROW * (rows - 1) + copy * (len(spans) > 1))
+    return CALL.get(device.type, CALL_ELSEWHERE) + read
+
+
+def visible_keys(span: SpanView, window: int | None) -> int:
+    """Number of keys that any of the span's rows sees."""
+    return span.context if window is None else min(span.context, window + span.rows - 1)
+
+
+def call_of(
+    bucket: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> KernelCall:
+    if len(bucket) == 1:
+        return span_call(bucket[0], window, group, dtype, device)
+    return joint_call(bucket, window, group, dtype, device)
+
+
+def span_call(
+    span: SpanView, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> KernelCall:
+    n, length = span.rows, visible_keys(span, window)
+    where = span.where if length == span.context else span.tail(length)
+    mask = None if n == 1 else MASKS.slice(n, length, window, group if n <= FOLD_ROWS else 1, dtype, device)
+    return KernelCall(slice(span.first, span.last), 1, n, where, mask)
+
+
+def joint_call(
+    spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> KernelCall:
+    """One call for many spans, rows and keys padded at the end."""
+    n, length = max(s.rows for s in spans), max(visible_keys(s, window) for s in spans)
+    where = padded_slots([s.tail(visible_keys(s, window)) for s in spans], length, device)
+    even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
+    rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
+    if not even:
+        rows = torch.tensor([min(s.first + i, s.last - 1) for s in spans for i in range(n)], device=device)
+    if n == 1 and all(visible_keys(s, window) == length for s in spans):
+        return KernelCall(rows, len(spans), n, where, None)
+    return KernelCall(rows, len(spans), n, where, joint_mask(spans, window, n, length, group, dtype, device))
+
+
+def joint_mask(
+    spans: list[SpanView],
+    window: int | None,
+    n: int,
+    length: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # [B, 1, n * g, S]
+    """The mask of padded spans. A padding row sees the first key, so that it stays finite."""
+    ends = [
+        visible_keys(s, window) - s.rows + i + 1 if i < s.rows else 1
+        for s in spans
+        for i in range(n)
+        for _ in range(group)
+    ]
+    end = torch.tensor(ends, device=device).view(len(spans), 1, n * group, 1)
+    column = torch.arange(length, device=device)
+    hidden = column >= end
+    if window is not None:
+        hidden |= column < end - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def padded_slots(wheres: list[Where], to: int, device: torch.device) -> Tensor:  # [B * to]
+    """The slots of each span, then its last one again: an unused slot may hold a NaN."""
+    column = torch.arange(to, device=device)
+    slices = [where for where in wheres if isinstance(where, slice)]
+    if len(slices) == len(wheres):
+        bounds = [[w.start for w in slices], [w.stop - 1 for w in slices]]
+        first, last = torch.tensor(bounds, device=device)[..., None]
+        return torch.minimum(first + column, last).flatten()
+    slots = [as_index(where, device) for where in wheres]
+    return torch.cat([x[column.clamp(max=len(x) - 1)] for x in slots])

@@ -1,0 +1,43 @@
+"""Additive attention masks of spans, as slices of cached banded matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speculon.kv.store import power_of_two
+
+
+class MaskCache:
+    """Banded base masks, grown by doubling: a single span's mask is a slice of one of them."""
+
+    def __init__(self) -> None:
+        self.bases: dict[tuple[int | None, int, torch.dtype, torch.device], tuple[Tensor, int, int]] = {}
+
+    def slice(
+        self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:  # [n * g, length]
+        """The mask of the last n positions: row i * g + j sees the keys up to length - n + i."""
+        key = (window, group, dtype, device)
+        base, rows, before = self.bases.get(key, (None, 0, 0))
+        if base is None or n > rows or length - n > before:
+            rows = max(rows, power_of_two(n))
+            before = max(before, power_of_two(length - n)) if window is None else window - 1
+            base = banded(rows, before, window, group, dtype, device)
+            self.bases[key] = base, rows, before
+        return base[: n * group, before - (length - n) : before + n]
+
+
+def banded(
+    rows: int, before: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """0 where row i sees column c (before + i - window < c <= before + i), minus infinity elsewhere."""
+    last = (before + torch.arange(rows, device=device)).repeat_interleave(group)[:, None]  # [rows * g, 1]
+    column = torch.arange(before + rows, device=device)[None]
+    hidden = column > last
+    if window is not None:
+        hidden |= column <= last - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+MASKS = MaskCache()

@@ -1,0 +1,68 @@
+"""A draft model's checkpoint: refused where it does not fit, its memory estimated from its headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculon.checkpoints.memory import expected_layers, model_needs
+from speculon.config import EngineConfig, SamplingParams
+from speculon.core import Reason
+from speculon.errors import ConfigError, InvalidRequest, ModelError
+from speculon.proposers.draft_model import check_same_ids
+from speculon.text import Tokenizer
+from tests.tiny.conftest import TINY, tiny_model, tiny_target
+from tests.tiny.scripted import Letters, Request, make_engine, run
+from tests.tiny.test_parity import GREEDY
+
+
+def test_without_a_checkpoint_there_is_no_drafter() -> None:
+    results = run(
+        tiny_target("llama"),
+        [Request([5, 6], SamplingParams(max_tokens=3, **GREEDY), {"method": "draft_model"})],
+    )
+    assert results["r", 0].stats.reasons == {Reason.NO_DRAFTER: 2}
+
+
+class Words(Letters):
+    def __init__(self, words: dict[str, int]):
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.words
+
+
+def test_another_tokenizer_is_refused() -> None:
+    target = Tokenizer(Words({"a": 0, "b": 1}))
+    check_same_ids("draft", Tokenizer(Words({"a": 0, "b": 1, "<pad>": 2})), target)
+    with pytest.raises(ModelError, match="disagree on 'b': id 2 and 1"):
+        check_same_ids("draft", Tokenizer(Words({"a": 0, "b": 2})), target)
+    with pytest.raises(ModelError, match="lacks 1 of the target's tokens, among them 'b'"):
+        check_same_ids("draft", Tokenizer(Words({"a": 0})), target)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_estimate_of_a_checkpoint_is_what_it_takes(name: str, tmp_path: Path) -> None:
+    """From the config and the file's header alone; windows are found later and change no size."""
+    tiny_model(name).save_pretrained(tmp_path)
+    target = tiny_target(name)
+    needs = model_needs(tmp_path, torch.float32, torch.device("cpu"), rows=7, scored=5)
+    if name != "gpt_neox":  # whose config here names key-value heads that the model does not have
+        assert [layer.bytes_per_token for layer in needs.layers] == [
+            layer.bytes_per_token for layer in target.layers
+        ]
+    assert needs.bytes_fixed == pytest.approx(target.num_bytes, rel=1e-3), "files hold buffers, too"
+    assert needs.bytes_scratch == target.needs(7, 5).bytes_scratch > 0
+    assert len(expected_layers(target.model.config, torch.float32)) == len(target.layers)
+
+
+def test_a_missing_draft_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        make_engine(tiny_target("llama"), speculation={"draft": str(tmp_path / "nowhere")})
+
+
+def test_the_draft_needs_a_path() -> None:
+    with pytest.raises((ConfigError, InvalidRequest)):
+        EngineConfig(speculation={"draft": 5})
