@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -24,8 +23,8 @@ from speculon.engine.admission import check_draft, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, InvalidParameter, TooLong
-from speculon.llm import Completion, RequestOutput, absorb
 from speculon.models.load import wrap_model
+from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
 from speculon.sequence import Event, Plan, Sequence, Span
 from speculon.telemetry import RequestStats, SpeculationStats, Stopwatch
@@ -39,35 +38,6 @@ GIVEN = "given"  # source of drafts that came from the caller
 ROUND = "round"  # id of the requests that are made for one round
 
 Ids = str | Seq[int] | Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One round of one text."""
-
-    draft: Draft
-    verdict: Verdict
-    reason: str | None  # why nothing was drafted
-    draft_ms: float
-    verify_ms: float  # the target call, sampling and the commit
-
-    @property
-    def draft_tokens(self) -> tuple[int, ...]:
-        return self.draft.tokens
-
-    @property
-    def accepted_tokens(self) -> tuple[int, ...]:
-        return self.draft.tokens[: self.verdict.accepted]
-
-    @property
-    def emitted_tokens(self) -> tuple[int, ...]:
-        """The accepted drafts, then the correction or the bonus; a stop token is not among them."""
-        return self.verdict.tokens
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted in this round; 0.0 without a draft."""
-        return self.verdict.accepted / len(self.draft.tokens) if self.draft.tokens else 0.0
 
 
 class SpeculativeDecoder:

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 
 from speculon import LLM, SamplingParams
-from speculon.llm import RequestOutput
+from speculon.outputs import RequestOutput
 from tests.tiny.forms import Schema, an_object
 
 PROMPTS = [

@@ -30,7 +30,8 @@ from speculon.cli import app
 from speculon.commands.chat import Said, listen
 from speculon.commands.drafts import OWN, DraftStream, drawn
 from speculon.errors import InvalidParameter, InvalidRequest
-from speculon.llm import Completion, uninterrupted
+from speculon.llm import uninterrupted
+from speculon.outputs import Completion
 from speculon.text import UNSURE, Tokenizer, final_text
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.folders import make_folder

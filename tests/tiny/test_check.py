@@ -33,7 +33,7 @@ from speculon.config import SpeculationConfig
 from speculon.core import Verdict
 from speculon.engine import engine as engine_module
 from speculon.errors import InvalidParameter, TooLong
-from speculon.llm import Completion
+from speculon.outputs import Completion
 from speculon.sampling import Draw, Row, sample
 from speculon.sequence import Span
 from tests.tiny.folders import make_folder

@@ -13,7 +13,7 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, SamplingParams
-from speculon.core import Proposal, Reason, SpanKind
+from speculon.core import Proposal, Reason, SpanKind, Timing
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
 from speculon.models.target import Output
@@ -144,14 +144,19 @@ def test_what_is_caught_up_is_told_with_the_time_it_took() -> None:
         made.add_request(
             list(range(3, 33)), params, {"method": "draft_model", "num_speculative_tokens": 4}, name
         )
-    told: list[Proposal] = []
-    while made.has_work:
-        made.step()
-        told += made.proposers.timings.values()
-    first, *rest = told
+    calls: list[Proposal] = []
+    observe = made.policy.observe
+
+    def watched(spans: Any, verdicts: Any, timing: Timing) -> None:
+        calls.extend(timing.proposals.values())
+        observe(spans, verdicts, timing)
+
+    made.policy.observe = watched  # type: ignore[method-assign]
+    drain(made)
+    first, *rest = calls
     assert first[:2] == (2, 4) and first.unread == 2 * 30, "of each text all tokens but the last"
-    assert all(call.unread == call.texts for call in rest), "after a full acceptance the last draft"
-    assert made.counters.proposals["draft_model"] == sum(call.texts for call in told)
+    assert all(call.unread == call.sequences for call in rest), "after a full acceptance the last draft"
+    assert made.counters.proposals["draft_model"] == sum(call.sequences for call in calls)
 
 
 def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:

@@ -21,8 +21,9 @@ from speculon.telemetry import RequestStats, Stopwatch
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
     from speculon.kv.lease import Lease
-    from speculon.llm import LLM, Completion
+    from speculon.llm import LLM
     from speculon.models.target import Output
+    from speculon.outputs import Completion
 
 Advance = Callable[[int], None]
 

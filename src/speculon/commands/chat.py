@@ -23,7 +23,8 @@ from speculon.proposers.registry import check_method, known_methods
 from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM, RequestOutput, Session
+    from speculon.llm import LLM, Session
+    from speculon.outputs import RequestOutput
 
 QUOTES = '"""'
 QUIT = ("/quit", "/exit", "/bye")

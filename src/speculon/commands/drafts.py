@@ -16,7 +16,7 @@ from speculon.text import Stream, Tokenizer
 
 if TYPE_CHECKING:
     from speculon.config import SamplingParams
-    from speculon.llm import Completion
+    from speculon.outputs import Completion
 
 OWN = "the model itself"
 COLOURS: Mapping[str, str] = {

@@ -14,7 +14,8 @@ from speculon.errors import InvalidParameter
 from speculon.proposers.registry import check_method
 
 if TYPE_CHECKING:
-    from speculon.llm import LLM, Prompt, RequestOutput
+    from speculon.llm import LLM, Prompt
+    from speculon.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def encode(llm: LLM, task: Task, text: str) -> Prompt:
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: RequestSpeculation) -> None:
     """Text on stdout as it comes; the account on stderr, so that a pipe carries the text alone."""
-    from speculon.llm import Completion, RequestOutput, absorb
+    from speculon.outputs import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
     text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
