@@ -1,4 +1,4 @@
-"""How well look-ups guess known texts, without any model: tokens per call, and the price of a look-up.
+"""How well lookups guess known texts, without any model: tokens per call, and the price of a lookup.
 
     python recipes/suffix/replay.py --cases 40 -k 8
 
@@ -87,7 +87,7 @@ def loop(tokenizer: Tokenizer, cases: int, blind: bool = False) -> Iterator[Know
 
 
 def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -> tuple[int, int, int, float]:
-    """(calls, drafted, accepted, seconds in look-ups); the first one, which reads the prompt, is not timed."""
+    """(calls, drafted, accepted, seconds in lookups); the first one, which reads the prompt, is not timed."""
     none = cast(Any, None)
     seq = Sequence(
         number,

@@ -255,7 +255,7 @@ class SpeculationConfig(Checked):
     )
     join: bool | None = Field(
         None,
-        description="look-ups go on where another method's draft ends, up to K; None: under policy goodput, where it pays",
+        description="lookups go on where another method's draft ends, up to K; None: under policy goodput, where it pays",
     )
     adaptive_initial: int = as_adaptive("initial")
     adaptive_min: int = as_adaptive("min")

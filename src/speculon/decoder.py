@@ -19,10 +19,10 @@ from speculon.config import MAX_DRAFTS, EngineConfig, ModelObject, SamplingParam
 from speculon.control.adaptive import Adaptive, AdaptiveLookahead
 from speculon.control.fixed import Fixed
 from speculon.core import Draft, Verdict
-from speculon.engine.admission import check_draft, read_ids
+from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, InvalidParameter, TooLong
+from speculon.errors import ConfigError, InvalidParameter
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
@@ -177,7 +177,7 @@ class SpeculativeDecoder:
         if k is None and self._adaptive is not None:
             k = self._adaptive.lookahead
         with self._last_span(ids, params, prompt_len, k) as span:
-            plan, decisions = alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
+            plan, decisions = Plan.alone(span), Fixed().decide([span.seq], self.engine.scheduler.load)
             with self.engine.leases.reserve(plan, [decision.k for decision in decisions]) as lease:
                 drafting = Drafting.of(self.engine.proposers, Fixed(), lease, [span], decisions)
                 drafting.ask_lookups()
@@ -213,7 +213,7 @@ class SpeculativeDecoder:
             return self._verify_by(target_logits, self._prepare(ids, params, prompt_len), draft)
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
-            with self.engine.leases.reserve(alone(span), [k]) as lease:
+            with self.engine.leases.reserve(Plan.alone(span), [k]) as lease:
                 assert lease.granted == [k], "no other sequence holds pages"
                 span.draft = draft
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
@@ -245,7 +245,7 @@ class SpeculativeDecoder:
             seq = span.seq
             self._last = list(seq.tokens), seq.request.params
             began = perf_counter()
-            (verdict,) = self.engine.round(alone(span))
+            (verdict,) = self.engine.round(Plan.alone(span))
             ms = (perf_counter() - began) * 1e3
         self._stats.add(seq.stats)
         if verdict.finish:
@@ -421,7 +421,7 @@ class SpeculativeDecoder:
     def _continued(self, seq: Sequence) -> Sequence:
         """The sequence of the last step, holding the tokens of `seq` and asking for the same, where these continue it."""
         last, request = self._sequence, seq.request
-        if last and continues(seq, last):
+        if last and seq.continues(last):
             last.request, last.tokens, last.grammar, last.stats = request, seq.tokens, seq.grammar, seq.stats
             return last
         self._forget_sequence()
@@ -440,22 +440,3 @@ class SpeculativeDecoder:
         if isinstance(ids, str) and self.tokenizer is not None:
             return self.tokenizer.encode(ids)
         return read_ids("ids", ids)
-
-
-def continues(seq: Sequence, last: Sequence) -> bool:
-    new, old = seq.request, last.request
-    same = (new.prompt_len, new.params) == (old.prompt_len, old.params)
-    return same and seq.tokens[: len(last.tokens)] == last.tokens
-
-
-def alone(span: Span) -> Plan:
-    """A plan in which the drafts follow right behind the rest of the prompt."""
-    plan = Plan([span])
-    plan.decoding = [span]
-    return plan
-
-
-def check_room(seq: Sequence, k: int) -> None:
-    """Raises where `k` drafts and the token after them do not fit."""
-    if k > max(0, seq.room - 1):
-        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")

@@ -87,12 +87,12 @@ class ConfigError(SpeculonError, ValueError):
 class MemoryExceeded(SpeculonError):
     """A drafter does not fit into the memory limit.
 
-    Carries the `promise`: estimate, parts, limit and policy.
+    `memory` holds the estimate, parts, limit and policy.
     """
 
-    def __init__(self, method: str, promise: Any):
-        self.method, self.promise = method, promise
-        super().__init__(f"{method}: {promise}")
+    def __init__(self, method: str, memory: Any):
+        self.method, self.memory = method, memory
+        super().__init__(f"{method}: {memory}")
 
 
 class ModelError(SpeculonError):

@@ -144,6 +144,12 @@ class Sequence:
         """Tokens it may still generate."""
         return self.request.max_len - len(self.tokens)
 
+    def continues(self, other: Sequence) -> bool:
+        """Whether it has all tokens of the other as its beginning, with the same prompt and parameters."""
+        mine, theirs = self.request, other.request
+        same = (mine.prompt_len, mine.params) == (theirs.prompt_len, theirs.params)
+        return same and self.tokens[: len(other.tokens)] == other.tokens
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Of the samples of a request only the first has them."""
@@ -194,6 +200,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.decoding = [span for span in self.spans if span.length == 1 and span.samples]
+
+    @classmethod
+    def alone(cls, span: Span) -> Plan:
+        """One span, whose drafts may follow the rest of its prompt."""
+        plan = cls([span])
+        plan.decoding = [span]
+        return plan
 
 
 @dataclass(slots=True)

@@ -127,7 +127,7 @@ def test_few_groups_are_not_surer_than_they_are() -> None:
 
 def test_all_cells_weigh_the_same() -> None:
     cells = crowd("code", fast=[200] * 4, auto=[400] * 4) + crowd("prose", fast=[200] * 4, auto=[50] * 4)
-    # 2 where look-ups pay; 0.5 where the best fixed mode, plain or fast, is fast
+    # 2 where lookups pay; 0.5 where the best fixed mode, plain or fast, is fast
     *_, whole = against_best_fixed(cells)
     assert whole.over_best.ratio == pytest.approx(
         (2 * 0.25) ** 0.5

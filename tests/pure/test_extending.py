@@ -1,4 +1,4 @@
-"""Look-ups that go on where another draft ends: as if it were written, and without a trace of it."""
+"""Lookups that go on where another draft ends: as if it were written, and without a trace of it."""
 
 from __future__ import annotations
 

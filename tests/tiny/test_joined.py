@@ -1,4 +1,4 @@
-"""Joined drafts: a look-up goes on where another method's draft ends, and no text is another one for it."""
+"""Joined drafts: a lookup goes on where another method's draft ends, and no text is another one for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def restored() -> Iterator[None]:
 
 
 class Brief:
-    """Says the first tokens of what is known of the text; a look-up that says the others goes on for it."""
+    """Says the first tokens of what is known of the text; a lookup that says the others goes on for it."""
 
     def __init__(self, truth: Texts):
         self.known = script(truth)
@@ -53,7 +53,7 @@ class Brief:
 
 
 class Knowing:
-    """A look-up beside it: right of each token in three cases of four, or whatever `says` says."""
+    """A lookup beside it: right of each token in three cases of four, or whatever `says` says."""
 
     def __init__(self, truth: Texts, says: Any = None):
         self.truth, self.says = truth, says
@@ -251,7 +251,7 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
 
 
 def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The look-up of a text that was joined for in every round holds that text, and nothing besides."""
+    """The lookup of a text that was joined for in every round holds that text, and nothing besides."""
     doubting()
     trails: list[tuple[list[int], list[int]]] = []
     release = Suffix.release

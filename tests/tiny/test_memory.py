@@ -66,14 +66,14 @@ def start(folder: Path, **speculation: Any) -> LLM:
 
 def at_limit(folder: Path, policy: str, missing: int) -> LLM:
     """With a limit that many bytes under the estimate."""
-    estimate = start(folder).engine.promise.total
+    estimate = start(folder).engine.memory.total
     return start(folder, memory_policy=policy, memory_limit_gb=(estimate - missing) / 2**30)
 
 
 @pytest.mark.parametrize("policy", ["allow", "fallback", "fail"])
 def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> None:
     llm = at_limit(folder, policy, missing=0)
-    assert llm.engine.promise.fits and llm.engine.promise.action == "use"
+    assert llm.engine.memory.fits and llm.engine.memory.action == "use"
     assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
 
 
@@ -94,7 +94,7 @@ def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[s
 
 
 def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[str]) -> None:
-    estimate = start(folder).engine.promise.total
+    estimate = start(folder).engine.memory.total
     llm = start(folder, method="auto", memory_limit_gb=(estimate - 1) / 2**30)
     output = llm.generate(PROMPT, PARAMS.model_copy(update={"max_tokens": 80}))[0]
     assert output.speculation is not None and set(output.speculation.by_source) == {"suffix"}
@@ -103,7 +103,7 @@ def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[st
 def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
     with pytest.raises(MemoryExceeded) as raised:
         at_limit(folder, "fail", missing=1)
-    promise = raised.value.promise
+    promise = raised.value.memory
     assert len(loaded) == 1 and promise.total == promise.limit + 1 and promise.action == "refuse"
     assert sum(getattr(promise, part) for part in budget.PARTS) == promise.total and promise.held == HELD
     for number in (promise.total, promise.limit, promise.drafters, promise.pages):
@@ -139,19 +139,19 @@ def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(
 
 def test_allow_loads_all_the_same(folder: Path) -> None:
     llm = at_limit(folder, "allow", missing=1)
-    assert not llm.engine.promise.fits and llm.engine.promise.action == "use"
+    assert not llm.engine.memory.fits and llm.engine.memory.action == "use"
     assert llm.generate(PROMPT, PARAMS)[0].speculation is not None
 
 
 def test_additional_memory_counts(folder: Path) -> None:
-    estimate = start(folder).engine.promise.total
+    estimate = start(folder).engine.memory.total
     with pytest.raises(MemoryExceeded):
         start(folder, memory_policy="fail", memory_limit_gb=estimate / 2**30, additional_memory_gb=2**-30)
 
 
 def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate that was too low lets the draft load; the engine then lets go of it."""
-    estimate = start(folder).engine.promise.total
+    estimate = start(folder).engine.memory.total
     monkeypatch.setattr(draft_model, "model_needs", lambda *_: Needs(bytes_fixed=1))
     llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
     assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
@@ -208,7 +208,7 @@ def test_a_pool_that_cannot_be_is_refused_with_the_numbers(
 
 def test_earlier_answers_are_part_of_the_promise(folder: Path) -> None:
     """At their fullest, whoever drafts: a request may ask for them at any time."""
-    least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.promise for n in (0, 64))
+    least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.memory for n in (0, 64))
     answers = SpeculationConfig(suffix_pools=64, suffix_pool_tokens=2**16).remembered_bytes
     assert (least.remembered, most.remembered, most.total - least.total) == (0, answers, answers)
     limit = (most.total - 1) / 2**30
@@ -251,7 +251,7 @@ params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 prompts = [[3 + (i * 7 + j) % 300 for j in range(1000)] for i in range(9)]
 llm.generate(prompts, params)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-print(json.dumps({**llm.engine.promise.to_dict(), "peak": int(status["VmHWM"].split()[0]) * 1024}))
+print(json.dumps({**llm.engine.memory.to_dict(), "peak": int(status["VmHWM"].split()[0]) * 1024}))
 """
 
 

@@ -149,7 +149,7 @@ def test_without_a_drafter_the_engine_uses_lookups(household: Path, caplog: pyte
     params = SamplingParams(temperature=0, max_tokens=4)
     for method in ("eagle3", "draft_model"):
         assert "no_drafter" in llm.generate("def add(", params, speculation={"method": method})[0].reasons
-    assert "no_drafter" not in llm.generate("def add(", params)[0].reasons  # `auto` has its look-ups
+    assert "no_drafter" not in llm.generate("def add(", params)[0].reasons  # `auto` has its lookups
 
 
 def test_a_model_object_has_no_folder_to_search() -> None:

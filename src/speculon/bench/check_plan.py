@@ -14,7 +14,7 @@ Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
 FEWEST_RUNS = 16
 
-# Each begins something twice, so that look-ups have an earlier place to draft from, and goes on in more than
+# Each begins something twice, so that lookups have an earlier place to draft from, and goes on in more than
 # one way.
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",

@@ -91,7 +91,7 @@ class Scene(Protocol):
         ...
 
     def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
-        """The draft, and up to `k` tokens that a look-up puts behind it."""
+        """The draft, and up to `k` tokens that a lookup puts behind it."""
         ...
 
     def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:

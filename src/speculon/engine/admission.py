@@ -182,6 +182,12 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
         raise InvalidParameter("drafts.probs", tuple(draft.probs.shape), f"needs shape ({k}, {vocab_size})")
 
 
+def check_room(seq: Sequence, k: int) -> None:
+    """Raises where `k` drafts and the token after them do not fit."""
+    if k > max(0, seq.room - 1):
+        raise TooLong(f"{len(seq.tokens)} tokens + {k} drafts + 1 > {seq.request.max_len} tokens")
+
+
 def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
     for name in ("stop", "bad_words", "structured"):

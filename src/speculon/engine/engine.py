@@ -75,7 +75,7 @@ class Engine:
         budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
         self.proposers = Proposers(config.speculation, facts, budget.estimate)
         drafters = self.proposers.needs
-        self.promise = budget.estimate(drafters)
+        self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)

@@ -41,45 +41,45 @@ class Scheduler:
         again. The oldest always runs: admission has checked that it fits alone.
         """
         spans: list[Span] = []
-        promised, budget = 0, self.max_batch_tokens
+        reserved, budget = 0, self.max_batch_tokens
         order = deque(sorted(self.running, key=lambda seq: seq.pending > 1))
         while order and budget:
             seq = order.popleft()
             span = Span(seq, seq.committed, min(seq.pending, budget))
             missing = self.pool.missing(seq, span.end)
-            while missing > self.pool.available - promised:
+            while missing > self.pool.available - reserved:
                 victim = order.pop() if order else seq
                 self._preempt(victim)
                 if victim is seq:
                     break
             else:
-                promised += missing
+                reserved += missing
                 budget -= span.length
                 spans.append(span)
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             found = self.pool.attach(seq)
             missing = self.pool.missing(seq, len(seq.tokens))
-            if missing > self.pool.available - promised:
+            if missing > self.pool.available - reserved:
                 self.pool.release(seq)
                 break
             if not seq.stats.preemptions:  # what it finds when it comes back was its own
                 seq.stats.cached_tokens = found
             self.running.append(self.waiting.popleft())
             span = Span(seq, seq.committed, min(seq.pending, budget))
-            promised += missing
+            reserved += missing
             budget -= span.length
             spans.append(span)
         return Plan(spans)
 
     def settle(self, spans: list[Span], verdicts: list[Verdict]) -> tuple[list[Event], Ended]:
-        """Frees what has ended and lets siblings in; returns the news, and who ended how."""
+        """Frees what has ended and lets siblings in; returns the events, and which sequences ended how."""
         events: list[Event] = []
         ended: Ended = []
         for span, verdict in zip(spans, verdicts, strict=True):
             seq = span.seq
             if verdict.tokens or verdict.finish or verdict.prompt_logprobs:
-                events.append(news(seq, verdict, span.draft))
+                events.append(output_of(seq, verdict, span.draft))
             if seq.committed >= seq.request.prompt_len:
                 self.waiting.extendleft(reversed(self._siblings.pop(seq.id, ())))
             if verdict.finish:
@@ -95,7 +95,9 @@ class Scheduler:
             self._siblings.pop(seq.id, None)
             self._remove(seq)
         finish = Finish("abort")
-        return [news(seq, Verdict((), finish=finish)) for seq in aborted], [(seq, finish) for seq in aborted]
+        return [output_of(seq, Verdict((), finish=finish)) for seq in aborted], [
+            (seq, finish) for seq in aborted
+        ]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the pool is exactly what the running sequences hold."""
@@ -117,7 +119,7 @@ class Scheduler:
         self.pool.release(seq)
 
 
-def news(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
+def output_of(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event:
     return Event(
         seq.request.id,
         seq.sample,

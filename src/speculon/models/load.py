@@ -66,7 +66,7 @@ def load_target(
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        # the demo is run in fp32: in bf16 near-ties would break its same-output promise
+        # the demo is run in fp32: in bf16 near-ties would break its equal output
         exact = (str(path), dtype) == ("demo", "auto")
         precision = torch.float32 if exact else pick_dtype(dtype, checkpoint.dtype, place)
         report("loading the weights")

@@ -65,7 +65,7 @@ class Remembering(Protocol):
 
 @runtime_checkable
 class Extending(Protocol):
-    """A look-up that can go on where another method's draft ends, in microseconds."""
+    """A lookup that can go on where another method's draft ends, in microseconds."""
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q.

@@ -41,11 +41,11 @@ class Proposers:
         self,
         config: SpeculationConfig,
         target: TargetFacts,
-        promise: Callable[[list[Needs]], MemoryEstimate] | None = None,
+        estimate_memory: Callable[[list[Needs]], MemoryEstimate] | None = None,
     ):
-        self._config, self._facts, self._promise = config, target, promise
+        self._config, self._facts, self._estimate_memory = config, target, estimate_memory
         self._built: dict[str, Proposer] = {}
-        # of these; to ask a protocol each time takes as long as a look-up
+        # of these; to ask a protocol each time takes as long as a lookup
         self._extending: dict[str, Extending] = {}
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
@@ -218,13 +218,13 @@ class Proposers:
         return self._granted(method, proposer)
 
     def _granted(self, method: str, proposer: Proposer) -> bool:
-        if self._promise is None:
+        if self._estimate_memory is None:
             return True
-        promise = self._promise([*self.needs, proposer.needs])
-        if promise.action == "refuse":
-            raise MemoryExceeded(method, promise)
-        log.log(logging.INFO if promise.fits else logging.WARNING, "%s: %s", method, promise)
-        return promise.action == "use"
+        memory = self._estimate_memory([*self.needs, proposer.needs])
+        if memory.action == "refuse":
+            raise MemoryExceeded(method, memory)
+        log.log(logging.INFO if memory.fits else logging.WARNING, "%s: %s", method, memory)
+        return memory.action == "use"
 
     def _admit(self, method: str, seq: Sequence) -> None:
         if method not in self._admitted[seq.id]:

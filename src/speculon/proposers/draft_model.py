@@ -46,7 +46,7 @@ class DraftModel:
     ):
         self.needs, self._load = needs, load
         self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
-        self.max_rows = target.rows or sys.maxsize  # of a call: what was promised as scratch
+        self.max_rows = target.rows or sys.maxsize  # of a call: as estimated for its scratch memory
         self.model: Target
 
     @classmethod
@@ -61,7 +61,7 @@ class DraftModel:
             )
             return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
         model = wrap_draft(source, target)
-        # in memory already: nothing to load or promise
+        # in memory already: nothing to load or to estimate
         needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)
         drafter = cls(lambda: model, needs, target, config.draft_min_confidence)
         drafter.model = model

@@ -56,7 +56,7 @@ def descend(
     most = min(k, max(1, int(limits.factor * length)))
     stop = Stop.LIMIT if most == k else Stop.FACTOR
     for i in range(most):
-        # all agree to the end: 22 us a look-up instead of 28
+        # all agree to the end: 22 us a lookup instead of 28
         if following.count(following[0]) == len(following):
             tokens += following[0][i:most]
             confidence += [
