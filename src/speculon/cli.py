@@ -14,7 +14,7 @@ from speculon import __version__
 from speculon.commands.options import Given, pick, settings_from
 from speculon.commands.screen import answered, show_log
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, SpeculationConfig
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 app = typer.Typer(

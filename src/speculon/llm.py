@@ -182,8 +182,8 @@ class LLM:
         self.engine.keep_state()
         wanted = (
             self.engine.policy.default.state() is not None
-            if self.config.rehearse is None
-            else self.config.rehearse
+            if self.config.warmup is None
+            else self.config.warmup
         )
         if wanted and not self.engine.policy.costs.known:  # else they are those of an earlier process
             rehearse(self.engine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speculon.core import Event, Finish, TokenLogprobs
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
 from speculon.server.job import House

@@ -445,7 +445,7 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
 
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=False)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=False)
     assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
     widen_target(llm.engine.target, 1)
     stock = Stock(llm, 1).model

@@ -132,7 +132,7 @@ def test_planted_policies_that_are_made_anew_each_time_are_seen(
         pytest.param(["--modes", "ngram:4,suffix/fixed"], False, id="fixed modes alone"),
         pytest.param(["--modes", "ngram:4,suffix:4/goodput"], True, id="a mode with a policy"),
         pytest.param(["--modes", "suffix", "--policy", "goodput"], True, id="the engine's policy"),
-        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-rehearse"], False, id="as asked"),
+        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-warmup"], False, id="as asked"),
     ],
 )
 def test_costs_are_known_at_start_where_a_policy_needs_them(
@@ -153,7 +153,7 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
 def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
     folder: Path, rehearsed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=rehearsed)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=rehearsed)
     before, sizes = llm.engine.policy.costs, []
 
     def rehearse(engine: Engine) -> None:
@@ -167,7 +167,7 @@ def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
 
 
 def test_an_object_in_the_place_of_the_engines_own_goes_afterwards(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, rehearse=False)
+    llm = LLM(str(folder), prefix_cache=False, warmup=False)
     before, other = llm.engine.policy, llm.engine.policy.with_costs_alone()
     with pytest.raises(ZeroDivisionError), in_place(llm.engine, policy=other):
         assert llm.engine.policy is other

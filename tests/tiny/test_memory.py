@@ -78,7 +78,7 @@ def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> Non
 
 
 def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
-    plain = LLM(str(folder), num_blocks=64, rehearse=False, speculation={"method": "off"}).generate(
+    plain = LLM(str(folder), num_blocks=64, warmup=False, speculation={"method": "off"}).generate(
         PROMPT, PARAMS
     )[0]
     start(folder)
@@ -103,7 +103,7 @@ def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[st
 def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
     with pytest.raises(MemoryExceeded) as raised:
         at_limit(folder, "fail", missing=1)
-    promise = raised.value.promise
+    promise = raised.value.memory
     assert len(loaded) == 1 and promise.estimate == promise.limit + 1 and promise.action == "refuse"
     assert sum(getattr(promise, part) for part in budget.PARTS) == promise.estimate and promise.held == HELD
     for number in (promise.estimate, promise.limit, promise.drafters, promise.pages):

@@ -67,8 +67,8 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
     settings = engine_settings(given, speculative_config)
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
     check_method(config.speculation.method)
-    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
-        settings["rehearse"] = False
+    if config.warmup is None:  # one user waits for the first token: costs are measured on the way
+        settings["warmup"] = False
     with loading(task.as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM

@@ -50,8 +50,8 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     )
     config = EngineConfig(**settings)  # what is wrong is told before torch is imported
     check_method(config.speculation.method)
-    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
-        settings["rehearse"] = False
+    if config.warmup is None:  # one user waits for the first token: costs are measured on the way
+        settings["warmup"] = False
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM

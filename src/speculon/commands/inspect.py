@@ -70,7 +70,7 @@ def run(
                     facts |= loaded(load_target(model, fused=fuse, progress=tell))
         except MemoryExceeded as error:
             refusal = error
-            facts |= {"memory": error.promise.to_dict(), **as_json_error(error)}
+            facts |= {"memory": error.memory.to_dict(), **as_json_error(error)}
         except SpeculonError as error:
             refusal = error
             facts |= {"carried": False, **as_json_error(error)}
@@ -115,7 +115,7 @@ def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str
     """As an engine would hold them together, with what it promises of memory."""
     from speculon.llm import LLM
 
-    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, rehearse=False).engine
+    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, warmup=False).engine
     return loaded(engine.target) | {"memory": engine.promise.to_dict()}
 
 

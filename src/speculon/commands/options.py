@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig, Structured
 from speculon.errors import InvalidParameter, SpeculonError
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 PANELS: dict[type[BaseModel], str] = {

@@ -149,7 +149,11 @@ class Engine:
         grammar = self.grammars.matcher(params, written)
         given = self._given(off, {"grammar": grammar, "prediction": prediction})
         methods = self.proposers.methods_of(given, method)
-        join = self.config.speculation.join if speculation.join is None else speculation.join
+        join = (
+            self.config.speculation.chained_drafts
+            if speculation.chained_drafts is None
+            else speculation.chained_drafts
+        )
         acceptance = speculation.acceptance or self.config.speculation.acceptance
         if acceptance == "auto":  # with a seed the text must not depend on the drafts
             acceptance = "rejection" if params.seed is None else "matching"

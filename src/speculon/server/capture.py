@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from speculon.errors import ConfigError
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.door import tenant_of
 from speculon.server.lines import ended_well, lines_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.server.calls import Reply, Spoken
 from speculon.server.schemas import Content, Sampling
 from speculon.text import Tokenizer

@@ -83,7 +83,9 @@ class Speculation(Body):
         None, description="drafts per round; 0 is off"
     )
     acceptance: Acceptance | None = None
-    join: bool | None = Field(None, description="whether look-ups go on where another method's draft ends")
+    chained_drafts: bool | None = Field(
+        None, description="whether lookups continue the draft of another method"
+    )
     policy: str | None = Field(
         None, description="how far to speculate: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"
     )
