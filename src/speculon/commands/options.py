@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import UnionType
@@ -16,20 +18,10 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig, Structured
-from speculon.errors import InvalidParameter, SpeculonError
-from speculon.config.serve import ServeConfig
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.commands.sections import COMMON, section_of, show_all
+from speculon.config import VARIABLE, EngineConfig, ServeConfig, SpeculationConfig, Structured, settings_file
+from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
-PANELS: dict[type[BaseModel], str] = {
-    SamplingParams: "Sampling",
-    SpeculationConfig: "Speculation",
-    ServeConfig: "Server",
-    EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
-    TrainSettings: "Training",
-    HeadSettings: "Head",
-    DraftSettings: "Draft",
-}
 NO_FLAG = {"speculation", "serve"}  # made of flags of their own
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
@@ -38,15 +30,36 @@ VLLM_NAMES = {
     "suffix_decoding_min_token_prob": "suffix_min_probability",
 }
 
-Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
+Given = dict[str, Any]  # field -> value on the command line; no entry for options that are not given
+
+CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"
+        ),
+    ],
+)
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
+    ],
+)
 
 
 def settings_from(
-    *models: type[BaseModel], without: tuple[str, ...] = ()
+    *models: type[BaseModel], without: tuple[str, ...] = (), only: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command one option per field of `models`; it receives those that were set, as `given`.
 
-    `without` names fields that the command decides itself.
+    `without` names fields that the command sets itself, `only` the ones that it reads where those are few.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,16 +69,21 @@ def settings_from(
             name: (model, field)
             for model in models
             for name, field in model.model_fields.items()
-            if name not in hidden
+            if name not in hidden and (not only or name in only)
         }
+        reads_file = EngineConfig in models
 
         @wraps(command)
         def with_given(**values: Any) -> None:
+            values.pop(HELP_ALL.name, None)
             given = {name: values.pop(name) for name in fields}
-            command(**values, given={name: value for name, value in given.items() if value not in (None, [])})
+            given = {name: value for name, value in given.items() if value not in (None, [])}
+            with config_file(values.pop(CONFIG.name)) if reads_file else nullcontext():
+                command(**values, given=given)
 
-        made = [as_parameter(name, field, PANELS[model]) for name, (model, field) in fields.items()]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *made)]
+        made = [as_parameter(name, field, section_of(model, name)) for name, (model, field) in fields.items()]
+        extra = [CONFIG, HELP_ALL] if reads_file else [HELP_ALL]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *made, *extra)]
         with_given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_given.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_given
@@ -73,12 +91,32 @@ def settings_from(
     return decorate
 
 
-def as_parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+@contextmanager
+def config_file(named: Path | None) -> Iterator[None]:
+    """Reads settings from this file, or from the usual place, and says on stderr which file it is."""
+    if named is not None and not named.is_file():
+        raise ConfigError(f"--config {named}: no such file")
+    before = os.environ.get(VARIABLE)
+    if named is not None:
+        os.environ[VARIABLE] = str(named)  # the engine's process inherits it
+    try:
+        if (path := settings_file()) is not None:
+            typer.secho(f"settings from {path}", err=True, dim=True)
+        yield
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
+        elif named is not None:
+            del os.environ[VARIABLE]
+
+
+def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
     kind, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    # the field itself checks the value
+    # as text: the field itself checks the value
     kept: Any = list[str] if get_origin(kind) is tuple else bool if kind is bool else str
     spelling = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     metavar = None if kind is bool else metavar_of(kind)
+    panel = None if section == COMMON else section
     option = typer.Option(
         spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False
     )
@@ -125,9 +163,7 @@ def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
 
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
-    """A number where the text is one, an object where the field is a table; anything else is the field's to
-    judge.
-    """
+    """A number where the text is one, an object where the field is a table; the field checks anything else."""
     kind = without_none(field.annotation)
     if kind in (int, float):
         try:
@@ -153,7 +189,7 @@ def read_object(name: str, text: str) -> dict[str, Any]:
 
 
 def engine_settings(given: Given, speculative_config: str | None = None) -> dict[str, Any]:
-    """Keywords for `LLM`: engine fields, and `speculation` as far as the command line says anything about it."""
+    """Keywords for `LLM`: engine fields, and tables of the fields that the command line sets."""
     speculation = {**vllm_alias(speculative_config), **pick(SpeculationConfig, given)}
     tables = {"speculation": speculation, "serve": pick(ServeConfig, given)}
     return {**pick(EngineConfig, given), **{name: table for name, table in tables.items() if table}}
@@ -163,12 +199,12 @@ def vllm_alias(text: str | None) -> dict[str, Any]:
     """vLLM's `--speculative-config`: its `model` is our `draft`; `[ngram]` as a model is our method."""
     if text is None:
         return {}
-    asked = {
+    fields = {
         VLLM_NAMES.get(name, name): value for name, value in read_object("speculative-config", text).items()
     }
-    if asked.get("draft") in ("[ngram]", "ngram"):
-        asked = {"method": "ngram", **{name: value for name, value in asked.items() if name != "draft"}}
-    return asked
+    if fields.get("draft") in ("[ngram]", "ngram"):
+        fields = {"method": "ngram", **{name: value for name, value in fields.items() if name != "draft"}}
+    return fields
 
 
 def as_json_error(error: SpeculonError) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`spec
 """
 
 from speculon.config.engine import EngineConfig
-from speculon.config.file import settings_file
+from speculon.config.file import VARIABLE, settings_file
 from speculon.config.sampling import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -39,6 +39,7 @@ __all__ = [
     "MAX_SAMPLES",
     "MAX_STOPS",
     "USUAL_DRAFTS",
+    "VARIABLE",
     "Acceptance",
     "AdaptiveConfig",
     "EngineConfig",

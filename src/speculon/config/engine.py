@@ -46,7 +46,7 @@ class EngineConfig(BaseSettings):
     fuse: bool = Field(True, description="join layers into fewer, faster operations of equal result")
     compile: bool = Field(
         False,
-        description="compile the fused steps (CPU, fp32: takes minutes at the first load, and 5 copies of packed "
+        description="compile the fused steps (CPU, fp32: minutes at the first load, 5 copies of packed "
         "weights), or capture them as graphs (CUDA)",
     )
     max_context: int | None = Field(
@@ -71,16 +71,16 @@ class EngineConfig(BaseSettings):
         256.0,
         ge=1,
         allow_inf_nan=False,
-        description="largest size of that file and its older part FILE.1; beyond it the older part is replaced",
+        description="largest size of that file and its older half FILE.1, which is then replaced",
     )
     warmup: bool | None = Field(
         None,
-        description="run up to two seconds of calibration rounds at start, to measure costs; None: with policy goodput",
+        description="at start, measure costs for up to two seconds; None: under policy goodput",
     )
     state: Path | None = Field(
         None,
-        description="folder that keeps across restarts: earlier answers, as token ids, and the costs and acceptance "
-        "that policy goodput has measured",
+        description="folder that keeps, across restarts, earlier answers as token ids, and what policy "
+        "goodput has measured",
     )
     allow_pickle: bool = Field(False, description="accept pickle checkpoints (weights_only)")
     trust_remote_code: bool = Field(False, description="run Python code that comes with a checkpoint")

@@ -17,7 +17,7 @@ AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 
 def settings_file() -> Path | None:
-    """The file that `SPECULON_CONFIG` names, else `speculon.toml` in the current folder where there is one."""
+    """The file that `SPECULON_CONFIG` names, else `speculon.toml` in the current folder, or none."""
     named = os.environ.get(VARIABLE)
     if named is None:
         return Path(FILE) if os.path.isfile(FILE) else None

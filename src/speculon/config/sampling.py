@@ -24,7 +24,7 @@ MAX_CHOICES = 1024
 class Structured(Checked):
     """The form of a text. Exactly one field is given.
 
-    >>> SamplingParams(structured={"json_schema": {"type": "object", "properties": {"age": {"type": "integer"}}}})
+    >>> SamplingParams(structured={"json_schema": {"properties": {"age": {"type": "integer"}}}})
 
     JSON has no whitespace between its parts, so that no model can write spaces without end. A schema allows
     it by `"x-guidance": {"whitespace_flexible": true}`.
@@ -75,7 +75,7 @@ class SamplingParams(Checked):
     >>> SamplingParams(temperature=0.0, max_tokens=64)
     """
 
-    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy")
+    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0: greedy")
     top_p: float = Field(
         1.0, gt=0, le=1, description="keep the likeliest tokens up to this sum of probabilities"
     )
@@ -88,10 +88,10 @@ class SamplingParams(Checked):
     )
     min_tokens: int = Field(0, ge=0, description="no stop before this many tokens")
     stop: tuple[str, ...] = Field(
-        (), max_length=MAX_STOPS, description="strings that end the text, not shown"
+        (), max_length=MAX_STOPS, description="string that ends the text and is not shown"
     )
     stop_token_ids: tuple[int, ...] = Field(
-        (), max_length=MAX_STOPS, description="token ids that end the text"
+        (), max_length=MAX_STOPS, description="token id that ends the text"
     )
     ignore_eos: bool = Field(False, description="do not stop at the end-of-text token")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="the same seed gives the same text")
@@ -117,7 +117,7 @@ class SamplingParams(Checked):
         default_factory=dict, max_length=MAX_BIASES, description="{token id: number added to its logit}"
     )
     bad_words: tuple[str, ...] = Field(
-        (), max_length=MAX_BAD_WORDS, description="strings that are never completed"
+        (), max_length=MAX_BAD_WORDS, description="string that is never completed"
     )
     structured: Structured | None = Field(
         None, description="form of the text: a JSON schema, a regex, a choice or a grammar"

@@ -83,8 +83,8 @@ class SpeculationConfig(Checked):
     )
     policy: PolicyName = Field(
         "goodput",
-        description="how many drafts: goodput (as many as save time) | fixed (K) | adaptive (K follows what was "
-        "accepted) | solo (fixed, while one sequence runs alone) | shadow (drafts are measured, not used)",
+        description="how many drafts: goodput (as many as save time) | fixed (K) | adaptive (K follows "
+        "acceptance) | solo (fixed, while one sequence runs alone) | shadow (drafts are measured, not used)",
     )
     draft: str | dict[str, str | InstanceOf[ModelObject]] | InstanceOf[ModelObject] | None = Field(
         None,
@@ -100,7 +100,7 @@ class SpeculationConfig(Checked):
     )
     acceptance: Acceptance = Field(
         "auto",
-        description="test of sampled drafts: matching | rejection | auto (rejection for requests without a seed)",
+        description="test of sampled drafts: matching | rejection | auto (rejection without a seed)",
     )
     chained_drafts: bool | None = Field(
         None,
@@ -205,7 +205,7 @@ class RequestSpeculation(Checked):
     pool: str | None = Field(
         None,
         max_length=256,
-        description="name of the pool of earlier answers to draft from; None: that of the prompt; empty: none",
+        description="pool of earlier answers to draft from, by name; None: that of the prompt; empty: none",
     )
     tenant: str = Field("", max_length=256, description="owner of the pool: tenants share none")
 
