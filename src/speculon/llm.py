@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -18,9 +19,12 @@ from speculon.engine.engine import Engine
 from speculon.engine.rehearsal import rehearse
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.models.choose import with_drafts
+from speculon.models.draft_check import check_drafts
 from speculon.models.load import load_target, load_tokenizer
 from speculon.telemetry import RequestStats, SpeculationStats
 from speculon.text import Stream, Tokenizer, check_messages, final_text
+
+log = logging.getLogger("speculon")
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -162,6 +166,7 @@ class LLM:
         if speculation is not None:
             settings["speculation"] = speculation
         self.config = with_drafts(EngineConfig(**settings))
+        check_drafts(self.config)
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         target = load_target(
@@ -175,6 +180,8 @@ class LLM:
             compile=self.config.compile,
             progress=progress,
         )
+        if self.config.dtype == "float16" and target.device.type == "cpu":
+            log.warning("dtype float16 on a CPU: slower than float32 on most, and less exact than bfloat16")
         self.tokenizer = Tokenizer(
             load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code)
         )

@@ -265,7 +265,7 @@ def test_the_account_in_words() -> None:
     stats = watched_stats()
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith(
-        "no speculation: drafts were only watched (1x); suffix in shadow: 50% of 6 drafts would have stood, 2.50"
+        "no speculation: drafts were measured, not used (1 round); suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
     stats.record(Decision("suffix", 2), guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL))
     said = account(stats.speculation(), stats.reasons)

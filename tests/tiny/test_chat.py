@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams
 from speculon.cli import app
-from speculon.commands.chat import Said, listen
+from speculon.commands.chat import Turn, read_turn
 from speculon.commands.drafts import OWN, DraftStream, drawn
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.llm import Completion, uninterrupted
@@ -70,24 +70,24 @@ def objects(done: Result) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "turn"),
     [
-        pytest.param(["hello"], Said("hello"), id="a line"),
-        pytest.param(["/reset"], Said("/reset"), id="a command"),
-        pytest.param(['"""', "a", "", "b", '"""'], Said("a\n\nb", True), id="quotes alone"),
+        pytest.param(["hello"], Turn("hello"), id="a line"),
+        pytest.param(["/reset"], Turn("/reset"), id="a command"),
+        pytest.param(['"""', "a", "", "b", '"""'], Turn("a\n\nb", True), id="quotes alone"),
         pytest.param(
             ['"""', "def f():", '    """Doc."""', '"""'],
-            Said('def f():\n    """Doc."""', True),
+            Turn('def f():\n    """Doc."""', True),
             id="Python between",
         ),
-        pytest.param(['"""a', 'b"""'], Said("a\nb", True), id="quotes beside words"),
-        pytest.param(['"""/etc is a folder"""'], Said("/etc is a folder", True), id="one line, no command"),
-        pytest.param(['"""\na\n"""'], Said("a", True), id="pasted at once"),
-        pytest.param(["a\nb"], Said("a\nb"), id="pasted without quotes"),
-        pytest.param(['"""', "a"], Said("a", True), id="the input ends before the quotes"),
+        pytest.param(['"""a', 'b"""'], Turn("a\nb", True), id="quotes beside words"),
+        pytest.param(['"""/etc is a folder"""'], Turn("/etc is a folder", True), id="one line, no command"),
+        pytest.param(['"""\na\n"""'], Turn("a", True), id="pasted at once"),
+        pytest.param(["a\nb"], Turn("a\nb"), id="pasted without quotes"),
+        pytest.param(['"""', "a"], Turn("a", True), id="the input ends before the quotes"),
     ],
 )
-def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], said: Said) -> None:
+def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], turn: Turn) -> None:
     left = iter(lines)
 
     def read(_: str) -> str:
@@ -96,10 +96,10 @@ def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], said: 
         except StopIteration:
             raise EOFError from None
 
-    assert listen(read) == said
-    assert said.is_command == (said.text == "/reset")
+    assert read_turn(read) == turn
+    assert turn.is_command == (turn.text == "/reset")
     with pytest.raises(EOFError):
-        listen(read)
+        read_turn(read)
 
 
 # colours
@@ -185,8 +185,8 @@ def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> 
     assert (stats["turns"], stats["emitted"], stats["length"]) == (1, 40, len(first["prompt_token_ids"]) + 40)
     assert stats["speculation"]["emitted"] == 40
     assert "sources" not in again and len(other["sources"]) == 40
-    assert undone == {"said": "1 turn taken back, 1 left"} and reset == {"said": "2 turns taken back, 0 left"}
-    assert system["said"] == "system message set" and drafts["said"] == "drafts on"
+    assert undone == {"message": "1 turn removed, 1 left"} and reset == {"message": "2 turns removed, 0 left"}
+    assert system["message"] == "system message set" and drafts["message"] == "drafts on"
     session = llm.session(GREEDY)
     session.send("Write a class.")
     assert session.send("Again.").text == again["outputs"][0]["text"]
@@ -202,7 +202,8 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if re.match(r"[A-Z]\w+: ", line)]
     assert done.exit_code == 2 and len(errors) == 2 and done.stdout.count("\n") >= 2
     assert re.fullmatch(
-        r"TooLong: .*\d+.* > context 1024.*: /reset begins anew, /undo takes the last turn back", errors[0]
+        r"TooLong: .*\d+.* > context 1024.*: /reset starts a new conversation, /undo removes the last turn",
+        errors[0],
     )
     assert errors[1].startswith("InvalidParameter: command = '/nope': known are /help, /reset")
     machine = objects(chat(folder, *FLAGS, "--json", lines=lines))
@@ -215,9 +216,9 @@ def test_a_full_context_is_said_with_the_numbers(folder: Path) -> None:
     answered, refused, reset, again = chat(
         folder, *flags, lines="hello\nhello\n/reset\nhello\n"
     ).stderr.splitlines()
-    assert all(line.startswith("half of the context left is written, ") for line in (answered, again))
-    assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset begins anew", refused)
-    assert reset == "1 turn taken back, 0 left"
+    assert all(line.startswith("half of the remaining context is used, ") for line in (answered, again))
+    assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset starts a new conversation", refused)
+    assert reset == "1 turn removed, 0 left"
 
 
 def test_without_a_template_texts_are_continued_if_asked(folder: Path, llm: LLM, tmp_path: Path) -> None:

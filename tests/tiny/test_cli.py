@@ -288,7 +288,7 @@ def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.Mon
     done = speculon("generate", "-p", "x")
     assert (done.exit_code, done.stderr) == (
         2,
-        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE\n",
+        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE; did you mean SPECULON_BLOCK_SIZE?\n",
     )
 
 
@@ -297,7 +297,7 @@ def test_a_settings_file_that_is_none(tmp_path: Path) -> None:
     done = speculon("generate", "-p", "x")
     assert (
         done.exit_code,
-        done.stderr.startswith("ConfigError: speculon.toml: "),
+        done.stderr.startswith("ConfigError: speculon.toml, line 1: "),
         done.stderr.count("\n"),
     ) == (2, True, 1)
 
@@ -311,7 +311,7 @@ def test_what_only_the_engine_can_refuse(folder: Path) -> None:
 def test_inspect_says_what_is_carried(folder: Path) -> None:
     done = speculon("inspect", str(folder), "--json")
     facts = json.loads(done.stdout)
-    assert (done.exit_code, facts["carried"], facts["num_layers"], len(facts["layers"])) == (0, True, 2, 2)
+    assert (done.exit_code, facts["supported"], facts["num_layers"], len(facts["layers"])) == (0, True, 2, 2)
     assert facts["kv_bytes_per_token"] == 2 * 2 * 8 * 2 * 4  # layers, heads, width, K and V, fp32
     shown = speculon("inspect", "--model", str(folder)).stdout
     assert "LlamaForCausalLM" in shown and "yes: equal to its stock forward" in shown and "256 bytes" in shown
@@ -323,7 +323,7 @@ def test_inspect_says_what_is_refused_and_why(folder: Path, tmp_path: Path) -> N
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     done = speculon("inspect", str(broken), "--json")
     facts = json.loads(done.stdout)
-    assert (done.exit_code, facts["carried"], facts["error"]["type"]) == (2, False, "MissingWeights")
+    assert (done.exit_code, facts["supported"], facts["error"]["type"]) == (2, False, "MissingWeights")
     assert facts["architecture"] == "LlamaForCausalLM"
     assert json.loads(speculon("inspect", str(broken), "--no-load", "--json").stdout)["num_layers"] == 3
     assert speculon("inspect", str(tmp_path / "none")).exit_code == 2
@@ -349,9 +349,9 @@ def test_inspect_says_what_a_draft_takes_of_memory(folder: Path, monkeypatch: py
 def test_the_account_in_words() -> None:
     stats = RequestStats(reasons={"no_match": 3, "max_tokens": 1})  # type: ignore[arg-type]
     assert account(None, stats.reasons).startswith(
-        "no speculation: the text's end had not occurred before (3x); only one"
+        "no speculation: no earlier text matched (3 rounds); one token was left"
     )
-    assert account(None, {}) == "no speculation: the text ended before a round could run"
+    assert account(None, {}) == "no speculation: the text ended before the first round"
 
 
 def test_the_demo_shows_both_sides(folder: Path) -> None:

@@ -163,7 +163,7 @@ def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
 
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
-    """A number where the text is one, an object where the field is a table; the field checks anything else."""
+    """A number where the text is one, an object where the field is a table; else the text itself."""
     kind = without_none(field.annotation)
     if kind in (int, float):
         try:

@@ -39,9 +39,9 @@ BY_NAME: Mapping[str, str] = {
 }
 # settings that `--help` lists
 FIRST = frozenset(
-    "model draft method policy num_speculative_tokens temperature top_p max_tokens seed stop device dtype threads"
-    " max_context kv_memory_gb max_num_seqs host port api_key memory_limit_gb target data out regenerate steps"
-    " minutes layers hidden".split()
+    "model draft method policy num_speculative_tokens temperature top_p max_tokens seed stop device dtype "
+    "threads max_context kv_memory_gb max_num_seqs memory_limit_gb host port api_key target data out "
+    "regenerate steps minutes layers hidden".split()
 )
 
 
