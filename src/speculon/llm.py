@@ -181,7 +181,7 @@ class LLM:
             progress=progress,
         )
         if self.config.dtype == "float16" and target.device.type == "cpu":
-            log.warning("dtype float16 on a CPU: slower than float32 on most, and less exact than bfloat16")
+            log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
         self.tokenizer = Tokenizer(
             load_tokenizer(self.config.model, trust_remote_code=self.config.trust_remote_code)
         )

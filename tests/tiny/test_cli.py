@@ -20,14 +20,12 @@ from typer.testing import CliRunner, Result
 
 import speculon as speculon_package
 from speculon import LLM, SamplingParams, __version__
-from speculon.bench import workloads
 from speculon.cli import app
-from speculon.commands import demo
 from speculon.commands.options import NO_FLAG, engine_settings, metavar_of, pick, vllm_alias
 from speculon.commands.screen import account
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.demo import corpus
-from speculon.errors import BenchError, InvalidParameter
+from speculon.errors import InvalidParameter
 from speculon.telemetry import RequestStats
 from tests.tiny.folders import make_folder, make_library
 
@@ -352,70 +350,3 @@ def test_the_account_in_words() -> None:
         "no speculation: no earlier text matched (3 rounds); one token was left"
     )
     assert account(None, {}) == "no speculation: the text ended before the first round"
-
-
-def test_the_demo_shows_both_sides(folder: Path) -> None:
-    done = speculon(
-        "demo", "--model", str(folder), "--rounds", "1", "--num-speculative-tokens", "4", "--json"
-    )
-    tasks = json.loads(done.stdout)["tasks"]
-    assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 2)
-    assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
-    assert all(task["speculative"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
-
-
-@pytest.mark.parametrize(
-    ("k", "mode", "asked"),
-    [
-        pytest.param([], "auto", {"method": "auto", "pool": ""}, id="the engine's policy"),
-        pytest.param(
-            ["--num-speculative-tokens", "6"],
-            "auto:6",
-            {"method": "auto", "num_speculative_tokens": 6, "policy": "fixed", "pool": ""},
-            id="K",
-        ),
-    ],
-)
-def test_the_demo_shows_plain_decoding_beside_the_default(
-    folder: Path, k: list[str], mode: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from speculon.bench import measure as measuring
-
-    seen: list[dict[str, Any]] = []
-    measure = measuring.measure
-
-    def watched(llm: LLM, cases: list[workloads.Case], speculation: dict[str, Any]) -> measuring.Measurement:
-        seen.append(speculation)
-        return measure(llm, cases, speculation)
-
-    monkeypatch.setattr(measuring, "measure", watched)
-    done = speculon("demo", "--model", str(folder), "--rounds", "1", *k, "--json")
-    assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 2
-    assert seen == [{"method": "off", "policy": "fixed"}, asked] * 2
-
-
-def test_the_demo_without_the_sources_of_the_standard_library(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> list[workloads.Case]:
-        raise BenchError("no held-out files")
-
-    monkeypatch.setattr(workloads, "build", none)
-    done = speculon("demo", "--model", str(folder), "--rounds", "1")
-    assert done.exit_code == 0
-    assert "moving_average" in done.stdout and "running_sum" in done.stdout
-    assert done.stdout.count("Same text: yes, token for token.") == 2
-    assert done.stdout.count("calls of the model instead of") == 2
-
-
-def test_the_demo_owns_up_to_another_text(llm: LLM) -> None:
-    from speculon.bench.measure import measure
-
-    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=8))
-    plain, ngram = (measure(llm, [case], {"method": method}) for method in ("off", "ngram"))
-    assert demo.sameness(llm, case, True, [plain], [ngram]) == "Same text: yes, token for token."
-    first = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=2))[0].logprobs
-    assert first is not None
-    ngram.token_ids[0][0] = first[0].top[1][0]  # a planted error: the second-best token
-    said = demo.sameness(llm, case, False, [plain], [ngram])
-    assert said.startswith("Same text: no; ") and said.endswith("more than a numeric tie.")

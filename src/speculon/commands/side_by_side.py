@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from speculon.commands.drafts import drawn
+
 ACCEPTED = "bold green"
 FRAMES = 30  # per second
 GUTTER = 2  # columns between the two texts
@@ -42,7 +44,7 @@ class Run:
                 break
             tokens += piece.tokens
             for part, accepted in piece.parts:
-                text.append(part, style=ACCEPTED if accepted else "")
+                text.append(drawn(part), style=ACCEPTED if accepted else "")
         return text, tokens
 
     def headline(self, seconds: float, tokens: int) -> Text:
