@@ -286,7 +286,8 @@ def test_a_misspelt_environment_variable_stops_the_start(monkeypatch: pytest.Mon
     done = speculon("generate", "-p", "x")
     assert (done.exit_code, done.stderr) == (
         2,
-        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE; did you mean SPECULON_BLOCK_SIZE?\n",
+        "ConfigError: unknown setting in the environment: SPECULON_BLOCKSIZE; "
+        "did you mean SPECULON_BLOCK_SIZE?\n",
     )
 
 
