@@ -1,6 +1,4 @@
-"""A conversation: what is shown is the whole answer, whatever colours it has, and Ctrl-C leaves the engine
-whole.
-"""
+"""A conversation: the whole answer is shown, in any colours, and Ctrl-C harms nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def objects(done: Result) -> list[dict[str, Any]]:
         pytest.param(['"""', "a"], Turn("a", True), id="the input ends before the quotes"),
     ],
 )
-def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], turn: Turn) -> None:
+def test_a_turn_is_a_line_or_the_text_between_quotes(lines: list[str], turn: Turn) -> None:
     left = iter(lines)
 
     def read(_: str) -> str:
@@ -157,7 +155,7 @@ def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
     assert f"{OWN} {counts[None]}" in SGR.sub("", done.stderr)
 
 
-def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal() -> None:
     assert drawn("a\x1b[2J\r\x9b\tb\n") == "a␛[2J␍\ufffd\tb\n"
 
 
@@ -211,7 +209,7 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     assert machine[0]["outputs"][0]["text"] == machine[4]["outputs"][0]["text"]
 
 
-def test_a_full_context_is_said_with_the_numbers(folder: Path) -> None:
+def test_a_full_context_is_refused_with_the_numbers(folder: Path) -> None:
     flags = ["--temperature", "0", "--ignore-eos", "--max-context", "64"]
     answered, refused, reset, again = chat(
         folder, *flags, lines="hello\nhello\n/reset\nhello\n"
@@ -312,7 +310,7 @@ def test_it_waits_for_the_end_of_a_block() -> None:
 
 @pytest.mark.parametrize("at_step", [0, 1, 2, 5])
 @pytest.mark.parametrize("long", [False, True])
-def test_ctrl_c_inside_a_step_leaves_the_engine_whole(
+def test_ctrl_c_inside_a_step_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, at_step: int, long: bool
 ) -> None:
     content = "Write a class. " * (20 if long else 1)  # several steps of prompt before the first token
@@ -344,7 +342,9 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_whole(
         assert long and at_step < 3
 
 
-def test_ctrl_c_at_the_door_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_step_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = llm.engine.add_request
 
     def interrupted(*arguments: Any) -> str:
@@ -361,7 +361,7 @@ def test_ctrl_c_at_the_door_leaves_nothing_running(llm: LLM, monkeypatch: pytest
 
 
 class Terminal:
-    """The command behind a terminal of its own; its stderr is a file."""
+    """The command in a pseudo-terminal; its stderr is a file."""
 
     def __init__(self, stderr: Path, *arguments: str):
         self.ours, theirs = os.openpty()
@@ -437,8 +437,10 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     terminal.write("\x04")
     assert terminal.process.wait(30) == 0
     os.close(terminal.ours)
-    said = stderr.read_text()
+    messages = stderr.read_text()
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     whole = drawn(llm.session(greedy).send("Write a\nclass.").text)
-    assert said.count("interrupted; ") == 2 and "\n1 turn, " in said and "Error" not in said, said
+    assert messages.count("interrupted; ") == 2 and "\n1 turn, " in messages and "Error" not in messages, (
+        messages
+    )
     assert shown and shown.endswith("\n") and whole.startswith(shown.strip("\n")), (shown, whole)

@@ -61,7 +61,7 @@ def test_the_demo_shows_both_sides(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "mode", "asked"),
+    ("k", "mode", "setting"),
     [
         pytest.param([], "auto", {"method": "auto", "pool": ""}, id="the engine's policy"),
         pytest.param(
@@ -73,7 +73,7 @@ def test_the_demo_shows_both_sides(folder: Path) -> None:
     ],
 )
 def test_the_demo_shows_plain_decoding_beside_the_default(
-    folder: Path, k: list[str], mode: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, k: list[str], mode: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
     record = demo.record
@@ -85,7 +85,7 @@ def test_the_demo_shows_plain_decoding_beside_the_default(
     monkeypatch.setattr(demo, "record", watched)
     done = run_demo(folder, *k, "--json")
     assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 2
-    assert seen == [asked, {"method": "off", "policy": "fixed"}, asked] * 2  # the first is not measured
+    assert seen == [setting, {"method": "off", "policy": "fixed"}, setting] * 2  # the first is not measured
 
 
 def test_the_demo_without_the_sources_of_the_standard_library(
@@ -102,7 +102,7 @@ def test_the_demo_without_the_sources_of_the_standard_library(
     assert done.stdout.count("target calls instead of") == 2
 
 
-def test_the_demo_owns_up_to_another_text(llm: LLM) -> None:
+def test_the_demo_reports_another_text(llm: LLM) -> None:
     from speculon.bench.measure import measure
 
     case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=8))
@@ -111,8 +111,8 @@ def test_the_demo_owns_up_to_another_text(llm: LLM) -> None:
     first = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=2))[0].logprobs
     assert first is not None
     ngram.token_ids[0][0] = first[0].top[1][0]  # a planted error: the second-best token
-    said = demo.sameness(llm, case, False, [plain], [ngram])
-    assert said.startswith("Same text: no; ") and said.endswith("more than a numeric tie.")
+    message = demo.sameness(llm, case, False, [plain], [ngram])
+    assert message.startswith("Same text: no; ") and message.endswith("more than a numeric tie.")
 
 
 def test_figures_and_replay_are_of_the_same_runs(llm: LLM) -> None:

@@ -69,7 +69,7 @@ def bench(
     """
     from speculon.commands.bench import numbers, run, words
 
-    asked = {
+    requested = {
         "workloads": words("workloads", workloads),
         "modes": words("modes", modes),
         "concurrency": numbers("concurrency", concurrency),
@@ -79,7 +79,7 @@ def bench(
         "with_transformers": with_transformers,
         "widen": widen,
     }
-    run(asked, quick, out, given, as_json)
+    run(requested, quick, out, given, as_json)
 
 
 @command(MEASURE)
@@ -143,10 +143,10 @@ def advise(
     from speculon.commands.advise import Task, run
     from speculon.commands.bench import numbers, words
 
-    asked = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
+    requested = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
     run(
         Task(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
-        {name: value for name, value in asked.items() if value is not None},
+        {name: value for name, value in requested.items() if value is not None},
         write,
         out,
         given,

@@ -1,4 +1,4 @@
-"""Commands that write text with a model, and `inspect`, which says what a model is."""
+"""Commands that write text with a model, and `inspect`, which describes a model."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def inspect(
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
-    """Say what a checkpoint or drafter is, whether it is supported, and whether a --draft fits."""
+    """Describe a checkpoint or drafter: whether it is supported, and whether a --draft fits it."""
     from speculon.commands.inspect import run
 
     run(model or path, load, pick(SpeculationConfig, given), fuse, as_json, target)

@@ -55,7 +55,7 @@ OLD, NEW = "total", "running_sum"
 class Task:
     title: str
     case: Case
-    asks: bool  # through the chat template; else the prompt is continued
+    chat: bool  # through the chat template; else the prompt is continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One measured run, and when its pieces came."""
+    """One measured run, and the times of its pieces."""
 
     measurement: Measurement
     pieces: tuple[Piece, ...]
@@ -221,7 +221,7 @@ def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> 
 
 
 def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
-    """One run, with the time at which each of its tokens came."""
+    """One run, with the time at which each of its tokens arrived."""
     from speculon.bench.measure import Measurement, recording
     from speculon.llm import Completion, RequestOutput, absorb
     from speculon.text import final_text
@@ -256,7 +256,7 @@ def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iter
 
 def show_prompt(llm: LLM, task: Task, console: Console) -> None:
     prompt = llm.tokenizer.decode(task.case.prompt)
-    shown = prompt if task.asks else "\n".join(prompt.split("\n")[-SHOWN_LINES:])
+    shown = prompt if task.chat else "\n".join(prompt.split("\n")[-SHOWN_LINES:])
     console.print(Text(shown, style="dim"), end="\n" if console.is_terminal else "")
 
 

@@ -1,6 +1,4 @@
-"""Command-line options made from the settings' own fields: an option is described once, and unset means
-unset.
-"""
+"""Command-line options made from the fields of the settings. An option that is not given sets nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from speculon.commands.sections import COMMON, section_of, show_all
 from speculon.config import VARIABLE, EngineConfig, ServeConfig, SpeculationConfig, Structured, settings_file
 from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
-NO_FLAG = {"speculation", "serve"}  # made of flags of their own
+NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",
@@ -93,7 +91,7 @@ def settings_from(
 
 @contextmanager
 def config_file(named: Path | None) -> Iterator[None]:
-    """Reads settings from this file, or from the usual place, and says on stderr which file it is."""
+    """Reads settings from this file, or from the usual place, and prints the name of the file on stderr."""
     if named is not None and not named.is_file():
         raise ConfigError(f"--config {named}: no such file")
     before = os.environ.get(VARIABLE)
@@ -111,17 +109,17 @@ def config_file(named: Path | None) -> Iterator[None]:
 
 
 def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
-    kind, flag = without_none(field.annotation), "--" + name.replace("_", "-")
+    field_type, flag = without_none(field.annotation), "--" + name.replace("_", "-")
     # as text: the field itself checks the value
-    kept: Any = list[str] if get_origin(kind) is tuple else bool if kind is bool else str
-    spelling = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-    metavar = None if kind is bool else metavar_of(kind)
+    option_type: Any = list[str] if get_origin(field_type) is tuple else bool if field_type is bool else str
+    spelling = f"{flag}/--no-{flag[2:]}" if field_type is bool else flag
+    metavar = None if field_type is bool else metavar_of(field_type)
     panel = None if section == COMMON else section
     option = typer.Option(
         spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False
     )
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kept | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[option_type | None, option]
     )
 
 
@@ -132,12 +130,12 @@ def without_none(annotation: Any) -> Any:
     return next(part for part in get_args(annotation) if part is not type(None))
 
 
-def metavar_of(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "|".join(get_args(kind))
-    if get_origin(kind) is tuple:
-        return NAMES[get_args(kind)[0]]
-    return NAMES.get(kind, "JSON")
+def metavar_of(field_type: Any) -> str:
+    if get_origin(field_type) is Literal:
+        return "|".join(get_args(field_type))
+    if get_origin(field_type) is tuple:
+        return NAMES[get_args(field_type)[0]]
+    return NAMES.get(field_type, "JSON")
 
 
 def help_of(field: FieldInfo) -> str:
@@ -164,16 +162,16 @@ def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
     """A number where the text is one, an object where the field is a table; else the text itself."""
-    kind = without_none(field.annotation)
-    if kind in (int, float):
+    field_type = without_none(field.annotation)
+    if field_type in (int, float):
         try:
-            return kind(value)
+            return field_type(value)
         except ValueError:
             return value
     table = (
-        get_origin(kind) is dict
-        or kind is Structured
-        or (kind is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
+        get_origin(field_type) is dict
+        or field_type is Structured
+        or (field_type is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
     )
     return read_object(name, value) if table else value
 

@@ -1,4 +1,4 @@
-"""Help pages: options in sections; those that few people need are listed by `--help-all` only."""
+"""Help pages: options in sections; `--help` lists those that most people need."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ MAX_DRAFTS = 64
 MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
 REMEMBERED_BYTES = 21  # of a token in a pool: 12, what arrays keep in reserve, 8 of its slots
 POOL_BYTES = 1024  # of an empty pool and its key: 0.8 KB
-GIVEN_DRAFTS = 32  # per round, of what came with a request; docs/decisions/011
+GIVEN_DRAFTS = 32  # per round, of drafts that a request provides; docs/decisions/011
 
 # policy -> most drafts of a round where no number is set
 USUAL_DRAFTS: Mapping[str, Callable[[SpeculationConfig], int]] = {
@@ -76,7 +76,7 @@ class ModelObject(Protocol):
 
 
 class SpeculationConfig(Checked):
-    """What drafts (`method`), how far (`policy`, `num_speculative_tokens`), and the methods' own settings."""
+    """What drafts (`method`), how many drafts (`policy`, K), and the settings of the methods."""
 
     method: str = Field(
         "auto", description="what drafts: auto | off | suffix | ngram | draft_model | eagle3, or a plug-in"

@@ -13,7 +13,7 @@ from speculon.models.recognise import Checkpoint, recognise
 
 
 def check_drafts(config: EngineConfig) -> None:
-    """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that does not fit."""
+    """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that cannot fit."""
     method, drafts = config.speculation.method, config.speculation.drafts
     if method in (DRAFT_MODEL, EAGLE3) and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
@@ -46,12 +46,12 @@ def check_tokenizers(draft: Path, target: Path) -> None:
     if not all((folder / "tokenizer.json").is_file() for folder in (draft, target)):
         return  # of another format: compared when both are loaded
     try:
-        own, wanted = vocabulary(draft), vocabulary(target)
+        ids, expected = vocabulary(draft), vocabulary(target)
     except ModelError:
         return  # the loader names what is wrong with it
-    wrong = [token for token, i in wanted.items() if own.get(token) != i]
+    wrong = [token for token, i in expected.items() if ids.get(token) != i]
     if wrong:
         raise WrongPair(
-            f"different tokenizers: {len(wrong):,} of the {len(wanted):,} tokens of {target} "
+            f"different tokenizers: {len(wrong):,} of the {len(expected):,} tokens of {target} "
             f"have another id, or none, in {draft}"
         )
