@@ -12,6 +12,47 @@ from speculon.commands.options import Given, settings_from
 from speculon.commands.sections import MEASURE
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
+        "draft_model:4/rejection. Without POLICY a mode with K is fixed, and one without K runs under "
+        "--policy (default: methods at several K, and auto under three policies)",
+    ),
+]
+Widen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="widen the target to N million parameters: the same text at the cost of a larger model",
+    ),
+]
+BenchFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="folder for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)",
+    ),
+]
+Samplers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="JSON",
+        help='sampling parameters, as {"temperature": 0.6}; may be repeated (default: three sets)',
+    ),
+]
+CheckPrompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", "-p", help="text to continue; may be repeated (default: 16 built-in prompts)"),
+]
+Control = Annotated[
+    float | None,
+    typer.Option(
+        help="share of wrong drafts that the control accepts; the check must detect it (default: 0.5)"
+    ),
+]
+
 
 @command(MEASURE)
 @settings_from(SpeculationConfig, EngineConfig, without=("method", "state"))
@@ -22,15 +63,7 @@ def bench(
             metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)"
         ),
     ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
-            "draft_model:4/rejection. Without POLICY a mode with K is fixed, and one without K runs under "
-            "--policy (default: methods at several K, and auto under three policies)",
-        ),
-    ] = None,
+    modes: Modes = None,
     concurrency: Annotated[
         str | None, typer.Option(metavar="LIST", help="concurrent requests (default: 1,4,8)")
     ] = None,
@@ -42,23 +75,11 @@ def bench(
     with_transformers: Annotated[
         bool | None, typer.Option(help="also measure transformers' generate, one request at a time")
     ] = None,
-    widen: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="widen the target to N million parameters: the same text at the cost of a larger model",
-        ),
-    ] = None,
+    widen: Widen = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="8 prompts of 64 tokens, concurrency 1 and 4")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="folder for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)",
-        ),
-    ] = None,
+    out: BenchFolder = None,
     as_json: Json = False,
     given: Given = {},  # noqa: B006
 ) -> None:
@@ -157,22 +178,11 @@ def advise(
 @command(MEASURE)
 @settings_from(SpeculationConfig, EngineConfig)
 def check(
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", "-p", help="text to continue; may be repeated (default: 16 built-in prompts)"
-        ),
-    ] = None,
+    prompt: CheckPrompts = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")
     ] = None,
-    sampler: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="JSON",
-            help='sampling parameters, as {"temperature": 0.6}; may be repeated (default: three sets)',
-        ),
-    ] = None,
+    sampler: Samplers = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="of a greedy or seeded completion (default: 64)")
     ] = None,
@@ -189,12 +199,7 @@ def check(
     seeds: Annotated[
         int | None, typer.Option(help="seeded completions per prompt and sampler (default: 4)")
     ] = None,
-    control: Annotated[
-        float | None,
-        typer.Option(
-            help="share of wrong drafts that the control accepts; the check must detect it (default: 0.5)"
-        ),
-    ] = None,
+    control: Control = None,
     seed: Annotated[int | None, typer.Option(help="seed of the check (default: 0)")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="fewer runs of fewer prompts: detects only coarser errors")
