@@ -35,6 +35,7 @@ from tests.tiny.folders import make_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FLAGS = ["--method", "ngram", "--policy", "fixed", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
+WIDE = "10000"  # columns: no line is broken
 PROMPT = "\x1b[?2004h> "  # with pasted lines kept together
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
@@ -143,7 +144,9 @@ def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
         "100",
         "--ignore-eos",
     ]
-    done = chat(folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm")
+    done = chat(
+        folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm", COLUMNS=WIDE
+    )
     assert SGR.sub("", done.stdout) == drawn(expected.text) + "\n"
     counts = {source: expected.sources.count(source) for source in ("draft_model", "suffix", None)}
     assert min(counts.values()) > 0 and counts["suffix"] + counts["draft_model"] == expected.stats.accepted
@@ -366,7 +369,7 @@ class Terminal:
     def __init__(self, stderr: Path, *arguments: str):
         self.ours, theirs = os.openpty()
         source = str(Path(speculon_package.__file__ or "").parents[1])
-        env = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "200"}
+        env = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": WIDE}
         env = {name: value for name, value in env.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
         with stderr.open("w") as file:
             self.process = subprocess.Popen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +17,7 @@ from rich.text import Text
 from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
 from speculon.commands.options import Given, as_json_error, engine_settings, pick
 from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json, streaming
+from speculon.commands.wrapping import WordWrap
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
 from speculon.proposers.registry import AUTO, LOOKUPS, OFF, check_method
@@ -97,6 +98,7 @@ class Chat:
         self.session: Session = llm.session(params, system=task.system, raw=task.raw)
         self.refused = 0
         self.out = Console(highlight=False)
+        self.wrap = WordWrap(self.out.width)
         self._read = terminal_reader(quiet=task.as_json) if interactive else pipe_reader
 
     def run(self) -> None:
@@ -134,7 +136,7 @@ class Chat:
     def answer(self, content: str) -> None:
         """One turn: the answer is streamed, then its figures are printed. Ctrl-C ends it."""
         text, began = DraftStream(self.llm.tokenizer, self.params), perf_counter()
-        turns = len(self.session.turns)
+        self.wrap, turns = WordWrap(self.out.width), len(self.session.turns)
         with streaming():
             self.stream(content, text)
             new = self.session.turns[turns:]
@@ -168,11 +170,14 @@ class Chat:
     def write(self, *runs: Run) -> None:
         if self.as_json:
             return
-        for source, group in groupby(runs, key=lambda run: run[1]):
+        shown: Iterable[Run] = runs
+        if self.out.is_terminal:
+            shown = self.wrap.push((drawn(text), source) for text, source in runs)
+        for source, group in groupby(shown, key=lambda run: run[1]):
             text = "".join(part for part, _ in group)
-            text = drawn(text) if self.out.is_terminal else text
-            coloured = source and self.show_drafts and self.shows_colour
-            sys.stdout.write(painted(text, source) if coloured else text)
+            if source and self.show_drafts and self.shows_colour:
+                text = painted(text, source)
+            sys.stdout.write(text)
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
