@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     asked = parser.parse_args()
     speculation = {"draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}, "suffix_pools": 512}
-    llm = LLM("demo", threads=1, prefix_cache=False, max_num_seqs=8, rehearse=False, speculation=speculation)
+    llm = LLM("demo", threads=1, prefix_cache=False, max_num_seqs=8, warmup=False, speculation=speculation)
     clock, proposers = Clock(telemetry, compose), llm.engine.proposers
     timed_target(llm, clock)
     proposers.lacking("auto")

@@ -23,7 +23,7 @@ def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
     path = args.work / "texts.json"
     if path.exists():
         return
-    llm = LLM(str(args.target), dtype="float32", max_num_seqs=BATCH, prefix_cache=False, rehearse=False)
+    llm = LLM(str(args.target), dtype="float32", max_num_seqs=BATCH, prefix_cache=False, warmup=False)
     rng = random.Random(args.seed)
     names = corpus.stdlib_files(args.stdlib, held_out=True)
     held = [llm.tokenizer.encode(text) for name in names if (text := corpus.read_source(name, args.stdlib))]

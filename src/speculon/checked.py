@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,32 @@ class Checked(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_parameter(error) from None
+            raise invalid_parameter(error, type(self)) from None
 
 
-def invalid_parameter(error: ValidationError) -> InvalidParameter:
+def invalid_parameter(error: ValidationError, model: type[BaseModel] | None = None) -> InvalidParameter:
+    """The first fault of a validation; an unknown field of `model` comes with the nearest known name."""
     first = error.errors(include_url=False)[0]
     inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, InvalidParameter):  # of settings within settings, which has named its own field
+    if isinstance(inner, InvalidParameter):  # raised by settings within settings: its name is the inner one
         return InvalidParameter(".".join([*map(str, first["loc"]), inner.name]), inner.value, inner.limit)
     name = ".".join(str(part) for part in first["loc"]) or error.title
-    limit = (
-        "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    )
+    limit = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        limit = f"unknown field{nearest(name, model.model_fields if model else ())}"
     return InvalidParameter(name, None if first["type"] == "missing" else first["input"], limit)
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known name that is most like it; empty where none is."""
+    found = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def new_or_there(value: Path | None) -> Path | None:
-    """A folder that is there, or that can be made by its last name."""
+    """An existing folder, or a new one inside an existing folder."""
     if value is not None and not (
         value.is_dir() or (value.absolute().parent.is_dir() and not value.exists())
     ):
-        raise ValueError("a folder, or the name of a new one in a folder that is there")
+        raise ValueError("must be a folder, or a new name in an existing folder")
     return value

@@ -1,7 +1,7 @@
 """Every error a user can meet.
 
 SpeculonError
-├── InvalidRequest(ValueError)      the request cannot be served as asked; nothing was started
+├── InvalidRequest(ValueError)      the request cannot be served; nothing was started
 │   ├── InvalidParameter            one field is out of its range or unknown
 │   ├── EmptyPrompt
 │   ├── TooLong                     prompt + max_tokens is beyond the context
@@ -15,12 +15,12 @@ SpeculonError
 │   ├── ModelNotFound               no such folder or hub id
 │   ├── MissingWeights
 │   ├── CorruptWeights              truncated, or not what its header says
-│   ├── UnsafeCheckpoint            pickle weights or remote code that nobody asked for
-│   ├── UnsupportedModel            an architecture trait this engine cannot carry, by name
-│   └── WrongPair                   a drafter that was made for another target
+│   ├── UnsafeCheckpoint            pickle weights or remote code without permission
+│   ├── UnsupportedModel            an architecture trait that is not supported, by name
+│   └── WrongPair                   a drafter that does not fit the target
 ├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
 ├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
-└── EngineError(RuntimeError)       a fault inside; the engine stays whole
+└── EngineError(RuntimeError)       a fault inside; the engine stays usable
     ├── NotReady                    the model is being loaded, or the server is about to end
     └── BenchError                  a benchmark that would have reported an untrue figure
 """
@@ -33,19 +33,19 @@ from typing import Any
 class SpeculonError(Exception):
     """Base of everything raised on purpose."""
 
-    # some take more than their message, and they pass between processes
+    # errors pass between processes, and the constructors of some take more than a message
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), str(self), self.__dict__)
 
 
-def rebuilt(kind: type[SpeculonError], message: str, fields: dict[str, Any]) -> SpeculonError:
-    error = kind.__new__(kind, message)
+def rebuilt(error_class: type[SpeculonError], message: str, fields: dict[str, Any]) -> SpeculonError:
+    error = error_class.__new__(error_class, message)
     error.__dict__.update(fields)
     return error
 
 
 class InvalidRequest(SpeculonError, ValueError):
-    """The request cannot be served as asked; nothing was started."""
+    """The request cannot be served; nothing was started."""
 
 
 class InvalidParameter(InvalidRequest):
@@ -85,10 +85,7 @@ class ConfigError(SpeculonError, ValueError):
 
 
 class MemoryExceeded(SpeculonError):
-    """A drafter does not fit into the memory limit.
-
-    `memory` holds the estimate, parts, limit and policy.
-    """
+    """A drafter does not fit into the memory limit. `memory` has the estimate, its parts and the limit."""
 
     def __init__(self, method: str, memory: Any):
         self.method, self.memory = method, memory
@@ -112,29 +109,27 @@ class CorruptWeights(ModelError):
 
 
 class UnsafeCheckpoint(ModelError):
-    """Pickle weights or remote code that nobody asked for."""
+    """Pickle weights or remote code, which the settings do not allow."""
 
 
 class UnsupportedModel(ModelError):
-    """An architecture trait that cannot be carried exactly, named."""
+    """An architecture trait that is not supported, named."""
 
 
 class WrongPair(ModelError):
-    """A drafter that was made for another target; names both numbers."""
+    """A drafter that does not fit the target; names what differs."""
 
 
 class RecordError(SpeculonError, ValueError):
-    """A record of rounds that cannot be read, or says too little; names the file, and the line where there is
-    one.
-    """
+    """A record of rounds that cannot be read, or is incomplete; names the file, and the line if known."""
 
 
 class DataError(SpeculonError, ValueError):
-    """Texts to learn from that cannot be read or used; names the file, and the line where there is one."""
+    """Texts to learn from that cannot be read or used; names the file, and the line if known."""
 
 
 class EngineError(SpeculonError, RuntimeError):
-    """A fault inside the engine, which stays whole."""
+    """A fault inside the engine, which stays usable."""
 
 
 class NotReady(EngineError):

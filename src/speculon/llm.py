@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -16,6 +17,8 @@ from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
 from speculon.text import Stream, check_messages, final_text
+
+log = logging.getLogger("speculon")
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]

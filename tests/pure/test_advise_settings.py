@@ -88,11 +88,16 @@ def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
 
 
 def test_flags_say_the_same() -> None:
-    speculation = {"method": "auto", "num_speculative_tokens": 3, "draft": "a folder/draft", "join": False}
+    speculation = {
+        "method": "auto",
+        "num_speculative_tokens": 3,
+        "draft": "a folder/draft",
+        "chained_drafts": False,
+    }
     said = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
     assert said == [
         "--model", "demo", "--compile", "--method", "auto", "--num-speculative-tokens", "3",
-        "--draft", "a folder/draft", "--no-join",
+        "--draft", "a folder/draft", "--no-chained-drafts",
     ]  # fmt: skip
 
 
@@ -113,7 +118,7 @@ def test_the_next_command_reads_what_was_written(tmp_path: Path, monkeypatch: py
 def test_a_file_that_cannot_be_merged_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "speculon.toml"
     for text in (
-        'speculation = { method = "off", join = [\n1] }\n',
+        'speculation = { method = "off", chained_drafts = [\n1] }\n',
         'speculation.method = "off"\n',
         "no toml =",
     ):

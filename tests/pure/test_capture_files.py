@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from speculon.config.serve import ServeConfig
 from speculon.errors import ConfigError, InvalidParameter
-from speculon.serve_config import ServeConfig
 from speculon.server import capture
 from speculon.server.capture import BLOCK, Capture, Files
 

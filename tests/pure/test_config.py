@@ -1,4 +1,4 @@
-"""Settings say what is wrong with them: the name, the value, the limit.
+"""Wrong settings are named with their value and limit.
 
 Request > keyword > environment > file > default.
 """
@@ -138,7 +138,7 @@ def test_parameters_cannot_be_changed_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "said"),
+    ("model", "values", "expected"),
     [
         (SpeculationConfig, {"num_speculative_tokens": 65}, "num_speculative_tokens = 65: .* 64"),
         (SpeculationConfig, {"num_speculative_tokens": -1}, "num_speculative_tokens = -1"),
@@ -154,13 +154,15 @@ def test_parameters_cannot_be_changed_afterwards() -> None:
         (RequestSpeculation, {"draft": "x"}, "draft = 'x': unknown field"),
     ],
 )
-def test_bad_speculation_settings_are_refused_by_name(kind: type, values: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
-        kind(**values)
+def test_bad_speculation_settings_are_refused_by_name(
+    model: type, values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=expected):
+        model(**values)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "expected"),
     [
         ({"block_sise": 8}, "block_sise = 8: unknown field"),
         ({"block_size": 0}, "block_size = 0: .*greater than or equal to 1"),
@@ -173,8 +175,8 @@ def test_bad_speculation_settings_are_refused_by_name(kind: type, values: dict[s
     ],
     ids=str,
 )
-def test_a_bad_engine_setting_is_named(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_a_bad_engine_setting_is_named(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
         EngineConfig(**values)
     assert isinstance(caught.value, SpeculonError) and isinstance(caught.value, ValueError)
 
@@ -226,7 +228,7 @@ def test_a_file_beside_the_call_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("SPECULON_BLOCK_SIZ", "8", "unknown setting in the environment: SPECULON_BLOCK_SIZ"),
         ("SPECULON_SPECULATION__K", "8", "unknown setting in the environment: SPECULON_SPECULATION__K"),
@@ -242,15 +244,15 @@ def test_a_file_beside_the_call_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_bad_environment_is_named(
-    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         EngineConfig()
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         ("block_siz = 8", "block_siz = 8: unknown field"),
         ("block_size = 0", "block_size = 0"),
@@ -258,9 +260,9 @@ def test_a_bad_environment_is_named(
         ("block_size = [", "my.toml"),
     ],
 )
-def test_a_bad_file_is_named(body: str, said: str, settings_file: Path) -> None:
+def test_a_bad_file_is_named(body: str, expected: str, settings_file: Path) -> None:
     settings_file.write_text(body)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         EngineConfig()
 
 

@@ -266,11 +266,11 @@ def test_the_account_in_words() -> None:
     stats = watched_stats()
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith(
-        "no speculation: drafts were only watched (1x); suffix in shadow: 50% of 6 drafts would have stood, 2.50"
+        "no speculation: drafts were measured, not used (1 round); "
+        "suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
     stats.record(guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL), ("suffix",))
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in said
-    assert (
-        account(RequestStats().speculation(), {}) == "no speculation: the text ended before a round could run"
-    )
+    none = account(RequestStats().speculation(), {})
+    assert none == "no speculation: the text ended before the first round"

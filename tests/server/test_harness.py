@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from speculon.config.serve import ServeConfig
 from speculon.core import Finish, TokenLogprobs
 from speculon.sequence import Event
-from speculon.serve_config import ServeConfig
 from speculon.server.answer import Answer
 from speculon.server.completions import read_completion
 from speculon.server.model import ServedModel

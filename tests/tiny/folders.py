@@ -58,13 +58,13 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def heavy_draft(target: Path, folder: Path) -> Path:
+def heavy_draft(target: Path, folder: Path, layers: int = 2) -> Path:
     """A draft for the model in `target` with its tokenizer, and weights and pages that show in the memory of
     a process.
     """
     PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(folder)
     # the vocabulary is padded
-    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_hidden_layers": layers}
     build("llama", max_position_embeddings=CONTEXT, eos_token_id=2, **sizes).save_pretrained(folder)
     return folder
 

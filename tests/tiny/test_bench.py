@@ -348,7 +348,7 @@ def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path)
 
 
 def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "--help"], terminal_width=200)
+    done = CliRunner().invoke(app, ["bench", "--help-all"], terminal_width=200)
     assert (
         done.exit_code == 0
         and "--draft " in done.stdout
@@ -444,7 +444,7 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
 
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=False)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=False)
     assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
     widen_target(llm.engine.target, 1)
     stock = Stock(llm, 1).model

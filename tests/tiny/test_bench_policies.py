@@ -128,16 +128,16 @@ def test_planted_policies_that_are_made_anew_each_time_are_seen(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rehearsed"),
+    ("arguments", "warmed"),
     [
         pytest.param(["--modes", "ngram:4,suffix/fixed"], False, id="fixed modes alone"),
         pytest.param(["--modes", "ngram:4,suffix:4/goodput"], True, id="a mode with a policy"),
         pytest.param(["--modes", "suffix", "--policy", "goodput"], True, id="the engine's policy"),
-        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-rehearse"], False, id="as asked"),
+        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-warmup"], False, id="as asked"),
     ],
 )
 def test_costs_are_known_at_start_where_a_policy_needs_them(
-    folder: Path, arguments: list[str], rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, arguments: list[str], warmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[bool] = []
 
@@ -147,14 +147,14 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
 
     monkeypatch.setattr("speculon.commands.bench.compare", stop)
     assert bench(folder, *arguments)[0] == 2
-    assert known == [rehearsed]
+    assert known == [warmed]
 
 
-@pytest.mark.parametrize("rehearsed", [True, False])
+@pytest.mark.parametrize("warmed", [True, False])
 def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
-    folder: Path, rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, warmed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=rehearsed)
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=warmed)
     before, sizes = llm.engine.policy.costs, []
 
     def warm_up(engine: Engine) -> None:
@@ -163,12 +163,12 @@ def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
 
     monkeypatch.setattr("speculon.engine.warm_up.warm_up", warm_up)
     widen(llm, 1, fused=True)
-    assert (len(sizes), llm.engine.policy.costs is before) == (rehearsed, not rehearsed)
+    assert (len(sizes), llm.engine.policy.costs is before) == (warmed, not warmed)
     assert all(size > 900_000 for size in sizes)
 
 
 def test_an_object_in_the_place_of_the_engines_own_goes_afterwards(folder: Path) -> None:
-    llm = LLM(str(folder), prefix_cache=False, rehearse=False)
+    llm = LLM(str(folder), prefix_cache=False, warmup=False)
     before, other = llm.engine.policy, llm.engine.policy.with_costs_alone()
     with pytest.raises(ZeroDivisionError), in_place(llm.engine, policy=other):
         assert llm.engine.policy is other

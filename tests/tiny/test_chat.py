@@ -1,6 +1,4 @@
-"""A conversation: what is shown is the whole answer, whatever colours it has, and Ctrl-C leaves the engine
-whole.
-"""
+"""A conversation: the whole answer is shown, in any colours, and Ctrl-C harms nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams
 from speculon.cli import app
-from speculon.commands.chat import Said, listen
+from speculon.commands.chat import Turn, read_turn
 from speculon.commands.drafts import OWN, DraftStream, drawn
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.llm import uninterrupted
@@ -38,6 +36,7 @@ from tests.tiny.folders import make_folder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FLAGS = ["--method", "ngram", "--policy", "fixed", "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
+WIDE = "10000"  # columns: no line is broken
 PROMPT = "\x1b[?2004h> "  # with pasted lines kept together
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
@@ -71,24 +70,24 @@ def objects(done: Result) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "turn"),
     [
-        pytest.param(["hello"], Said("hello"), id="a line"),
-        pytest.param(["/reset"], Said("/reset"), id="a command"),
-        pytest.param(['"""', "a", "", "b", '"""'], Said("a\n\nb", True), id="quotes alone"),
+        pytest.param(["hello"], Turn("hello"), id="a line"),
+        pytest.param(["/reset"], Turn("/reset"), id="a command"),
+        pytest.param(['"""', "a", "", "b", '"""'], Turn("a\n\nb", True), id="quotes alone"),
         pytest.param(
             ['"""', "def f():", '    """Doc."""', '"""'],
-            Said('def f():\n    """Doc."""', True),
+            Turn('def f():\n    """Doc."""', True),
             id="Python between",
         ),
-        pytest.param(['"""a', 'b"""'], Said("a\nb", True), id="quotes beside words"),
-        pytest.param(['"""/etc is a folder"""'], Said("/etc is a folder", True), id="one line, no command"),
-        pytest.param(['"""\na\n"""'], Said("a", True), id="pasted at once"),
-        pytest.param(["a\nb"], Said("a\nb"), id="pasted without quotes"),
-        pytest.param(['"""', "a"], Said("a", True), id="the input ends before the quotes"),
+        pytest.param(['"""a', 'b"""'], Turn("a\nb", True), id="quotes beside words"),
+        pytest.param(['"""/etc is a folder"""'], Turn("/etc is a folder", True), id="one line, no command"),
+        pytest.param(['"""\na\n"""'], Turn("a", True), id="pasted at once"),
+        pytest.param(["a\nb"], Turn("a\nb"), id="pasted without quotes"),
+        pytest.param(['"""', "a"], Turn("a", True), id="the input ends before the quotes"),
     ],
 )
-def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], said: Said) -> None:
+def test_a_turn_is_a_line_or_the_text_between_quotes(lines: list[str], turn: Turn) -> None:
     left = iter(lines)
 
     def read(_: str) -> str:
@@ -97,10 +96,10 @@ def test_a_turn_is_a_line_or_what_stands_between_quotes(lines: list[str], said: 
         except StopIteration:
             raise EOFError from None
 
-    assert listen(read) == said
-    assert said.is_command == (said.text == "/reset")
+    assert read_turn(read) == turn
+    assert turn.is_command == (turn.text == "/reset")
     with pytest.raises(EOFError):
-        listen(read)
+        read_turn(read)
 
 
 # colours
@@ -146,7 +145,9 @@ def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
         "100",
         "--ignore-eos",
     ]
-    done = chat(folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm")
+    done = chat(
+        folder, *flags, "--show-drafts", lines="Write a class.\n", FORCE_COLOR="1", TERM="xterm", COLUMNS=WIDE
+    )
     assert SGR.sub("", done.stdout) == drawn(expected.text) + "\n"
     counts = {source: expected.sources.count(source) for source in ("draft_model", "suffix", None)}
     assert min(counts.values()) > 0 and counts["suffix"] + counts["draft_model"] == expected.stats.accepted
@@ -158,7 +159,7 @@ def test_colours_add_up_to_the_text(folder: Path, llm: LLM) -> None:
     assert f"{OWN} {counts[None]}" in SGR.sub("", done.stderr)
 
 
-def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal() -> None:
     assert drawn("a\x1b[2J\r\x9b\tb\n") == "a␛[2J␍\ufffd\tb\n"
 
 
@@ -186,8 +187,8 @@ def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> 
     assert (stats["turns"], stats["emitted"], stats["length"]) == (1, 40, len(first["prompt_token_ids"]) + 40)
     assert stats["speculation"]["emitted"] == 40
     assert "sources" not in again and len(other["sources"]) == 40
-    assert undone == {"said": "1 turn taken back, 1 left"} and reset == {"said": "2 turns taken back, 0 left"}
-    assert system["said"] == "system message set" and drafts["said"] == "drafts on"
+    assert undone == {"message": "1 turn removed, 1 left"} and reset == {"message": "2 turns removed, 0 left"}
+    assert system["message"] == "system message set" and drafts["message"] == "drafts on"
     session = llm.session(GREEDY)
     session.send("Write a class.")
     assert session.send("Again.").text == again["outputs"][0]["text"]
@@ -203,7 +204,8 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if re.match(r"[A-Z]\w+: ", line)]
     assert done.exit_code == 2 and len(errors) == 2 and done.stdout.count("\n") >= 2
     assert re.fullmatch(
-        r"TooLong: .*\d+.* > context 1024.*: /reset begins anew, /undo takes the last turn back", errors[0]
+        r"TooLong: .*\d+.* > context 1024.*: /reset starts a new conversation, /undo removes the last turn",
+        errors[0],
     )
     assert errors[1].startswith("InvalidParameter: command = '/nope': known are /help, /reset")
     machine = objects(chat(folder, *FLAGS, "--json", lines=lines))
@@ -211,14 +213,14 @@ def test_a_refused_turn_is_named_and_the_next_one_comes(folder: Path) -> None:
     assert machine[0]["outputs"][0]["text"] == machine[4]["outputs"][0]["text"]
 
 
-def test_a_full_context_is_said_with_the_numbers(folder: Path) -> None:
+def test_a_full_context_is_refused_with_the_numbers(folder: Path) -> None:
     flags = ["--temperature", "0", "--ignore-eos", "--max-context", "64"]
     answered, refused, reset, again = chat(
         folder, *flags, lines="hello\nhello\n/reset\nhello\n"
     ).stderr.splitlines()
-    assert all(line.startswith("half of the context left is written, ") for line in (answered, again))
-    assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset begins anew", refused)
-    assert reset == "1 turn taken back, 0 left"
+    assert all(line.startswith("half of the remaining context is used, ") for line in (answered, again))
+    assert re.match(r"TooLong: prompt \d+ .*> context 64.*: /reset starts a new conversation", refused)
+    assert reset == "1 turn removed, 0 left"
 
 
 def test_without_a_template_texts_are_continued_if_asked(folder: Path, llm: LLM, tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def test_it_waits_for_the_end_of_a_block() -> None:
 
 @pytest.mark.parametrize("at_step", [0, 1, 2, 5])
 @pytest.mark.parametrize("long", [False, True])
-def test_ctrl_c_inside_a_step_leaves_the_engine_whole(
+def test_ctrl_c_inside_a_step_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, at_step: int, long: bool
 ) -> None:
     content = "Write a class. " * (20 if long else 1)  # several steps of prompt before the first token
@@ -344,7 +346,9 @@ def test_ctrl_c_inside_a_step_leaves_the_engine_whole(
         assert long and at_step < 3
 
 
-def test_ctrl_c_at_the_door_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_first_step_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = llm.engine.add_request
 
     def interrupted(*arguments: Any) -> str:
@@ -361,12 +365,12 @@ def test_ctrl_c_at_the_door_leaves_nothing_running(llm: LLM, monkeypatch: pytest
 
 
 class Terminal:
-    """The command behind a terminal of its own; its stderr is a file."""
+    """The command in a pseudo-terminal; its stderr is a file."""
 
     def __init__(self, stderr: Path, *arguments: str):
         self.ours, theirs = os.openpty()
         source = str(Path(speculon_package.__file__ or "").parents[1])
-        env = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "200"}
+        env = {**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": WIDE}
         env = {name: value for name, value in env.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
         with stderr.open("w") as file:
             self.process = subprocess.Popen(
@@ -437,8 +441,10 @@ def test_a_conversation_in_a_terminal(folder: Path, llm: LLM, tmp_path: Path) ->
     terminal.write("\x04")
     assert terminal.process.wait(30) == 0
     os.close(terminal.ours)
-    said = stderr.read_text()
+    messages = stderr.read_text()
     greedy = SamplingParams(temperature=0, ignore_eos=True)
     whole = drawn(llm.session(greedy).send("Write a\nclass.").text)
-    assert said.count("interrupted; ") == 2 and "\n1 turn, " in said and "Error" not in said, said
+    assert messages.count("interrupted; ") == 2 and "\n1 turn, " in messages and "Error" not in messages, (
+        messages
+    )
     assert shown and shown.endswith("\n") and whole.startswith(shown.strip("\n")), (shown, whole)

@@ -107,7 +107,7 @@ def watched(engine: Engine) -> Runs:
 
 def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
     for request in crowd(mode):
-        speculation = {"method": "auto", "num_speculative_tokens": K, "join": True, **asked}
+        speculation = {"method": "auto", "num_speculative_tokens": K, "chained_drafts": True, **asked}
         engine.add_request(request.prompt, request.params, speculation, request.id)
     results = drain(engine)
     for result in results.values():
@@ -141,13 +141,13 @@ def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
 @pytest.mark.parametrize("join", [None, False])
 def test_a_fixed_policy_joins_only_where_it_is_asked_to(join: bool | None) -> None:
     engine, runs = joining(plain("greedy"))
-    write(engine, "greedy", join=join)
+    write(engine, "greedy", chained_drafts=join)
     assert runs and all(len(sources) == 1 for sources in runs)
 
 
 def test_the_setting_holds_for_requests_that_say_nothing() -> None:
-    engine, runs = joining(plain("greedy"), speculation={"join": True})
-    write(engine, "greedy", join=None)
+    engine, runs = joining(plain("greedy"), speculation={"chained_drafts": True})
+    write(engine, "greedy", chained_drafts=None)
     assert any(len(sources) == 2 for sources in runs)
 
 
@@ -224,7 +224,9 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
     doubting(doubt=0.0)
-    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "join": True, "draft_min_confidence": 0.2})
+    engine = make_engine(
+        tiny_target(LLAMA), speculation={**DRAFT, "chained_drafts": True, "draft_min_confidence": 0.2}
+    )
     runs, seen = watched(engine), []
     ask = engine.ask_target
 
@@ -262,6 +264,6 @@ def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyP
         release(self, seq)
 
     monkeypatch.setattr(Suffix, "release", released)
-    requests = [replace(r, speculation={"method": "auto", "join": True}) for r in crowd("greedy")]
-    run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.2})
+    requests = [replace(r, speculation={"method": "auto", "chained_drafts": True}) for r in crowd("greedy")]
+    run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.05})
     assert len(trails) == len(requests) and all(held == text[: len(held)] for held, text in trails)

@@ -231,7 +231,7 @@ def test_environment_and_file_are_read_and_a_keyword_wins(
     )
     monkeypatch.setenv("SPECULON_CONFIG", str(tmp_path / "speculon.toml"))
     monkeypatch.setenv("SPECULON_MAX_NUM_SEQS", "4")
-    llm = LLM(str(folder), num_blocks=50, rehearse=False)
+    llm = LLM(str(folder), num_blocks=50, warmup=False)
     assert (llm.config.block_size, llm.config.max_num_seqs, llm.config.num_blocks) == (8, 4, 50)
     assert set(llm.generate(PROMPT, GREEDY)[0].reasons) == {"off_config"}
     monkeypatch.setenv("SPECULON_BLOCKSIZE", "4")

@@ -78,7 +78,7 @@ def test_a_limit_that_is_just_enough_is_enough(policy: str, folder: Path) -> Non
 
 
 def test_fallback_goes_on_plainly_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
-    plain = LLM(str(folder), num_blocks=64, rehearse=False, speculation={"method": "off"}).generate(
+    plain = LLM(str(folder), num_blocks=64, warmup=False, speculation={"method": "off"}).generate(
         PROMPT, PARAMS
     )[0]
     start(folder)
@@ -260,10 +260,11 @@ def test_the_peak_of_a_process_is_what_was_promised(folder: Path, tmp_path: Path
     """The pool is used to its last page, and the draft weighs as much as a good part of the rest."""
     from tests.tiny.folders import heavy_draft
 
+    target = heavy_draft(folder, tmp_path / "target", layers=3)  # a draft model is smaller than its target
     draft = heavy_draft(folder, tmp_path / "draft")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(draft)],
+        [sys.executable, "-c", CHILD, str(target), str(draft)],
         capture_output=True,
         text=True,
         env=environment,

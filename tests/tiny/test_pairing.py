@@ -123,7 +123,7 @@ def test_the_models_that_ship_find_each_other() -> None:
 
 def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
-    plain = LLM(str(household / "target"), rehearse=False, speculation={"method": "off"}).generate(
+    plain = LLM(str(household / "target"), warmup=False, speculation={"method": "off"}).generate(
         "def add(", params
     )[0]
     with caplog.at_level(logging.INFO, logger="speculon"):

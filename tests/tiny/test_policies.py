@@ -28,7 +28,7 @@ from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, 
 
 LLAMA = "llama"
 # where a model's draft ends before K
-JOINED = {"apart": {}, "joined": {"join": True, "draft_min_confidence": 0.02}}
+JOINED = {"apart": {}, "joined": {"chained_drafts": True, "draft_min_confidence": 0.02}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "few pages": {"num_blocks": 40},

@@ -56,7 +56,7 @@ def with_predictions(
             "prediction": prediction,
             "method": METHODS[i % 4],
             "num_speculative_tokens": k,
-            "join": join,
+            "chained_drafts": join,
         }
         asked.append(replace(request, speculation=speculation))
     return asked

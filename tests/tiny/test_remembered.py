@@ -24,7 +24,7 @@ ENGINES = Path(__file__).parents[2] / "recipes" / "peers" / "engines"
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(
-        str(make_folder(tmp_path_factory.mktemp("remembered") / "model")), prefix_cache=False, rehearse=False
+        str(make_folder(tmp_path_factory.mktemp("remembered") / "model")), prefix_cache=False, warmup=False
     )
 
 

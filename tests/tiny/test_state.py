@@ -27,7 +27,7 @@ def start(folder: Path, state: Path | None, **speculation: Any) -> LLM:
         str(folder),
         num_blocks=64,
         state=state,
-        rehearse=False,
+        warmup=False,
         speculation={"policy": "fixed", "method": "suffix", **speculation},
     )
 

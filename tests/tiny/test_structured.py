@@ -29,7 +29,7 @@ from tests.tiny.scripted import Key, Request, Result, drain, script
 from tests.tiny.test_requests import check_account
 
 OFF = {"method": "off"}
-JOINED = {"join": True, "draft_min_confidence": 0.05}
+JOINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
 EOS = 2
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

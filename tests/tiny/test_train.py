@@ -382,7 +382,7 @@ def test_the_command_line_reports_errors_and_results(world: Path, monkeypatch: p
         stopped = CliRunner().invoke(
             app, ["train", "eagle3", *options, "--ttt", "2", "--regenerate", "4", "--regenerate-tokens", "8"]
         )
-        assert (stopped.exit_code, "the same command goes on" in stopped.stderr) == (130, True)
+        assert (stopped.exit_code, "the same command resumes" in stopped.stderr) == (130, True)
     shutil.rmtree(world / "by command.work")
     code, record = run("eagle3", *options, "--ttt", "2")
     assert (code, record["steps"], record["method"], record["form"]["ttt"]) == (0, 2, "eagle3", 2)

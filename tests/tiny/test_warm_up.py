@@ -125,6 +125,6 @@ def test_who_warms_up(
 ) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.engine.build.warm_up", seen.append)
-    llm = LLM("demo", speculation={"policy": policy} if policy else {}, rehearse=asked, kv_memory_gb=0.05)
+    llm = LLM("demo", speculation={"policy": policy} if policy else {}, warmup=asked, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

@@ -19,7 +19,7 @@ TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
 # no part of what was measured
-OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}
+OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "warmup"}
 
 
 def settings(

@@ -36,8 +36,8 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
         settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
     if plan.widen:
         settings["fuse"] = False  # until it is wide
-    if config.rehearse is None:  # whatever the engine is set to: a mode may name another policy
-        settings["rehearse"] = any(
+    if config.warmup is None:  # whatever the engine is set to: a mode may name another policy
+        settings["warmup"] = any(
             parse_mode(mode).policy(config.speculation.policy) != FIXED for mode in plan.modes
         )
     with loading(as_json) as tell:

@@ -1,9 +1,9 @@
-"""`speculon chat`: a conversation in a terminal, shown as it is written; the lines of a pipe are turns, too."""
+"""`speculon chat`: a conversation, streamed to a terminal; the lines of a pipe are turns, too."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,10 +16,11 @@ from rich.text import Text
 
 from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
 from speculon.commands.options import Given, as_json_error, engine_settings, pick
-from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json
+from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json, streaming
+from speculon.commands.wrapping import WordWrap
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, InvalidRequest, NeverFits, SpeculonError, TooLong
-from speculon.proposers.registry import check_method, known_methods
+from speculon.proposers.registry import AUTO, LOOKUPS, OFF, check_method
 from speculon.telemetry import RequestStats
 
 if TYPE_CHECKING:
@@ -30,20 +31,23 @@ QUOTES = '"""'
 QUIT = ("/quit", "/exit", "/bye")
 HELP: Mapping[str, str] = {
     "/help": "this list",
-    "/reset": "begin anew",
-    "/undo": "take the last turn back",
-    "/stats": "the account of the whole conversation",
+    "/reset": "start a new conversation",
+    "/undo": "remove the last turn",
+    "/stats": "figures of the whole conversation",
     "/system TEXT": "set the system message, from the next turn on; without TEXT: remove it",
-    "/show-drafts": "colour what was guessed, or stop it",
+    "/show-drafts": "colour accepted drafts, or stop it",
     "/quit": "leave; so does Ctrl-D",
 }
-KEYS = f"Ctrl-C ends an answer and keeps what was written. {QUOTES} begins and ends a text of several lines."
-FIRST_TRY = "The demo model is no assistant: it writes Python, best with --temperature 0. Try: Write a Python function named `__repr__`."
+KEYS = f"Ctrl-C ends an answer and keeps its text. {QUOTES} begins and ends a message of several lines."
+FIRST_TRY = (
+    "The demo model is no assistant: it writes Python, best with --temperature 0. "
+    "Try: Write a Python function named `__repr__`."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """How the conversation is to be held."""
+    """Options of a conversation."""
 
     system: str | None = None
     raw: bool = False  # no roles: texts are continued as they are
@@ -52,8 +56,8 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What came in by one line, or by several between quotes."""
+class Turn:
+    """The input of one line, or of several between quotes."""
 
     text: str
     quoted: bool = False
@@ -66,10 +70,10 @@ class Said:
 def run(task: Task, given: Given, speculative_config: str | None) -> None:
     params = SamplingParams(**pick(SamplingParams, given))
     settings = engine_settings(given, speculative_config)
-    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
+    config = EngineConfig(**settings)  # refuses wrong settings before torch is imported
     check_method(config.speculation.method)
-    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
-        settings["rehearse"] = False
+    if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
+        settings["warmup"] = False
     with loading(task.as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM
@@ -80,17 +84,14 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
             f"{llm.config.model} has no chat template: --raw continues what you type as plain text"
         )
     chat = Chat(llm, params, task, interactive=sys.stdin.isatty())
-    chat.session.prompt("hello")  # a template that refuses the system message does so now
-    chat.hold()
+    chat.session.prompt("hello")  # a template that refuses the system message fails here
+    chat.run()
     if chat.refused and not chat.interactive:
         raise typer.Exit(EXIT_REFUSED)
 
 
 class Chat:
-    """A conversation with a person, or with the other end of a pipe.
-
-    The answers go to stdout, all else to stderr.
-    """
+    """A conversation with a person, or through a pipe. Answers go to stdout, all else to stderr."""
 
     def __init__(self, llm: LLM, params: SamplingParams, task: Task, interactive: bool):
         self.llm, self.params, self.interactive = llm, params, interactive
@@ -98,24 +99,22 @@ class Chat:
         self.session: Session = llm.session(params, system=task.system, raw=task.raw)
         self.refused = 0
         self.out = Console(highlight=False)
+        self.wrap = WordWrap(self.out.width)
         self._read = terminal_reader(quiet=task.as_json) if interactive else pipe_reader
 
-    def hold(self) -> None:
-        """Turn by turn until the end of the input.
-
-        A refused turn changes nothing, and the next one may come.
-        """
+    def run(self) -> None:
+        """Turn by turn until the end of the input. A refused turn changes nothing."""
         if self.interactive and not self.as_json:
             self.greet()
         while True:
             try:
-                said = listen(self._read)
-                if said.is_command and said.text.strip() in QUIT:
+                turn = read_turn(self._read)
+                if turn.is_command and turn.text.strip() in QUIT:
                     return
-                if said.is_command:
-                    self.obey(said.text.strip())
-                elif said.text.strip():
-                    self.answer(said.text)
+                if turn.is_command:
+                    self.run_command(turn.text.strip())
+                elif turn.text.strip():
+                    self.answer(turn.text)
             except SpeculonError as error:
                 self.refuse(error)
             except EOFError:
@@ -123,31 +122,36 @@ class Chat:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                self.end_line()  # at the prompt: what was typed is dropped
+                self.end_line()  # at the prompt: the typed line is dropped
 
     def greet(self) -> None:
         target = self.llm.engine.target
-        kind = "Text is continued as it is." if self.session.raw else ""
-        self.tell(
-            f"{self.llm.config.model}: {target.num_parameters / 1e6:.1f} M parameters, {target.device}. /help helps. {kind}"
-        )
+        raw = "Text is continued as it is." if self.session.raw else ""
+        size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
+        self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
         if self.llm.config.model == "demo" and not self.session.raw:
             self.tell(FIRST_TRY)
         if self.show_drafts:
             self.explain_colours()
 
     def answer(self, content: str) -> None:
-        """One turn: the answer as it is written, then what it took.
+        """One turn: the answer is streamed, then its figures are printed. Ctrl-C ends it."""
+        text, began = DraftStream(self.llm.tokenizer, self.params), perf_counter()
+        self.wrap, turns = WordWrap(self.out.width), len(self.session.turns)
+        with streaming():
+            self.stream(content, text)
+            new = self.session.turns[turns:]
+            if new:
+                self.write(*text.finish(new[0].output.outputs[0]), ("\n", None))
+            else:
+                self.end_line()
+        if not new:
+            return self.tell("interrupted before the first token: the turn is removed")
+        self.conclude(content, new[0].output, text, perf_counter() - began)
 
-        Ctrl-C ends it; the pages are free at once.
-        """
+    def stream(self, content: str, text: DraftStream) -> None:
         from speculon.llm import uninterrupted
 
-        text, began, turns = (
-            DraftStream(self.llm.tokenizer, self.params),
-            perf_counter(),
-            len(self.session.turns),
-        )
         try:
             with closing(self.session.stream(content, self.with_room(content))) as events:
                 for event in events:
@@ -156,15 +160,9 @@ class Chat:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-        if len(self.session.turns) == turns:
-            self.end_line()
-            return self.tell("interrupted before the first word: the turn is taken back")
-        output = self.session.turns[-1].output
-        self.write(*text.finish(output.outputs[0]), ("\n", None))
-        self.conclude(content, output, text, perf_counter() - began)
 
     def with_room(self, content: str) -> SamplingParams:
-        """Where --max-tokens is not given, half of the context that is left: the next turn needs some, too."""
+        """Without --max-tokens, half of the remaining context: the next turn needs some, too."""
         if self.params.max_tokens is not None:
             return self.params
         left = self.llm.engine.max_context - len(self.session.prompt(content))
@@ -173,12 +171,14 @@ class Chat:
     def write(self, *runs: Run) -> None:
         if self.as_json:
             return
-        for source, group in groupby(runs, key=lambda run: run[1]):
+        shown: Iterable[Run] = runs
+        if self.out.is_terminal:
+            shown = self.wrap.push((drawn(text), source) for text, source in runs)
+        for source, group in groupby(shown, key=lambda run: run[1]):
             text = "".join(part for part, _ in group)
-            text = drawn(text) if self.out.is_terminal else text
-            sys.stdout.write(
-                painted(text, source) if source and self.show_drafts and self.shows_colour else text
-            )
+            if source and self.show_drafts and self.shows_colour:
+                text = painted(text, source)
+            sys.stdout.write(text)
         sys.stdout.flush()
 
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
@@ -190,14 +190,12 @@ class Chat:
             )
         if self.show_drafts:
             errors().print(legend(text.counts))
-        half = "half of the context left is written, --max-tokens allows more; "
+        half = "half of the remaining context is used, --max-tokens allows more; "
         limit = half if self.params.max_tokens is None else "ended by --max-tokens; "
-        cause = {"abort": "interrupted; ", "length": limit}
-        self.tell(
-            f"{cause.get(one.finish_reason or '', '')}{account(one.speculation, one.reasons)}; {seconds:.2f} s"
-        )
+        cause = {"abort": "interrupted; ", "length": limit}.get(one.finish_reason or "", "")
+        self.tell(f"{cause}{account(one.speculation, one.reasons)}; {seconds:.2f} s")
 
-    def obey(self, line: str) -> None:
+    def run_command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self.help(),
@@ -218,11 +216,11 @@ class Chat:
         self.tell("\n".join([*(f"{name:<{width}}  {what}" for name, what in HELP.items()), KEYS]))
 
     def forget(self, count: int) -> None:
-        """The last turns; their pages stay until others need them."""
+        """Removes the last turns; their pages stay until others need them."""
         turns = self.session.turns
-        gone = min(count, len(turns))
-        del turns[len(turns) - gone :]
-        self.tell(f"{counted(gone)} taken back, {len(turns)} left")
+        removed = min(count, len(turns))
+        del turns[len(turns) - removed :]
+        self.tell(f"{counted(removed)} removed, {len(turns)} left")
 
     def set_system(self, text: str) -> None:
         before, self.session.system = self.session.system, text or None
@@ -244,14 +242,12 @@ class Chat:
 
     def explain_colours(self) -> None:
         if not self.shows_colour:
-            return self.tell("this output shows no colours; guesses are counted after each answer")
-        names = [
-            Text(name, style=colour_of(name))
-            for name in known_methods()
-            if name not in ("off", "auto", "synthetic")
-        ]
+            return self.tell("this output shows no colours; accepted drafts are counted after each answer")
+        names = [Text(name, style=colour_of(name)) for name in self.methods]
+        if not names:
+            return self.tell("no method drafts here: every token is the target's own")
         errors().print(
-            Text.assemble("Guessed and confirmed: ", Text(", ").join(names), "; plain is the model's own.")
+            Text.assemble("Accepted drafts of ", Text(", ").join(names), "; plain: the target's own.")
         )
 
     def stats(self) -> None:
@@ -273,27 +269,37 @@ class Chat:
             )
         self.tell(
             f"{counted(len(self.session.turns))}, {length} of {context} tokens; {total.emitted} written; "
-            f"{total.cached_tokens} of {sent} prompt tokens were in pages already\n{account(done, total.reasons)}"
+            f"{total.cached_tokens} of {sent} prompt tokens from the prefix cache\n"
+            f"{account(done, total.reasons)}"
         )
 
     def refuse(self, error: SpeculonError) -> None:
         self.refused += 1
         if self.session.turns and isinstance(error, TooLong | NeverFits):
-            error = type(error)(f"{error}: /reset begins anew, /undo takes the last turn back")
+            error = type(error)(f"{error}: /reset starts a new conversation, /undo removes the last turn")
         if self.as_json:
             print_json(as_json_error(error))
         else:
             errors().print(f"{type(error).__name__}: {error}", style="red", markup=False)
 
     def tell(self, text: str) -> None:
-        """To the person; to a program as an object."""
-        print_json({"said": text}) if self.as_json else errors().print(
-            text.strip(), style="dim", markup=False
-        )
+        """A message: a line on stderr, or an object under --json."""
+        if self.as_json:
+            print_json({"message": text})
+        else:
+            errors().print(text.strip(), style="dim", markup=False)
 
     def end_line(self) -> None:
         if self.interactive and not self.as_json:
             errors().print()
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that draft by themselves under these settings."""
+        speculation = self.llm.config.speculation
+        if speculation.method == AUTO:
+            return (*LOOKUPS, *speculation.drafts)
+        return () if speculation.method == OFF else (speculation.method,)
 
     @property
     def shows_colour(self) -> bool:
@@ -304,25 +310,22 @@ def counted(turns: int) -> str:
     return f"{turns} turn{'s' * (turns != 1)}"
 
 
-def listen(read: Callable[[str], str]) -> Said:
+def read_turn(read: Callable[[str], str]) -> Turn:
     """The next line, or all lines of a quoted text. Raises `EOFError` at the end."""
     text = read("> ")
     if not text.startswith(QUOTES):
-        return Said(text)
+        return Turn(text)
     while not closed(text):
         try:
             text += "\n" + read(". ")
         except EOFError:
             break
     inner = text.rstrip()[len(QUOTES) :] if closed(text) else text[len(QUOTES) :] + QUOTES
-    return Said(inner.removesuffix(QUOTES).strip("\n"), quoted=True)
+    return Turn(inner.removesuffix(QUOTES).strip("\n"), quoted=True)
 
 
 def closed(text: str) -> bool:
-    """Quotes on a line of their own end at the next such line: what is between may be Python.
-
-    Others end where a line does.
-    """
+    """Quotes alone on a line end at the next such line, so Python fits between; others end with a line."""
     first, *others = text.split("\n")
     if first.rstrip() == QUOTES:
         return bool(others) and others[-1].rstrip() == QUOTES
@@ -340,14 +343,14 @@ def pipe_reader(_: str) -> str:
 
 
 def terminal_reader(quiet: bool) -> Callable[[str], str]:
-    """Line editing and, within this run, history by readline; nothing is written to disk."""
+    """Line editing and the history of this run, by readline; nothing is written to disk."""
     try:
         import readline
 
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one text
     except ImportError:
         pass
-    beside = not sys.stdout.isatty()  # the prompt must not get into a file of answers
+    beside = not sys.stdout.isatty()  # the prompt must not end up in a file of answers
 
     def read(prompt: str) -> str:
         if beside and not quiet:

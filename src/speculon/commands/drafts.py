@@ -1,4 +1,4 @@
-"""Text as it is written, each character known by what guessed its token."""
+"""Streamed text, each character with the method that drafted its token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from speculon.config import SamplingParams
     from speculon.outputs import Completion
 
-OWN = "the model itself"
+OWN = "the target itself"
 COLOURS: Mapping[str, str] = {
     "ngram": "green",
     "draft_model": "cyan",
@@ -27,7 +27,7 @@ COLOURS: Mapping[str, str] = {
     "suffix": "yellow",
 }
 OTHER = "blue"  # a plug-in's
-# what a model writes must not steer the terminal: control characters are drawn, lines and tabs are kept
+# a model's text must not control the terminal: control characters are drawn, newlines and tabs are kept
 DRAWN: dict[int, int] = {
     **{c: 0x2400 + c for c in range(32)},
     127: 0x2421,
@@ -36,7 +36,7 @@ DRAWN: dict[int, int] = {
     10: 10,
 }
 
-Run = tuple[str, str | None]  # text, and what guessed it; None is the target itself
+Run = tuple[str, str | None]  # text, and the method that drafted it; None: the target itself
 
 
 def colour_of(source: str | None) -> str:
@@ -44,10 +44,10 @@ def colour_of(source: str | None) -> str:
 
 
 class DraftStream:
-    """One text in runs of the same source. Joined, they are the whole text: pushes first, then `finish`.
+    """One text in runs of the same source, whose concatenation is the whole text: pushes, then `finish`.
 
-    A character belongs to the token that completed it; one that is held back, as a stop string's possible
-    beginning, keeps its source.
+    A character belongs to the token that completed it. One that is held back, as the possible start of a
+    stop string, keeps its source.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
@@ -59,7 +59,7 @@ class DraftStream:
         self.counts: Counter[str] = Counter()  # source -> tokens
 
     def push(self, tokens: Seq[int], sources: Seq[str | None]) -> Iterator[Run]:
-        """What is now certain; `sources` are those of the first tokens, the others are the target's own."""
+        """The text that is certain now. `sources` belong to the first tokens, the others are the target's."""
         for token, source in zip_longest(tokens, sources):
             self.counts[source or OWN] += 1
             self._tokens += 1
@@ -67,7 +67,7 @@ class DraftStream:
             yield from self._runs(self._certain.push([token]))
 
     def finish(self, one: Completion) -> Iterator[Run]:
-        """The rest of the text, and tokens that were never pushed because somebody pressed Ctrl-C."""
+        """The rest of the text, and tokens that were not pushed because of Ctrl-C."""
         yield from self.push(one.token_ids[self._tokens :], one.sources[self._tokens :])
         yield from self._runs(one.text[self._shown :])
 
@@ -79,20 +79,17 @@ class DraftStream:
 
 
 def painted(text: str, source: str | None) -> str:
-    """For a terminal that shows colours.
-
-    No library's line breaking comes between: the text stays as it is.
-    """
+    """For a terminal with colours. Nothing breaks lines here: the text stays as it is."""
     return Style.parse(colour_of(source)).render(text, color_system=ColorSystem.STANDARD)
 
 
 def drawn(text: str) -> str:
-    """For a terminal: control characters are shown, not obeyed."""
+    """For a terminal: control characters are shown instead of executed."""
     return text.translate(DRAWN)
 
 
 def legend(counts: Mapping[str, int]) -> Text:
-    """Tokens by what guessed them, in the colours they were shown in."""
-    guessed = sorted((source for source in counts if source != OWN), key=lambda source: -counts[source])
-    parts = [Text(f"{source} {counts[source]}", style=colour_of(source)) for source in guessed]
+    """The number of tokens by source, in their colours."""
+    methods = sorted((source for source in counts if source != OWN), key=lambda source: -counts[source])
+    parts = [Text(f"{source} {counts[source]}", style=colour_of(source)) for source in methods]
     return Text(", ").join([*parts, Text(f"{OWN} {counts.get(OWN, 0)}")])

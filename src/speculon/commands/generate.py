@@ -1,4 +1,4 @@
-"""`speculon generate`: a single text as it is written, or many at once."""
+"""`speculon generate`: a single completion is streamed, several are written as a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speculon.commands.options import Given, engine_settings, pick
-from speculon.commands.screen import account, counting, errors, loading, print_json
+from speculon.commands.screen import account, counting, errors, loading, print_json, streaming
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import check_method
@@ -29,13 +29,11 @@ class Task:
     prediction: Path | None = None
 
     def texts(self) -> list[str]:
-        """All prompts, as they are: prompts first, then files; stdin when there are none and it is no
-        terminal.
-        """
+        """All prompts: those of --prompt, then files; without any, stdin unless it is a terminal."""
         found = [*self.prompts, *(read_text(path) for path in self.files)]
         if not found and not sys.stdin.isatty():
             found = [read_text(Path("-"))]
-        if not found or "" in found:  # told before a model is loaded
+        if not found or "" in found:  # refused before a model is loaded
             raise InvalidParameter(
                 "prompt", "" if found else None, "give a text by --prompt, --prompt-file or on stdin"
             )
@@ -49,10 +47,10 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     speculation = RequestSpeculation(
         prediction=read_text(task.prediction, "prediction-file") if task.prediction else None
     )
-    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
+    config = EngineConfig(**settings)  # refuses wrong settings before torch is imported
     check_method(config.speculation.method)
-    if config.rehearse is None:  # one user waits for the first token: costs are measured on the way
-        settings["rehearse"] = False
+    if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
+        settings["warmup"] = False
     with loading(as_json) as tell:
         tell("importing torch")
         from speculon.llm import LLM
@@ -76,18 +74,20 @@ def encode(llm: LLM, task: Task, text: str) -> Prompt:
 
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: RequestSpeculation) -> None:
-    """Text on stdout as it comes; the account on stderr, so that a pipe carries the text alone."""
+    """Streams the text to stdout. The account goes to stderr, so that a pipe has the text alone."""
     from speculon.outputs import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
     text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
     output = RequestOutput([], [Completion()])
-    for event in llm.events(prompt, params, speculation=speculation):
-        absorb(output, event)
-        sys.stdout.write(text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else ""))
+    with streaming():
+        for event in llm.events(prompt, params, speculation=speculation):
+            absorb(output, event)
+            rest = text.flush(event.finish.matched) if event.finish else ""
+            sys.stdout.write(text.push(event.tokens) + rest)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
-    sys.stdout.write("\n")
-    sys.stdout.flush()
     errors().print(account(output.speculation, output.reasons), style="dim", markup=False)
 
 

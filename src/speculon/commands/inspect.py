@@ -1,4 +1,4 @@
-"""`speculon inspect`: what a checkpoint is, from its headers, and whether it is carried, by loading it."""
+"""`speculon inspect`: what a checkpoint is, by its headers, and whether it is supported, by loading it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +15,7 @@ from speculon.checkpoints.families import family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
-from speculon.commands.screen import EXIT_REFUSED, loading, print_json
+from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
 from speculon.errors import MemoryExceeded, SpeculonError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
-# the parts of a promise, whose module needs torch
+# the parts of a memory estimate, whose module needs torch
 MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")
 
 WORDS = {
@@ -44,7 +43,8 @@ WORDS = {
     "layers": "attention",
     "fused": "fused",
     "notes": "notes",
-    "carried": "carried",
+    "supported": "supported",
+    "draft_fits": "draft fits",
     "memory": "memory with the draft",
 }
 
@@ -56,31 +56,40 @@ def run(
     if family.checkpoint is None or target is not None:
         inspect_drafter.show(family, target and read_checkpoint(folder_of(target)) or None, as_json)
         return
-    facts = headers(family.checkpoint)
-    refusal: SpeculonError | None = None
+    facts, refusal = headers(family.checkpoint), None
     if load:
-        try:
-            with loading(as_json) as tell:
-                tell("importing torch")
-                from speculon.models.load import load_target
-
-                if speculation:
-                    facts |= with_drafter(model, speculation, fuse, tell)
-                else:
-                    facts |= loaded(load_target(model, fused=fuse, progress=tell))
-        except MemoryExceeded as error:
-            refusal = error
-            facts |= {"memory": error.memory.to_dict(), **as_json_error(error)}
-        except SpeculonError as error:
-            refusal = error
-            facts |= {"carried": False, **as_json_error(error)}
-    print_json(facts) if as_json else Console(soft_wrap=True, highlight=False).print(as_table(facts))
+        with loading(as_json) as tell:
+            tell("importing torch")
+            found, refusal = examine(model, speculation, fuse, tell)
+        facts |= found
+    print_json(facts) if as_json else output().print(as_table(facts))
     if refusal:
         raise typer.Exit(EXIT_REFUSED)
 
 
+def examine(
+    model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]
+) -> tuple[Facts, SpeculonError | None]:
+    """What loading shows, and the error where something is refused: the target, or the drafter alone."""
+    from speculon.models.load import load_target
+
+    refusal: SpeculonError | None = None
+    draft: Facts = {}
+    if speculation:
+        try:
+            return with_drafter(model, speculation, fuse, tell), None
+        except MemoryExceeded as error:
+            return {"memory": error.memory.to_dict(), **as_json_error(error)}, error
+        except SpeculonError as error:
+            refusal, draft = error, {"draft_fits": False, **as_json_error(error)}
+    try:
+        return loaded(load_target(model, fused=fuse, progress=tell)) | draft, refusal
+    except SpeculonError as error:
+        return {"supported": False, **as_json_error(error)}, error
+
+
 def folder_of(model: str) -> Path:
-    """A folder as it is; only another name needs the loader, and with it torch."""
+    """The folder itself, or that of a hub id, for which the loader is imported, and with it torch."""
     if Path(model).expanduser().exists():
         return Path(model).expanduser()
     from speculon.checkpoints.locate import locate
@@ -107,16 +116,16 @@ def loaded(target: Target) -> Facts:
         "layers": [layer_facts(layer) for layer in target.layers],
         "fused": str(target.fusion or "no"),
         "notes": list(target.notes),
-        "carried": True,
+        "supported": True,
     }
 
 
 def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]) -> Facts:
-    """As an engine would hold them together, with what it promises of memory."""
+    """The pair as an engine holds it, with the memory estimate."""
     from speculon.llm import LLM
 
-    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, rehearse=False).engine
-    return loaded(engine.target) | {"memory": engine.memory.to_dict()}
+    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, warmup=False).engine
+    return loaded(engine.target) | {"draft_fits": True, "memory": engine.memory.to_dict()}
 
 
 def layer_facts(layer: LayerSpec) -> Facts:
@@ -140,10 +149,12 @@ def as_table(facts: Facts) -> Table:
 
 def in_words(name: str, facts: Facts) -> Text:
     value = facts[name]
-    if name == "carried" and value:
-        return Text("yes: equal to its stock forward", style="green")
-    if name == "carried":
+    if name in ("supported", "draft_fits") and not value:
         return Text(f"no: {facts['error']['message']}", style="red")
+    if name == "supported":
+        return Text("yes: equal to its stock forward", style="green")
+    if name == "draft_fits":
+        return Text("yes", style="green")
     if name == "memory":
         return Text(memory_words(value), style="green" if value["fits"] else "red")
     return Text(plain_words(name, facts))
@@ -152,25 +163,22 @@ def in_words(name: str, facts: Facts) -> Text:
 def plain_words(name: str, facts: Facts) -> str:
     value = facts[name]
     if name == "layers":
-        kinds = Counter(tuple(layer.values()) for layer in value)
-        return "\n".join(describe_layers(count, *kind) for kind, count in kinds.items())
+        shapes = Counter(tuple(layer.values()) for layer in value)
+        return "\n".join(describe_layers(count, *shape) for shape, count in shapes.items())
     if name == "num_bytes":
         return size(value) + (" of pickles" if facts["pickled"] else "")
     if name == "kv_bytes_per_token":
         return f"{size(value)}, {size(value * facts['max_context'])} for a full context"
-    return (
-        "\n".join(value)
-        if isinstance(value, list)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if isinstance(value, list):
+        return "\n".join(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def memory_words(promise: Facts) -> str:
-    parts = ", ".join(f"{name} {size(promise[name])}" for name in MEMORY)
-    verdict = "within" if promise["fits"] else "beyond"
-    return f"{size(promise['estimate'])} ({parts})\n{verdict} the limit of {size(promise['limit'])}: {promise['action']}"
+def memory_words(memory: Facts) -> str:
+    parts = ", ".join(f"{name} {size(memory[name])}" for name in MEMORY)
+    verdict = "within" if memory["fits"] else "beyond"
+    total, limit = size(memory["estimate"]), size(memory["limit"])
+    return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"
 
 
 def describe_layers(count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str) -> str:

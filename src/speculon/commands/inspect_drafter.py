@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -14,7 +13,7 @@ from speculon.checkpoints.families import Family
 from speculon.checkpoints.headers import Checkpoint
 from speculon.checkpoints.pairing import check_fit
 from speculon.commands.options import as_json_error
-from speculon.commands.screen import EXIT_REFUSED, print_json
+from speculon.commands.screen import EXIT_REFUSED, output, print_json
 from speculon.errors import ModelError, UnsupportedModel
 
 Facts = dict[str, Any]
@@ -36,7 +35,7 @@ WORDS = {
 
 
 def show(family: Family, target: Checkpoint | None, as_json: bool) -> None:
-    """Prints what it is; ends with a refusal where it is not carried, or does not fit the target."""
+    """Prints what it is. Exits with a refusal where it is unsupported, or does not fit the target."""
     facts, refusal = facts_of(family), None
     try:
         if family.method is None:
@@ -46,7 +45,7 @@ def show(family: Family, target: Checkpoint | None, as_json: bool) -> None:
     except ModelError as error:
         refusal = error
         facts |= {"fits": False, "target": target and str(target.path), **as_json_error(error)}
-    print_json(facts) if as_json else Console(soft_wrap=True, highlight=False).print(as_table(facts))
+    print_json(facts) if as_json else output().print(as_table(facts))
     if refusal:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -97,7 +96,7 @@ def as_table(facts: Facts) -> Table:
         if facts.get(name) not in (None, []):
             table.add_row(Text(words, style="dim"), Text(in_words(name, facts[name])))
     if "fits" in facts:
-        table.add_row(Text("fits" if facts["target"] else "carried", style="dim"), verdict(facts))
+        table.add_row(Text("fits" if facts["target"] else "supported", style="dim"), verdict(facts))
     return table
 
 

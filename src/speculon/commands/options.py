@@ -1,12 +1,12 @@
-"""Command-line options made from the settings' own fields: an option is described once, and unset means
-unset.
-"""
+"""Command-line options made from the fields of the settings. An option that is not given sets nothing."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from types import UnionType
@@ -16,21 +16,11 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from speculon.config import EngineConfig, SamplingParams, SpeculationConfig, Structured
-from speculon.errors import InvalidParameter, SpeculonError
-from speculon.serve_config import ServeConfig
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.commands.sections import COMMON, section_of, show_all
+from speculon.config import VARIABLE, EngineConfig, ServeConfig, SpeculationConfig, Structured, settings_file
+from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
-PANELS: dict[type[BaseModel], str] = {
-    SamplingParams: "Sampling",
-    SpeculationConfig: "Speculation",
-    ServeConfig: "Server",
-    EngineConfig: "Engine (also from SPECULON_* and speculon.toml)",
-    TrainSettings: "Training",
-    HeadSettings: "Head",
-    DraftSettings: "Draft",
-}
-NO_FLAG = {"speculation", "serve"}  # made of flags of their own
+NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",
@@ -38,15 +28,36 @@ VLLM_NAMES = {
     "suffix_decoding_min_token_prob": "suffix_min_probability",
 }
 
-Given = dict[str, Any]  # field -> what the command line says; no entry for what it does not say
+Given = dict[str, Any]  # field -> value on the command line; no entry for options that are not given
+
+CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--config", metavar="FILE", help="settings file (default: speculon.toml in this folder, if any)"
+        ),
+    ],
+)
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=show_all, help="list all options and exit"),
+    ],
+)
 
 
 def settings_from(
-    *models: type[BaseModel], without: tuple[str, ...] = ()
+    *models: type[BaseModel], without: tuple[str, ...] = (), only: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command one option per field of `models`; it receives those that were set, as `given`.
 
-    `without` names fields that the command decides itself.
+    `without` names fields that the command sets itself, `only` the ones that it reads where those are few.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,16 +67,21 @@ def settings_from(
             name: (model, field)
             for model in models
             for name, field in model.model_fields.items()
-            if name not in hidden
+            if name not in hidden and (not only or name in only)
         }
+        reads_file = EngineConfig in models
 
         @wraps(command)
         def with_given(**values: Any) -> None:
+            values.pop(HELP_ALL.name, None)
             given = {name: values.pop(name) for name in fields}
-            command(**values, given={name: value for name, value in given.items() if value not in (None, [])})
+            given = {name: value for name, value in given.items() if value not in (None, [])}
+            with config_file(values.pop(CONFIG.name)) if reads_file else nullcontext():
+                command(**values, given=given)
 
-        made = [as_parameter(name, field, PANELS[model]) for name, (model, field) in fields.items()]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *made)]
+        made = [as_parameter(name, field, section_of(model, name)) for name, (model, field) in fields.items()]
+        extra = [CONFIG, HELP_ALL] if reads_file else [HELP_ALL]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *made, *extra)]
         with_given.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_given.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_given
@@ -73,17 +89,37 @@ def settings_from(
     return decorate
 
 
-def as_parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    kind, flag = without_none(field.annotation), "--" + name.replace("_", "-")
-    # the field itself checks the value
-    kept: Any = list[str] if get_origin(kind) is tuple else bool if kind is bool else str
-    spelling = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
-    metavar = None if kind is bool else metavar_of(kind)
+@contextmanager
+def config_file(named: Path | None) -> Iterator[None]:
+    """Reads settings from this file, or from the usual place, and prints the name of the file on stderr."""
+    if named is not None and not named.is_file():
+        raise ConfigError(f"--config {named}: no such file")
+    before = os.environ.get(VARIABLE)
+    if named is not None:
+        os.environ[VARIABLE] = str(named)  # the engine's process inherits it
+    try:
+        if (path := settings_file()) is not None:
+            typer.secho(f"settings from {path}", err=True, dim=True)
+        yield
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
+        elif named is not None:
+            del os.environ[VARIABLE]
+
+
+def as_parameter(name: str, field: FieldInfo, section: str) -> inspect.Parameter:
+    field_type, flag = without_none(field.annotation), "--" + name.replace("_", "-")
+    # as text: the field itself checks the value
+    option_type: Any = list[str] if get_origin(field_type) is tuple else bool if field_type is bool else str
+    spelling = f"{flag}/--no-{flag[2:]}" if field_type is bool else flag
+    metavar = None if field_type is bool else metavar_of(field_type)
+    panel = None if section == COMMON else section
     option = typer.Option(
         spelling, help=help_of(field), metavar=metavar, rich_help_panel=panel, show_default=False
     )
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kept | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[option_type | None, option]
     )
 
 
@@ -94,12 +130,12 @@ def without_none(annotation: Any) -> Any:
     return next(part for part in get_args(annotation) if part is not type(None))
 
 
-def metavar_of(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "|".join(get_args(kind))
-    if get_origin(kind) is tuple:
-        return NAMES[get_args(kind)[0]]
-    return NAMES.get(kind, "JSON")
+def metavar_of(field_type: Any) -> str:
+    if get_origin(field_type) is Literal:
+        return "|".join(get_args(field_type))
+    if get_origin(field_type) is tuple:
+        return NAMES[get_args(field_type)[0]]
+    return NAMES.get(field_type, "JSON")
 
 
 def help_of(field: FieldInfo) -> str:
@@ -125,19 +161,17 @@ def pick(model: type[BaseModel], given: Given) -> dict[str, Any]:
 
 
 def read(name: str, value: Any, field: FieldInfo) -> Any:
-    """A number where the text is one, an object where the field is a table; anything else is the field's to
-    judge.
-    """
-    kind = without_none(field.annotation)
-    if kind in (int, float):
+    """A number where the text is one, an object where the field is a table; else the text itself."""
+    field_type = without_none(field.annotation)
+    if field_type in (int, float):
         try:
-            return kind(value)
+            return field_type(value)
         except ValueError:
             return value
     table = (
-        get_origin(kind) is dict
-        or kind is Structured
-        or (kind is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
+        get_origin(field_type) is dict
+        or field_type is Structured
+        or (field_type is str and get_origin(field.annotation) is not None and str(value).startswith("{"))
     )
     return read_object(name, value) if table else value
 
@@ -153,7 +187,7 @@ def read_object(name: str, text: str) -> dict[str, Any]:
 
 
 def engine_settings(given: Given, speculative_config: str | None = None) -> dict[str, Any]:
-    """Keywords for `LLM`: engine fields, and `speculation` as far as the command line says anything about it."""
+    """Keywords for `LLM`: engine fields, and tables of the fields that the command line sets."""
     speculation = {**vllm_alias(speculative_config), **pick(SpeculationConfig, given)}
     tables = {"speculation": speculation, "serve": pick(ServeConfig, given)}
     return {**pick(EngineConfig, given), **{name: table for name, table in tables.items() if table}}
@@ -163,12 +197,12 @@ def vllm_alias(text: str | None) -> dict[str, Any]:
     """vLLM's `--speculative-config`: its `model` is our `draft`; `[ngram]` as a model is our method."""
     if text is None:
         return {}
-    asked = {
+    fields = {
         VLLM_NAMES.get(name, name): value for name, value in read_object("speculative-config", text).items()
     }
-    if asked.get("draft") in ("[ngram]", "ngram"):
-        asked = {"method": "ngram", **{name: value for name, value in asked.items() if name != "draft"}}
-    return asked
+    if fields.get("draft") in ("[ngram]", "ngram"):
+        fields = {"method": "ngram", **{name: value for name, value in fields.items() if name != "draft"}}
+    return fields
 
 
 def as_json_error(error: SpeculonError) -> Mapping[str, Any]:

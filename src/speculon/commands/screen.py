@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line, progress on stderr, speculation in words."""
+"""What all commands share: errors as one line, progress and log on stderr, speculation in words."""
 
 from __future__ import annotations
 
@@ -34,28 +34,38 @@ MEANING: Mapping[str, str] = {
     "off_config": "speculation is off in the settings",
     "off_request": "the request turned speculation off",
     "no_drafter": "there is no drafter",
-    "not_ready": "the drafter had nothing to read yet",
-    "no_match": "the text's end had not occurred before",
-    "cold": "nothing was known yet of what a step costs",
-    "cost": "drafts were not believed to pay",
-    "load": "others' drafts left no room in the step",
-    "solo": "other texts were written or waited",
-    "shadow": "drafts were only watched",
+    "not_ready": "the drafter had no input yet",
+    "no_match": "no earlier text matched",
+    "cold": "costs were not measured yet",
+    "cost": "drafts would have cost more time than they save",
+    "load": "the batch had no room for more drafts",
+    "solo": "other requests were running or waiting",
+    "shadow": "drafts were measured, not used",
     "memory": "the drafter did not fit into memory",
     "no_pages": "no free pages for drafts",
     "context_limit": "the context was full",
-    "max_tokens": "only one token was left to write",
+    "max_tokens": "one token was left of max_tokens",
     "error": "the drafter failed",
 }
 
 
 def errors() -> Console:
-    """The terminal's stderr as it is now."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    """The present stderr; a terminal breaks lines at words, a pipe gets them whole."""
+    return unbroken_in_a_pipe(Console(stderr=True, highlight=False))
+
+
+def output(quiet: bool = False) -> Console:
+    """The present stdout, likewise."""
+    return unbroken_in_a_pipe(Console(highlight=False, quiet=quiet))
+
+
+def unbroken_in_a_pipe(console: Console) -> Console:
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def answered(command: Callable[..., None]) -> Callable[..., None]:
-    """Turns an error made on purpose into one line (or JSON object) and exit code 2."""
+    """Turns a `SpeculonError` into one line (or JSON object) and exit code 2."""
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -77,14 +87,47 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+class LogLines(logging.Handler):
+    """The log on stderr. A line that comes while a text is being streamed waits for the end of the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streaming = False
+        self.waiting: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.waiting.append(self.format(record))
+        if not self.streaming:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            errors().print("\n".join(self.waiting), markup=False)
+            self.waiting.clear()
+
+
 def show_log() -> None:
     """One line per request on stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[LogLines()])
+
+
+@contextmanager
+def streaming() -> Iterator[None]:
+    """Holds the log's lines back; the text that is written inside ends with a newline."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogLines)]
+    for handler in handlers:
+        handler.streaming = True
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.streaming = False
+            handler.flush()
 
 
 @contextmanager
 def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner with the stage's name; yields the function to tell the stage to."""
+    """A spinner with the name of a stage; yields the function that sets the stage."""
     with bar(as_json, "starting", SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as (
         progress,
         task,
@@ -96,10 +139,7 @@ def loading(as_json: bool) -> Iterator[Callable[[str], None]]:
 def counting(
     as_json: bool, what: str, total: int | None, unit: str = "", *, still: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left; yields the function to advance it by.
-
-    A `still` one is drawn only when it advances.
-    """
+    """A bar with the time left; yields the function that advances it. A `still` bar is drawn only then."""
     done = TextColumn(f"{{task.completed:.0f}}{'' if total is None else f'/{total}'} {unit}")
     left = (TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), *left)
@@ -113,7 +153,7 @@ def bar(
 ) -> Iterator[tuple[Progress, Any]]:
     console = errors()
     hidden = as_json or not console.is_terminal
-    # while something is measured no thread may draw: it would compete for the interpreter
+    # during a measurement no thread may draw: it would compete for the interpreter
     with Progress(
         *columns, console=console, transient=True, disable=hidden, auto_refresh=not still
     ) as progress:
@@ -121,19 +161,18 @@ def bar(
 
 
 def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
-    """What speculation did, and why not, in one line for a person."""
+    """What speculation did, and why rounds had none, in one line."""
     why = "; ".join(
-        f"{MEANING.get(reason, reason)} ({n}x)"
+        f"{MEANING.get(reason, reason)} ({n} round{'s' * (n != 1)})"
         for reason, n in sorted(reasons.items(), key=lambda item: -item[1])
     )
     if done is None or not done.rounds:
-        none = f"no speculation: {why or 'the text ended before a round could run'}"
-        return "; ".join(
-            [none, *(in_shadow(method, seen) for method, seen in (done.shadow.items() if done else ()))]
-        )
+        none = f"no speculation: {why or 'the text ended before the first round'}"
+        return "; ".join([none, *(in_shadow(*shadow) for shadow in (done.shadow.items() if done else ()))])
     line = (
         f"{'+'.join(done.by_source)}: {done.emitted} tokens in {done.target_calls} target calls, "
-        f"{done.tokens_per_target_call:.2f} per call; {done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
+        f"{done.tokens_per_target_call:.2f} per call; "
+        f"{done.acceptance_rate:.0%} of {done.drafted} drafts accepted"
     )
     if done.saved_ms is not None:
         line += f"; {'saved' if done.saved_ms >= 0 else 'lost'} about {abs(done.saved_ms) / 1e3:.2f} s"
@@ -142,7 +181,10 @@ def account(done: SpeculationStats | None, reasons: Mapping[str, int]) -> str:
 
 
 def in_shadow(method: str, seen: Mapping[str, Any]) -> str:
-    """What drafts that were only watched would have brought."""
+    """What drafts under policy `shadow` would have saved."""
     each = 1 + seen["accepted"] / seen["rounds"]
     share = seen["accepted"] / seen["drafted"]
-    return f"{method} in shadow: {share:.0%} of {seen['drafted']} drafts would have stood, {each:.2f} tokens per round with them"
+    return (
+        f"{method} in shadow: {share:.0%} of {seen['drafted']} drafts would have been accepted, "
+        f"{each:.2f} tokens per round with them"
+    )

@@ -1,4 +1,4 @@
-"""`speculon train`: a drafter for one's own target, from one's own texts."""
+"""`speculon train`: a drafter for a target, from texts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from speculon.checked import Checked
 from speculon.commands.options import Given, pick
-from speculon.commands.screen import bar, counting, errors, print_json
+from speculon.commands.screen import bar, counting, errors, output, print_json
 from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
 
 EXIT_STOPPED = 130
-WHOLE = 10_000  # parts that the bar has
+WHOLE = 10_000  # steps of the bar
 PLACE = "{task.percentage:.0f} %  {task.description}"
 FORMS: Mapping[str, type[Checked]] = {"eagle3": HeadSettings, "draft": DraftSettings}
 
@@ -59,11 +58,14 @@ class Screen:
 
 def measured(entry: Mapping[str, Any]) -> str:
     full = ", ".join(f"{share:.0%}" for share in entry["accuracy_full"])
-    return f"step {entry['step']}: right with all before them on held-out rows {full}; {entry['expected_accepted']:.2f} in a row"
+    return (
+        f"step {entry['step']}: accuracy by position on held-out rows, after correct drafts, {full}; "
+        f"{entry['expected_accepted']:.2f} accepted per draft"
+    )
 
 
 def run(method: str, given: Given, as_json: bool) -> None:
-    settings = TrainSettings(**pick(TrainSettings, given))  # what is wrong is told before torch is imported
+    settings = TrainSettings(**pick(TrainSettings, given))  # refuses wrong settings before torch is imported
     form = FORMS[method](**pick(FORMS[method], given))
     screen = Screen(as_json)
     screen.tell("importing torch")
@@ -72,23 +74,20 @@ def run(method: str, given: Given, as_json: bool) -> None:
 
     try:
         done = train(methods.METHODS[method](form), settings, screen)
-    except KeyboardInterrupt:  # not while it trains: there it is waited for
-        errors().print(
-            f"stopped; the same command goes on with what is there ({settings.folder})", markup=False
-        )
+    except KeyboardInterrupt:  # outside of training, which handles it
+        errors().print(f"stopped; the same command resumes from {settings.folder}", markup=False)
         raise typer.Exit(EXIT_STOPPED) from None
     if done.record is None:
         errors().print(
-            f"stopped at step {done.step}; the same command goes on from there ({settings.folder})",
+            f"stopped at step {done.step}; the same command resumes from {settings.folder}",
             markup=False,
         )
         raise typer.Exit(EXIT_STOPPED)
     if as_json:
         return print_json(asdict(done)["record"])
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     console.print(f"{settings.out}: {method} for {settings.target}, {done.step} steps", markup=False)
-    if tried := done.record.get("evaluation"):
-        shares = ", ".join(f"{share:.0%}" for share in tried["acceptance_per_position"])
-        console.print(
-            f"{tried['tokens_per_target_call']:.2f} tokens per target call on held-out texts; accepted by position: {shares}"
-        )
+    if found := done.record.get("evaluation"):
+        shares = ", ".join(f"{share:.0%}" for share in found["acceptance_per_position"])
+        rate = f"{found['tokens_per_target_call']:.2f} tokens per target call on held-out texts"
+        console.print(f"{rate}; accepted by position: {shares}")

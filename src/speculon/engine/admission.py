@@ -91,7 +91,9 @@ class Admission:
             brought=brought,
             off=off,
             policy=speculation.policy or self._config.policy,
-            chained=self._config.join if speculation.join is None else speculation.join,
+            chained=self._config.chained_drafts
+            if speculation.chained_drafts is None
+            else speculation.chained_drafts,
             acceptance=self._acceptance(speculation, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from speculon.checkpoints.choose import with_drafts
+from speculon.checkpoints.draft_check import check_drafts
 from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
 from speculon.models.load import load_target, load_tokenizer
 from speculon.text import Tokenizer
 
+log = logging.getLogger("speculon")
+
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
     """Loads target and tokenizer, restores the kept state, warms up; `progress` is told each stage."""
     config = with_drafts(config)
+    check_drafts(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     target = load_target(
@@ -30,10 +35,12 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = 
         compile=config.compile,
         progress=progress,
     )
+    if config.dtype == "float16" and target.device.type == "cpu":
+        log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
     tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     engine = Engine(target, tokenizer, config)
     engine.keep_state()
-    wanted = engine.policy.default.state() is not None if config.rehearse is None else config.rehearse
+    wanted = engine.policy.default.state() is not None if config.warmup is None else config.warmup
     if wanted and not engine.policy.costs.known:  # else they are those of an earlier process
         warm_up(engine)
     return engine

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
 
-from speculon.serve_config import ServeConfig
+from speculon.config.serve import ServeConfig
 from speculon.server.access_log import AccessRecord
 from speculon.server.errors import failure
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from speculon.config.serve import ServeConfig
 from speculon.engine.admission import max_length
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
-from speculon.serve_config import ServeConfig
 from speculon.text import Tokenizer
 
 

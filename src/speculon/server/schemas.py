@@ -84,8 +84,8 @@ class Speculation(Body):
         None, description="drafts per round; 0 is off"
     )
     acceptance: Acceptance | None = None
-    join: bool | None = Field(
-        None, description="whether a lookup continues another method's draft (chained drafts)"
+    chained_drafts: bool | None = Field(
+        None, description="whether lookups continue the draft of another method"
     )
     policy: str | None = Field(
         None, description="decides how much is drafted: `goodput`, `fixed`, `adaptive`, `solo`, `shadow`"

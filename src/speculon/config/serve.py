@@ -20,42 +20,40 @@ class ServeConfig(Checked):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0: every interface")
     port: int = Field(8000, ge=0, le=65535, description="0: any free one")
     api_key: Keys = Field(
-        (), description="bearer tokens of clients; better by environment, there one per line"
+        (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
-    served_model_name: str | None = Field(None, description="the name clients ask for; None: the model's")
-    cors_origins: tuple[str, ...] = Field((), description="origins whose web pages may call; none by default")
-    max_queue: int = Field(
-        128, ge=0, description="texts that may wait for a place; more are answered with 429"
+    served_model_name: str | None = Field(None, description="model name in the API; None: the value of model")
+    cors_origins: tuple[str, ...] = Field(
+        (), description="origins that browsers may call from; none by default"
     )
+    max_queue: int = Field(128, ge=0, description="most requests that wait; more get status 429")
     max_request_tokens: int | None = Field(
-        None, ge=1, description="most tokens per text; also for chats that do not say"
+        None, ge=1, description="most tokens of a completion; also the default of chats"
     )
-    max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request")
+    max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request, in MB")
     body_timeout: float = Field(
         30.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive"
     )
     request_timeout: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="seconds until a request is ended"
+        None, gt=0, allow_inf_nan=False, description="seconds after which a request is ended; None: never"
     )
     drain_timeout: float = Field(
-        30.0, ge=0, allow_inf_nan=False, description="seconds for running requests after TERM"
+        30.0, ge=0, allow_inf_nan=False, description="seconds that running requests have after SIGTERM"
     )
-    log_format: Literal["text", "json"] = Field(
-        "text", description="of the line that each request leaves: text or json"
-    )
+    log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
     capture: Path | None = Field(
         None,
-        description="a folder that keeps what clients ask and get, as text, to train drafters on; off by default",
+        description="folder that stores prompts and answers, to train drafters on; None: off",
     )
     capture_gb: float = Field(
         1.0,
         ge=0.001,
         allow_inf_nan=False,
-        description="of that folder, at most; what was written longest ago goes first",
+        description="largest size of that folder, in GB; the oldest files are deleted first",
     )
     capture_key: Keys = Field(
-        (), description="keep the texts of these API keys alone, given like api_key; none: of every key"
+        (), description="API keys whose texts are stored, given like api_key; none: all"
     )
 
     @field_validator("capture")

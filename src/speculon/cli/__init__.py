@@ -1,0 +1,13 @@
+"""The command line.
+
+A command's module under `commands` is imported when the command runs; these modules never import torch.
+"""
+
+from speculon.cli import measuring, training, writing
+from speculon.cli.app import app
+
+__all__ = ["app", "main", "measuring", "training", "writing"]
+
+
+def main() -> None:
+    app()

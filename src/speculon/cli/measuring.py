@@ -1,0 +1,229 @@
+"""Commands that measure: benchmarks, advice, checks, and the replay of a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculon.cli.app import AsChat, Json, SpeculativeConfig, command
+from speculon.commands.options import Given, settings_from
+from speculon.commands.sections import MEASURE
+from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
+
+Modes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
+        "draft_model:4/rejection. Without POLICY a mode with K is fixed, and one without K runs under "
+        "--policy (default: methods at several K, and auto under three policies)",
+    ),
+]
+Widen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="widen the target to N million parameters: the same text at the cost of a larger model",
+    ),
+]
+BenchFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="folder for bench.json, bench.md, bench.png (default: speculon-bench; none with --json)",
+    ),
+]
+Samplers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="JSON",
+        help='sampling parameters, as {"temperature": 0.6}; may be repeated (default: three sets)',
+    ),
+]
+CheckPrompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", "-p", help="text to continue; may be repeated (default: 16 built-in prompts)"),
+]
+Control = Annotated[
+    float | None,
+    typer.Option(
+        help="share of wrong drafts that the control accepts; the check must detect it (default: 0.5)"
+    ),
+]
+
+
+@command(MEASURE)
+@settings_from(SpeculationConfig, EngineConfig, without=("method", "state"))
+def bench(
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)"
+        ),
+    ] = None,
+    modes: Modes = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="LIST", help="concurrent requests (default: 1,4,8)")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="per workload (default: 32)")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens per prompt (default: 128)")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="measurements of each mode; medians are reported (default: 1)")
+    ] = None,
+    with_transformers: Annotated[
+        bool | None, typer.Option(help="also measure transformers' generate, one request at a time")
+    ] = None,
+    widen: Widen = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="8 prompts of 64 tokens, concurrency 1 and 4")
+    ] = False,
+    out: BenchFolder = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Compare modes on held-out code, edits and prose.
+
+    Modes are alternated in one run, plain decoding is measured twice, and policies are compared with the best
+    fixed mode.
+    """
+    from speculon.commands.bench import numbers, run, words
+
+    requested = {
+        "workloads": words("workloads", workloads),
+        "modes": words("modes", modes),
+        "concurrency": numbers("concurrency", concurrency),
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "with_transformers": with_transformers,
+        "widen": widen,
+    }
+    run(requested, quick, out, given, as_json)
+
+
+@command(MEASURE)
+def replay(
+    file: Annotated[Path, typer.Argument(help="a record of rounds, as --events writes it")],
+    policy: Annotated[
+        str, typer.Option(metavar="LIST", help="policies, plain, or fixed:K; fixed alone: several K")
+    ] = "goodput,fixed",
+    seed: Annotated[int, typer.Option(help="seed of the simulated acceptance")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Report what a record of rounds reached, and simulate other policies on it, without a model."""
+    from speculon.commands.replay import run
+
+    run(file, policy, seed, as_json)
+
+
+@command(MEASURE)
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state"))
+def advise(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="a sample prompt, or with .jsonl one prompt or chat a line; may be repeated; - is stdin"
+        ),
+    ] = None,
+    chat: AsChat = False,
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="instead of prompts: of code, edit, prose; NAME@T (with the demo model: all)"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(metavar="LIST", help="concurrencies to measure (default: 1,2,4,8)")
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(help="concurrency that the settings are for (default: 1)")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="of the check with a live engine; 0: none (default: 2)")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="write the advised settings into FILE, as its table [speculation]"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="folder for advise.json, advise.md, advise.png (default: speculon-advise; none with --json)",
+        ),
+    ] = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Measure which method, K and concurrency are fastest here, check the result, and write the settings."""
+    from speculon.commands.advise import Task, run
+    from speculon.commands.bench import numbers, words
+
+    requested = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
+    run(
+        Task(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
+        {name: value for name, value in requested.items() if value is not None},
+        write,
+        out,
+        given,
+        as_json,
+    )
+
+
+@command(MEASURE)
+@settings_from(SpeculationConfig, EngineConfig)
+def check(
+    prompt: CheckPrompts = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")
+    ] = None,
+    sampler: Samplers = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="of a greedy or seeded completion (default: 64)")
+    ] = None,
+    runs: Annotated[
+        int | None, typer.Option(help="sampled completions per arm, prompt and sampler (default: 192)")
+    ] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="tokens of a sampled completion (default: 12)")
+    ] = None,
+    cases: Annotated[
+        int | None,
+        typer.Option(help="number of prompts that are sampled from, from the first on (default: 4)"),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="seeded completions per prompt and sampler (default: 4)")
+    ] = None,
+    control: Control = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the check (default: 0)")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="fewer runs of fewer prompts: detects only coarser errors")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="folder for report.md, check.json, check.png")
+    ] = None,
+    speculative_config: SpeculativeConfig = None,
+    as_json: Json = False,
+    given: Given = {},  # noqa: B006
+) -> None:
+    """Check on your models that speculation changes no text.
+
+    Exit code 0 when it passes, 1 when it fails, 2 for bad input.
+    """
+    from speculon.commands.check import Task, run
+
+    sizes = {
+        "max_tokens": max_tokens,
+        "runs": runs,
+        "positions": positions,
+        "cases": cases,
+        "seeds": seeds,
+        "seed": seed,
+    }
+    task = Task(prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out)
+    run(task, given, speculative_config, as_json)

@@ -1,0 +1,54 @@
+"""Everything a user can set, described once: the same fields feed Python, flags, environment and file.
+
+Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`speculon.toml`, or
+`SPECULON_CONFIG`) > default.
+"""
+
+from speculon.config.engine import EngineConfig
+from speculon.config.file import VARIABLE, settings_file
+from speculon.config.sampling import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_STOPS,
+    SamplingParams,
+    Structured,
+)
+from speculon.config.serve import ServeConfig
+from speculon.config.speculation import (
+    GIVEN_DRAFTS,
+    MAX_DRAFTS,
+    MAX_PREDICTION,
+    USUAL_DRAFTS,
+    Acceptance,
+    AdaptiveConfig,
+    ModelObject,
+    PolicyName,
+    RequestSpeculation,
+    SpeculationConfig,
+)
+
+__all__ = [
+    "GIVEN_DRAFTS",
+    "MAX_BAD_WORDS",
+    "MAX_BIASES",
+    "MAX_DRAFTS",
+    "MAX_LOGPROBS",
+    "MAX_PREDICTION",
+    "MAX_SAMPLES",
+    "MAX_STOPS",
+    "USUAL_DRAFTS",
+    "VARIABLE",
+    "Acceptance",
+    "AdaptiveConfig",
+    "EngineConfig",
+    "ModelObject",
+    "PolicyName",
+    "RequestSpeculation",
+    "SamplingParams",
+    "ServeConfig",
+    "SpeculationConfig",
+    "Structured",
+    "settings_file",
+]

@@ -1,0 +1,189 @@
+"""What a new user meets before the first token: the settings file, a wrong pair of models, a slow dtype."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from speculon import LLM
+from speculon.cli import app
+from speculon.commands.screen import LogLines, streaming
+from speculon.errors import WrongPair
+from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.conftest import build
+from tests.tiny.folders import make_folder
+
+TEXT = ["-p", "def add(", "--max-tokens", "8", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a smaller draft model with its tokenizer, and one with another tokenizer."""
+    root = tmp_path_factory.mktemp("start")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(make_folder(root / "target"))
+    tokenizer.save_pretrained(root / "draft")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}
+    build("llama", vocab_size=len(tokenizer), max_position_embeddings=1024, **small).save_pretrained(
+        root / "draft"
+    )
+    write_checkpoint(root / "other")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, household: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in household.iterdir():
+        (tmp_path / folder.name).symlink_to(folder)
+
+
+def speculon(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+# the settings file
+
+
+def test_the_file_that_is_read_is_named() -> None:
+    Path("speculon.toml").write_text("model = 'target'\n[speculation]\nmethod = 'off'\n")
+    done = speculon("generate", *TEXT)
+    assert (done.exit_code, done.stderr.splitlines()[0]) == (0, "settings from speculon.toml")
+    assert "speculation is off in the settings" in done.stderr
+    machine = speculon("generate", *TEXT, "--json")
+    assert machine.stderr == "settings from speculon.toml\n" and len(machine.stdout.splitlines()) == 1
+
+
+def test_another_file_by_its_name_and_only_for_this_command() -> None:
+    Path("speculon.toml").write_text("model = 'nothing here'\n")
+    Path("my.toml").write_text("model = 'target'\nblock_size = 8\n")
+    done = speculon("generate", "--config", "my.toml", *TEXT)
+    assert (done.exit_code, done.stderr.splitlines()[0]) == (0, "settings from my.toml")
+    assert "SPECULON_CONFIG" not in os.environ
+    wrong = speculon("generate", *TEXT)
+    assert wrong.exit_code == 2 and "nothing here" in wrong.stderr
+
+
+def test_a_file_that_is_not_there() -> None:
+    done = speculon("generate", "--config", "none.toml", *TEXT)
+    assert (done.exit_code, done.stderr) == (2, "ConfigError: --config none.toml: no such file\n")
+
+
+def test_without_a_file_nothing_is_said() -> None:
+    assert "settings from" not in speculon("generate", "--model", "target", *TEXT).stderr
+
+
+# pairs
+
+
+def test_a_pair_that_fits() -> None:
+    assert speculon("generate", "--model", "target", "--draft", "draft", *TEXT).exit_code == 0
+    facts = json.loads(speculon("inspect", "target", "--draft", "draft", "--json").stdout)
+    assert facts["supported"] and facts["draft_fits"] and facts["memory"]["fits"]
+
+
+SWAPPED = "the draft model is larger than the target: target has "
+OTHER = "different tokenizers: "
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "message"),
+    [
+        pytest.param("draft", "target", SWAPPED, id="swapped"),
+        pytest.param("target", "other", OTHER, id="another tokenizer"),
+        pytest.param("other", "draft", OTHER, id="another tokenizer, smaller"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
+    model: str, draft: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("speculon.llm.load_target", lambda *_, **__: pytest.fail("loaded"))
+        done = speculon("generate", "--model", model, "--draft", draft, *TEXT)
+        with pytest.raises(WrongPair, match=message):
+            LLM(model, speculation={"draft": draft})
+    assert (done.exit_code, done.stdout) == (2, "") and done.stderr.startswith(f"WrongPair: {message}")
+    inspected = speculon("inspect", model, "--draft", draft, "--json")
+    facts = json.loads(inspected.stdout)
+    assert (inspected.exit_code, facts["supported"], facts["draft_fits"]) == (2, True, False)
+    assert facts["error"]["type"] == "WrongPair" and facts["error"]["message"].startswith(message)
+    shown = " ".join(speculon("inspect", model, "--draft", draft).stdout.split())
+    assert "supported yes: equal to its stock forward draft fits no: " in shown and message.strip() in shown
+
+
+def test_packed_weights_are_not_compared_by_their_number(tmp_path: Path) -> None:
+    """A quantized target has fewer numbers in its headers than it has parameters."""
+    shutil.copytree("draft", tmp_path / "packed")
+    config = json.loads((tmp_path / "packed/config.json").read_text())
+    (tmp_path / "packed/config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
+    )
+    done = speculon("generate", "--model", "packed", "--draft", "target", *TEXT)
+    assert done.exit_code == 2 and "larger than the target" not in done.stderr
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_method_without_its_drafter_is_an_error(method: str) -> None:
+    done = speculon("generate", "--model", "target", "--method", method, *TEXT)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"ConfigError: method = '{method}' needs a drafter: set draft (--draft FOLDER)\n"
+    fine = speculon("generate", "--model", "target", "--method", "draft_model", "--draft", "draft", *TEXT)
+    assert fine.exit_code == 0
+
+
+# float16, and the log
+
+
+def test_float16_on_a_cpu_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert speculon("generate", "--model", "target", "--dtype", "float16", *TEXT).exit_code == 0
+    assert "dtype float16 on a CPU" in caplog.text
+    caplog.clear()
+    speculon("generate", "--model", "target", "--dtype", "float32", *TEXT)
+    assert "float16" not in caplog.text
+
+
+def test_a_log_line_waits_for_the_end_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    root, handler = logging.getLogger(), LogLines()
+    root.addHandler(handler)
+    try:
+        with streaming():
+            print("half a li", end="", file=sys.stderr)
+            root.error("a request ended")
+            print("ne", file=sys.stderr)
+        root.error("later")
+    finally:
+        root.removeHandler(handler)
+    assert capsys.readouterr().err == "half a line\na request ended\nlater\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_with_v_the_text_stays_whole(
+    command: str, capfd: pytest.CaptureFixture[str], household: Path
+) -> None:
+    source = str(Path(sys.modules["speculon"].__file__ or "").parents[1])
+    env: dict[str, Any] = {**os.environ, "PYTHONPATH": source}
+    flags = ["--model", str(household / "target"), "--max-tokens", "8", "--ignore-eos", "--temperature", "0"]
+    texts = [
+        subprocess.run(
+            [sys.executable, "-m", "speculon.cli", *verbose, command, *flags],
+            input="def add(\n",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            text=True,
+            timeout=120,
+        ).stdout
+        for verbose in ([], ["-v"])
+    ]
+    answer = texts[0].splitlines()[0]
+    assert answer and answer in texts[1].splitlines()
+    assert any(line.startswith("r-0 8 tok") for line in texts[1].splitlines())

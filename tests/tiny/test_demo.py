@@ -1,0 +1,233 @@
+"""The demo: what it runs, what it prints in a pipe, and what a terminal shows side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from speculon import LLM, SamplingParams
+from speculon.bench import workloads
+from speculon.cli import app
+from speculon.commands import demo
+from speculon.commands.side_by_side import Piece, Run, frame, replay
+from speculon.demo import corpus
+from speculon.errors import BenchError
+from tests.tiny.folders import make_folder, make_library
+
+PROMPT = "def add(left, right):\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("demo") / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), speculation={"policy": "fixed"})
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_library(tmp_path_factory.mktemp("demo") / "library")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no speculon.toml of whoever runs the tests
+    monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
+
+
+def run_demo(folder: Path, *arguments: str) -> Result:
+    flags = ["demo", "--model", str(folder), "--rounds", "1", "--no-warmup", *arguments]
+    return CliRunner().invoke(app, flags, catch_exceptions=False)
+
+
+def test_the_demo_shows_both_sides(folder: Path) -> None:
+    done = run_demo(folder, "--num-speculative-tokens", "4", "--json")
+    tasks = json.loads(done.stdout)["tasks"]
+    assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 2)
+    assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
+    assert all(task["speculative"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
+
+
+@pytest.mark.parametrize(
+    ("k", "mode", "setting"),
+    [
+        pytest.param([], "auto", {"method": "auto", "pool": ""}, id="the engine's policy"),
+        pytest.param(
+            ["--num-speculative-tokens", "6"],
+            "auto:6",
+            {"method": "auto", "num_speculative_tokens": 6, "policy": "fixed", "pool": ""},
+            id="K",
+        ),
+    ],
+)
+def test_the_demo_shows_plain_decoding_beside_the_default(
+    folder: Path, k: list[str], mode: str, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    record = demo.record
+
+    def watched(llm: LLM, case: workloads.Case, speculation: dict[str, Any]) -> demo.Recorded:
+        seen.append(speculation)
+        return record(llm, case, speculation)
+
+    monkeypatch.setattr(demo, "record", watched)
+    done = run_demo(folder, *k, "--json")
+    assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 2
+    assert seen == [setting, {"method": "off", "policy": "fixed"}, setting] * 2  # the first is not measured
+
+
+def test_the_demo_without_the_sources_of_the_standard_library(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> list[workloads.Case]:
+        raise BenchError("no held-out files")
+
+    monkeypatch.setattr(workloads, "build", none)
+    done = run_demo(folder)
+    assert done.exit_code == 0
+    assert "moving_average" in done.stdout and "running_sum" in done.stdout
+    assert done.stdout.count("Same text: yes, token for token.") == 2
+    assert done.stdout.count("target calls instead of") == 2
+
+
+def test_the_demo_reports_another_text(llm: LLM) -> None:
+    from speculon.bench.measure import measure
+
+    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=8))
+    plain, ngram = (measure(llm, [case], {"method": method}) for method in ("off", "ngram"))
+    assert demo.sameness(llm, case, True, [plain], [ngram]) == "Same text: yes, token for token."
+    first = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=2))[0].logprobs
+    assert first is not None
+    ngram.token_ids[0][0] = first[0].top[1][0]  # a planted error: the second-best token
+    message = demo.sameness(llm, case, False, [plain], [ngram])
+    assert message.startswith("Same text: no; ") and message.endswith("more than a numeric tie.")
+
+
+def test_figures_and_replay_are_of_the_same_runs(llm: LLM) -> None:
+    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=24))
+    runs = [demo.record(llm, case, {"method": method, "policy": "fixed"}) for method in ("off", "ngram")]
+    for one in runs:
+        times = [piece.seconds for piece in one.pieces]
+        assert times == sorted(times) and 0 < times[0] and times[-1] <= one.measurement.seconds
+        assert "".join(part for piece in one.pieces for part, _ in piece.parts) == one.measurement.texts[0]
+        assert sum(piece.tokens for piece in one.pieces) == one.measurement.tokens == 24
+    accepted = [sum(yes for piece in one.pieces for _, yes in piece.parts) for one in runs]
+    assert accepted == [0, runs[1].measurement.stats.accepted] and accepted[1] > 0
+
+
+def test_the_round_of_the_median_speed_up_is_shown(llm: LLM) -> None:
+    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=4))
+    one = demo.record(llm, case, {"method": "off"})
+
+    def lasting(seconds: float) -> demo.Recorded:
+        return replace(one, measurement=replace(one.measurement, seconds=seconds))
+
+    plain, fast = [lasting(s) for s in (4.0, 6.0, 9.0)], [lasting(s) for s in (1.0, 3.0, 3.0)]
+    assert [run.seconds for run in demo.typical(plain, fast)] == [9.0, 3.0]  # of 4, 2 and 3 times as fast
+
+
+def scripted_clock(*ticks: float) -> Any:
+    times = iter(ticks)
+    return lambda: next(times)
+
+
+PLAIN = Run("plain", tuple(Piece(i / 2, ((f"w{i} ", False),), 1) for i in range(1, 5)), 2.0)
+FAST = Run(
+    "speculative", (Piece(0.5, (("w1 ", False),), 1), Piece(1.0, (("w2 w3 ", True), ("w4 ", False)), 3)), 1.0
+)
+
+
+def test_both_texts_grow_at_their_own_speed() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80, height=24, color_system="truecolor")
+
+    def seen(seconds: float) -> list[str]:
+        with console.capture() as captured:
+            console.print(frame((PLAIN, FAST), seconds, console))
+        return captured.get().splitlines()
+
+    head, body = seen(1.0)
+    assert (
+        "plain" in head and "1.0 s  2 tokens/s" in head and "4 tokens/s" in head and head.count("done") == 1
+    )
+    assert "w1 w2 " in body and "\x1b[1;32mw2 w3 \x1b[0m" in body  # accepted drafts are green
+    assert seen(2.0)[0].count("done") == 2 and "2 tokens/s" in seen(2.0)[0]
+
+
+def test_a_replay_takes_as_long_as_the_slower_run_and_ends_with_both_texts() -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80, height=24)
+    waited: list[float] = []
+    replay((PLAIN, FAST), console, scripted_clock(0.0, 0.4, 1.1, 1.9, 2.0), waited.append)
+    assert len(waited) == 3
+    last = console.file.getvalue().rsplit("plain", 1)[1]  # type: ignore[attr-defined]
+    assert last.count("w4") == 2
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_columns_fit_the_terminal_and_show_the_last_lines(width: int) -> None:
+    text = "".join(f"line {i} {'x' * 90}\n" for i in range(60)) + "the end"
+    run = Run("plain", (Piece(1.0, ((text, True),), 500),), 1.0)
+    console = Console(file=StringIO(), force_terminal=True, width=width, height=24)
+    with console.capture() as captured:
+        console.print(frame((run, run), 1.0, console))
+    lines = [demo.Text.from_ansi(line).plain for line in captured.get().splitlines()]
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+    assert lines[-1].count("the end") == 2
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    run = Run("plain", (Piece(0.1, (("a\x1b[2Jb\x13", False),), 1),), 0.1)
+    console = Console(file=StringIO(), force_terminal=True, width=80, height=24)
+    with console.capture() as captured:
+        console.print(frame((run, run), 1.0, console))
+    assert "a␛[2Jb␓" in captured.get() and "\x13" not in captured.get()
+
+
+def cases_of(llm: LLM, *seeds: int) -> Iterator[workloads.Case]:
+    prompt = llm.tokenizer.encode(PROMPT)
+    params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
+    return (workloads.Case(f"case {i}", prompt, params.model_copy(update={"seed": i})) for i in seeds)
+
+
+def test_the_continuation_is_one_that_does_not_repeat_itself(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {"case 1": 48, "case 2": 64, "case 3": 64}
+    tried: list[str] = []
+
+    def judged(llm: LLM, case: workloads.Case) -> int:
+        tried.append(case.name)
+        return before[case.name]
+
+    monkeypatch.setattr(demo, "tokens_before_repetition", judged)
+    assert demo.least_repetitive(llm, cases_of(llm, 1, 2, 3)).name == "case 2"
+    assert tried == ["case 1", "case 2"]
+    before["case 2"] = 40
+    assert demo.least_repetitive(llm, cases_of(llm, 1, 2)).name == "case 1"  # the best of those there are
+    slow = (i * demo.SEARCH_SECONDS * 0.6 for i in count())
+    tried.clear()
+    demo.least_repetitive(llm, cases_of(llm, 1, 2, 1, 2), lambda: next(slow))
+    assert len(tried) == 2
+
+
+def test_a_text_is_judged_while_it_is_written(llm: LLM) -> None:
+    greedy = SamplingParams(
+        temperature=0, max_tokens=200, ignore_eos=True
+    )  # such texts of this model go round
+    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), greedy)
+    assert demo.JUDGED_FROM <= demo.tokens_before_repetition(llm, case) < 200
+    assert not llm.engine.has_work
+    assert (
+        demo.distinct(list(range(40))) == 1 and demo.distinct([1, 2] * 20) < 0.1 and demo.distinct([1]) == 0
+    )
