@@ -53,22 +53,22 @@ PRIVATE = {
     "guess": r"(?<!# )\bguess(?:es|ed|ing)?\b",  # draft; `# guess` marks a constant without a measurement
     "stands, fell": r"\b(?:draft|token)s? (?:stands?|stood|fell|falls?)\b",  # accepted, rejected
     "crowd": r"\bcrowds?\b",  # batch
-    "texts at once": r"\btexts? at once\b|\brunning texts?\b|\btexts? (?:is|are) (?:being )?written\b",  # sequences
+    "texts at once": r"\btexts? at once\b|\brunning texts?\b|\btexts? (?:is|are) (?:being )?written\b",
     "luck": r"\b(?:un)?luck(?:y|ily)?\b",  # sampling noise
     "hope": r"\bhop(?:e|es|ed|ing|eful)\b",  # optimism, prior
     "promise": r"\bpromis(?:e|es|ed|ing)\b|\bforgiven\b",  # memory estimate; calibration
     "awake, rest": r"\bawake\b|\bseldom\b|\brest(?:s|ed|ing)\b|\b(?:may|must|to) rest\b",  # back-off
     "rehearsal": r"\b_?rehears(?:e|es|ed|al|als|ing)\b",  # warm-up
     "kind": r"\bkinds?\s*=(?!=)|\.kind\b|[\"`]kind[\"`]",  # one word for each of its meanings
-    "trust, doubt": r"\b(?:trust|doubts?|apart)\s*=(?!=)|\.(?:trust|doubts?|apart)\b|\bdoubts\b",  # shrinkage weight
+    "trust, doubt": r"\b(?:trust|doubts?|apart)\s*=(?!=)|\.(?:trust|doubts?|apart)\b|\bdoubts\b",
     "worth, wanted, came": r"\.(?:worth|wanted|came)\b|\b(?:worth|wanted|came)\s*=(?!=)",  # token gain
     "grade": r"\bgrades?\b|\bclass (?:Own|Others)\b",  # confidence bucket
-    "join": r"--(?:no-)?join\b|\bjoin\s*=(?!=)|[\"`]join[\"`]|\bgo(?:es|ne)? on (?:with|where)\b",  # chained drafts
+    "join": r"--(?:no-)?join\b|\bjoin\s*=(?!=)|[\"`]join[\"`]|\bgo(?:es|ne)? on (?:with|where)\b",
     "sheet, dialect": r"\b[Ss]heets?\b|\b[Dd]ialects?\b",  # drafter config, checkpoint format
     "course, student": r"(?<!of )\bcourses?\b|\b[Ss]tudents?\b",  # trainer, drafter
     "door, house": r"\b[Dd]oors?\b|\bhouse\b",  # middleware, admission, app state
     "wire, pulse, news": r"\bwire\b|\bpulse\b|\bnews\b",  # messages, statistics, outputs
-    "prove, race": r"\bprov(?:e|es|en|ing)\b|(?<!data )\brac(?:e|es|ed|ing)\b(?! condition)",  # load check, autotune
+    "prove, race": r"\bprov(?:e|es|en|ing)\b|(?<!data )\brac(?:e|es|ed|ing)\b(?! condition)",
     "scout": r"\bscouts?\b",  # look-ahead matcher
     "said, told, asked": r"\b(?:said|told|asked)\s*=(?!=)|\b(?:said|told|asked)[.\[]\w",  # payload, requested
     "carried": r"\b(?:is|are|be|not|and|what|which) carried\b|\bcarried or refused\b",  # supported
