@@ -9,7 +9,7 @@ import pytest
 
 from tests.pure.test_layers import read_sources, resolve
 
-KNOWN = [{"batch", "core", "grammar", "sampling", "telemetry", "verify"}]  # to be removed
+KNOWN: list[set[str]] = []
 
 Graph = dict[str, set[str]]
 

@@ -1,31 +1,44 @@
-"""What the documents say is so: examples run, links lead somewhere."""
+"""What the documents say is so: commands parse, settings load, names exist, figures are recorded."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes.charts import readme
 
+from speculon import __version__
 from speculon.bench.plan import MODES, parse_mode
-from speculon.config import SpeculationConfig
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.core import Verdict
-from speculon.errors import InvalidParameter
+from speculon.errors import ConfigError, InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from tests.builders import make_sequence
+from tests.documents import (
+    GUIDES,
+    ROOT,
+    blocks,
+    calls_in,
+    commands,
+    fault_of,
+    faults_in_python,
+    flags,
+    flags_shown,
+    has_name,
+    variables,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+DOCUMENTS = sorted({*GUIDES, *ROOT.glob("docs/**/*.md")})
 
 
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 @pytest.fixture
@@ -56,17 +69,158 @@ def test_the_example_stays_short() -> None:
     assert sum(bool(line.strip()) for line in class_body.splitlines()) <= 35
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
         if not link.startswith(("http://", "https://", "#")):
             assert (document.parent / link.partition("#")[0]).exists(), link
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_in_documents_compiles(document: Path) -> None:
+def headings(document: Path) -> set[str]:
+    """The anchors of a document, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_anchors_are_headings(document: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)\s#]*)#([\w-]+)\)", document.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            assert anchor in headings(document.parent / link if link else document), f"{link}#{anchor}"
+
+
+# Commands
+
+
+def faults(document: Path) -> list[str]:
+    found = [(command, fault_of(call)) for command in commands(document) for call in calls_in(command)]
+    return [f"{command}: {fault}" for command, fault in found if fault]
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=named)
+def test_commands_parse(document: Path) -> None:
+    assert faults(document) == []
+
+
+def test_there_are_commands_to_parse() -> None:
+    shown = [call[:2] for document in GUIDES for command in commands(document) for call in calls_in(command)]
+    names = {call[1] for call in shown if call[0] == "speculon" and len(call) > 1}
+    assert {"generate", "chat", "serve", "bench", "advise", "check", "inspect", "replay", "train"} <= names
+
+
+@pytest.mark.parametrize(
+    ("planted", "fault"),
+    [
+        ("speculon serve --modell demo", "--modell"),
+        ("speculon serv --model demo", "no such command"),
+        ("cat x | speculon generate --block-size many", "--block-size many"),
+        ("speculon generate --policy fixd", "--policy fixd"),
+        ("SPECULON_BLOCK_SIZE=16 speculon train eagle4 --target demo", "eagle4"),
+        ("make demonstration", "no target"),
+        ("python -m recipes.charts.readmes", "no file"),
+        ("python recipes/peers/run.py ENV --engine x", "no flag --engine"),
+        ("curl -s localhost:8000/v1/completion", "no route"),
+        ("speculonn --help", "no program"),
+    ],
+)
+def test_a_planted_wrong_command_is_found(planted: str, fault: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```bash\n{planted}\n```\n", encoding="utf-8")
+    assert fault in "\n".join(faults(page))
+
+
+@pytest.mark.parametrize("document", [path for path in GUIDES if "recipes" not in path.parts], ids=named)
+def test_flags_exist(document: Path) -> None:
+    assert [flag for flag in flags_shown(document) if flag not in flags()] == []
+
+
+def test_a_planted_wrong_flag_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("set `--block-size 32`, `--policy` or `--polizy NAME`", encoding="utf-8")
+    assert [flag for flag in flags_shown(page) if flag not in flags()] == ["--polizy"]
+
+
+def test_the_wheel_has_the_version() -> None:
+    assert f"speculon-{__version__}-py3-none-any.whl" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+# Settings
+
+
+def load(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig | None:
+    """A block of settings, as a speculon.toml; None for a block that is a part of another file."""
+    if "project" in tomllib.loads(source):
+        return None
+    (folder / "speculon.toml").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(folder)
+    return EngineConfig()
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=named)
+def test_settings_load(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in blocks(document, "toml"):
+        load(source, tmp_path, monkeypatch)
+
+
+def test_a_planted_wrong_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="polizy"):
+        load('[speculation]\npolizy = "fixed"\n', tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=named)
+def test_variables_exist(document: Path) -> None:
+    shown = re.findall(r"\bSPECULON_[A-Z_]+[A-Z]", document.read_text(encoding="utf-8"))
+    assert [name for name in shown if name not in variables()] == []
+
+
+def test_a_planted_variable_is_none() -> None:
+    assert {"SPECULON_BLOCK_SIZE", "SPECULON_SERVE__PORT"} <= variables()
+    assert "SPECULON_BLOCK_SIZES" not in variables()
+
+
+# Python
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=named)
+def test_python_in_documents_compiles_and_its_names_exist(document: Path) -> None:
     for source in blocks(document, "python"):
         compile(source, str(document), "exec")
+        assert faults_in_python(source) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "fault"),
+    [
+        ("from speculon import LLMs", "speculon.LLMs"),
+        ("from speculon.nowhere import LLM", "speculon.nowhere.LLM"),
+        ("SamplingParams(temprature=0)", "SamplingParams(temprature)"),
+        ("LLM('demo', speculations={})", "LLM(speculations)"),
+        ("llm.generate('x', params, speculation={'methods': 'off'})", "generate(methods)"),
+        ("decoder.step(ids, params, n=2)", "step(n)"),
+    ],
+)
+def test_a_planted_wrong_name_is_found(planted: str, fault: str) -> None:
+    assert faults_in_python(planted) == [fault]
+
+
+# Figures and examples
+
+
+def test_readme_has_the_recorded_figures() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == readme.new_readme()
+    bench, peers = readme.read(readme.GRID, "bench.json"), readme.read(readme.PEERS, "peers.json")
+    assert (ROOT / "docs/benchmarks/README.md").read_text(encoding="utf-8") == readme.index(bench, peers)
+
+
+def test_a_planted_other_figure_is_found() -> None:
+    bench, peers = readme.read(readme.GRID, "bench.json"), readme.read(readme.PEERS, "peers.json")
+    before = readme.figures(bench, peers)
+    readme.overall(bench)["over_plain"]["ratio"] += 0.1
+    assert readme.figures(bench, peers) != before
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
 
 
 def modes_of(document: str) -> list[str]:
@@ -74,7 +228,7 @@ def modes_of(document: str) -> list[str]:
     return [mode for some in re.findall(r"--modes ([^\s`]+)", document) for mode in some.split(",")]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/bench.md"])
+@pytest.mark.parametrize("document", ["docs/guide.md", "docs/bench.md"])
 def test_modes_in_commands_are_modes(document: str) -> None:
     modes = modes_of((ROOT / document).read_text(encoding="utf-8"))
     assert modes and [parse_mode(mode).label for mode in modes] == modes
@@ -85,20 +239,59 @@ def test_a_planted_mode_of_another_form_is_found() -> None:
         [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
 
 
+def words_of(document: str) -> str:
+    """Without line breaks, nor the marks of quoted lines."""
+    return " ".join(re.sub(r"^>", "", document, flags=re.MULTILINE).split())
+
+
 def test_the_default_modes_are_those_in_the_document() -> None:
     listed = ", ".join(f"`{mode}`" for mode in MODES)
-    assert f"are compared, as far as their drafters are given: {listed}." in (
-        ROOT / "docs" / "bench.md"
-    ).read_text(encoding="utf-8")
+    document = words_of((ROOT / "docs" / "bench.md").read_text(encoding="utf-8"))
+    assert f"are compared, as far as their drafters are given: {listed}." in document
 
 
-def untold(answer: list[str], document: str) -> list[str]:
-    """What an answer said and a document does not."""
-    return [line for line in answer if line not in document]
+def missing(parts: list[str], document: str) -> list[str]:
+    """What a record has and a document has not."""
+    return [part for part in parts if words_of(part) not in words_of(document)]
 
 
 def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
-    said = json.loads((ROOT / "docs" / "benchmarks" / "advise" / "advise.json").read_text(encoding="utf-8"))
+    folder = ROOT / "docs" / "benchmarks" / "advise"
+    record = json.loads((folder / "advise.json").read_text(encoding="utf-8"))
     document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
-    assert untold([f"`{said['command']}`", *said["answer"], said["toml"]], document) == []
-    assert untold([said["answer"][0].replace("x", "y")], document) != []
+    parts = [f"`{record['command']}`", record["answer"][0], record["answer"][-1], record["toml"]]
+    assert missing([*parts, f"`{record['next']}`"], document) == []
+    assert missing([record["answer"][0].replace("x", "y")], document) != []
+
+
+# The site
+
+
+def pages_in(navigation: str) -> set[str]:
+    return set(re.findall(r"[\s\[]([\w/-]+\.md)\b", navigation))
+
+
+def objects_without_source(reference: str) -> list[str]:
+    """The objects that a reference page shows and no module of the package has."""
+    shown = re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
+    return [name for name in shown if not has_name(*name.rpartition(".")[::2])]
+
+
+def test_the_site_has_every_guide() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("*.md")}
+    written |= {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert written - pages_in(navigation) == set()
+    outside = {"overview.md", "contributing.md", "changelog.md"}
+    assert [page for page in pages_in(navigation) - outside if not (ROOT / "docs" / page).is_file()] == []
+    assert pages_in("  - Chat: nowhere.md\n") == {"nowhere.md"}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=named)
+def test_the_reference_shows_what_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert objects_without_source(text) == [] and "\n::: " in text
+
+
+def test_a_planted_object_without_source_is_found() -> None:
+    assert objects_without_source("::: speculon.llm.LLMs\n::: speculon.errors\n") == ["speculon.llm.LLMs"]

@@ -1,0 +1,314 @@
+"""The charts and figures of README, and the index of docs/benchmarks, from the recorded runs.
+
+    python -m recipes.charts.readme
+
+Run it again after a benchmark was recorded. It writes docs/images/*.svg, docs/benchmarks/README.md, and the
+lines of README between the markers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+IMAGES = ROOT / "docs" / "images"
+GRID, PEERS = "2-cores-amd", "peers"  # the runs that README shows
+NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)"}
+INK = "#7d8590"  # text and axes: 4 : 1 or more on white and on GitHub's dark grey
+PLAIN, FIXED, OURS = "#8b949e", "#e08a2e", "#2f81c7"
+BEGIN, END = "<!-- figures: python -m recipes.charts.readme -->", "<!-- end of figures -->"
+TYPES = re.compile(r"<!-- types -->.*?<!-- end -->")
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "speculon",
+    "font.family": "sans-serif",
+    "font.size": 8,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+Row = dict[str, Any]
+
+
+def read(folder: str, name: str) -> Row:
+    found: Row = json.loads((BENCHMARKS / folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+def cells(bench: Row) -> list[Row]:
+    """Of each workload and concurrency: the default and the best fixed mode over plain decoding."""
+    return [
+        {
+            "workload": row["workload"],
+            "concurrency": row["concurrency"],
+            "default": row["over_plain"]["ratio"],
+            "fixed": row["over_plain"]["ratio"] / row["over_best"]["ratio"],
+        }
+        for row in bench["against_best_fixed"]
+        if row["mode"] == "auto" and row["concurrency"] is not None
+    ]
+
+
+def overall(bench: Row) -> Row:
+    return next(
+        row for row in bench["against_best_fixed"] if row["mode"] == "auto" and row["workload"] == "all"
+    )
+
+
+def engines(peers: Row) -> list[Row]:
+    """Of each engine, workload and concurrency: tokens per second, plain and by its best speculative mode."""
+    found: dict[tuple[str, str, int], Row] = {}
+    for row in peers["rows"]:
+        key = (row["engine"], row["workload"], row["concurrency"])
+        cell = found.setdefault(
+            key, {"engine": key[0], "workload": key[1], "concurrency": key[2], "best": None}
+        )
+        speed = None if row["refused"] else row["tokens_per_second"]
+        if row["mode"] == "off":
+            cell["plain"] = speed
+        elif speed is not None:
+            cell["best"] = max(speed, cell["best"] or 0)
+    return list(found.values())
+
+
+def panel_title(workload: str, concurrency: int) -> str:
+    return f"{workload}, " + ("one sequence" if concurrency == 1 else f"{concurrency} sequences")
+
+
+def chart_of_default(bench: Row) -> Figure:
+    rows = cells(bench)
+    counts = sorted({row["concurrency"] for row in rows})
+    figure = Figure(figsize=(8, 2.3), layout="constrained")
+    for panel, count in zip(figure.subplots(1, len(counts), sharey=True), counts, strict=True):
+        shown = [row for row in rows if row["concurrency"] == count]
+        for shift, key, colour, label in (
+            (-0.2, "fixed", FIXED, "best fixed mode"),
+            (0.2, "default", OURS, "default"),
+        ):
+            places = [i + shift for i in range(len(shown))]
+            bars = panel.bar(places, [row[key] for row in shown], 0.38, color=colour, label=label)
+            panel.bar_label(bars, [f"{row[key]:.1f}" for row in shown], padding=1, fontsize=6.5, color=INK)
+        panel.axhline(1, color=PLAIN, linewidth=1, label="plain decoding")
+        panel.set_xticks(range(len(shown)), [row["workload"] for row in shown])
+        panel.set_title("one sequence" if count == 1 else f"{count} sequences", fontsize=8)
+    figure.axes[0].set_ylabel("speed, x plain decoding")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def chart_of_engines(peers: Row) -> Figure:
+    rows = engines(peers)
+    panels = list(dict.fromkeys((row["workload"], row["concurrency"]) for row in rows))
+    figure = Figure(figsize=(8, 2.1), layout="constrained")
+    for panel, (workload, count) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        shown = [row for row in rows if (row["workload"], row["concurrency"]) == (workload, count)][::-1]
+        best = [max(row["best"] or 0, row["plain"] or 0) for row in shown]
+        colours = [OURS if row["engine"].startswith("speculon") else FIXED for row in shown]
+        bars = panel.barh(range(len(shown)), best, 0.66, color=colours)
+        panel.bar_label(bars, [f"{value:.0f}" for value in best], padding=2, fontsize=6.5, color=INK)
+        for i, row in enumerate(shown):
+            panel.plot([row["plain"]] * 2, [i - 0.33, i + 0.33], color=INK, linewidth=1.5)
+        panel.set_yticks(range(len(shown)), [NAMES.get(row["engine"], row["engine"]) for row in shown])
+        panel.set_xlim(0, max(best) * 1.2)
+        panel.set_title(panel_title(workload, count), fontsize=8)
+    figure.supxlabel("tokens per second: bar, best mode; line, plain decoding", fontsize=8)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    text = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def chip(machine: Row) -> str:
+    return re.sub(r"\(R\)|\(TM\)| Processor", "", str(machine["cpu"])).strip()
+
+
+def machine(found: Row) -> str:
+    return f"{chip(found)}, {found['cores']} cores"
+
+
+def around(found: Row) -> str:
+    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+
+
+def figures(bench: Row, peers: Row) -> str:
+    """What README says about speed."""
+    plain, best = (around(overall(bench)[key]) for key in ("over_plain", "over_best"))
+    counts = ", ".join(map(str, bench["plan"]["concurrency"]))
+    fastest = lead(engines(peers), "speculon --compile")
+    default = f"""The default (method `auto`, policy `goodput`) is {plain} times as fast as plain decoding and
+    {best} times as fast as the best fixed mode of each cell. These are geometric means over
+    {len(bench["plan"]["workloads"])} workloads at concurrency {counts}, with 90 % intervals, on 2 cores of an
+    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest cell against
+    the best fixed mode is {lowest(bench)}. The small target repeats itself in {repeating(bench)} of its
+    greedy `code` outputs, which favours drafting; the table also has ratios without these."""
+    others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
+    ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
+    `speculon --compile` is {fastest} times as fast as the best mode of any other engine."""
+    parts = (
+        "![The default and the best fixed mode, as multiples of plain decoding](docs/images/default.svg)",
+        filled(default),
+        "![Tokens per second of other engines](docs/images/peers.svg)",
+        filled(others),
+    )
+    return "\n\n".join(parts)
+
+
+def filled(paragraph: str) -> str:
+    words = " ".join(paragraph.split())
+    return textwrap.fill(words, 110, break_long_words=False, break_on_hyphens=False)
+
+
+def lowest(bench: Row) -> str:
+    rows = [row for row in bench["against_best_fixed"] if row["mode"] == "auto" and row["concurrency"]]
+    least = min(rows, key=lambda row: row["over_best"]["ratio"])
+    return f"{least['over_best']['ratio']:.2f} ({panel_title(least['workload'], least['concurrency'])})"
+
+
+def repeating(bench: Row) -> str:
+    plain = next(cell for cell in bench["cells"] if (cell["workload"], cell["mode"]) == ("code", "off"))
+    return f"{plain['looping']:.0%}".replace("%", " %")
+
+
+def lead(rows: list[Row], engine: str) -> str:
+    """The least and the largest ratio of an engine's best mode to that of the best other engine."""
+    speed = {
+        (row["engine"], row["workload"], row["concurrency"]): max(row["best"] or 0, row["plain"] or 0)
+        for row in rows
+    }
+    places = {place for name, *place_ in speed for place in [tuple(place_)] if name == engine}
+    ratios = [
+        speed[(engine, *place)]
+        / max(
+            value
+            for (name, *other), value in speed.items()
+            if tuple(other) == place and not name.startswith("speculon")
+        )
+        for place in places
+    ]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def with_figures(readme: str, block: str, architectures: Row) -> str:
+    head, rest = readme.split(BEGIN)
+    supported = sum(row["outcome"] == "supported" for row in architectures["types"].values())
+    counted = f"<!-- types -->{supported} of {len(architectures['types'])}<!-- end -->"
+    return re.sub(TYPES, counted, f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}")
+
+
+def new_readme() -> str:
+    """README with the figures of the recorded runs."""
+    block = figures(read(GRID, "bench.json"), read(PEERS, "peers.json"))
+    return with_figures(
+        (ROOT / "README.md").read_text(encoding="utf-8"), block, read("architectures", "architectures.json")
+    )
+
+
+def facts(folder: Path) -> Row:
+    """Date, chip and command of a recorded run: from its JSON, else from the head of its text."""
+    text = "\n".join(path.read_text(encoding="utf-8")[:2000] for path in sorted(folder.glob("*.md")))
+    run: Row = {}
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        run = {**run, **json.loads(path.read_text(encoding="utf-8"))}
+    dates, commands = (
+        re.findall(r"\b20\d\d-\d\d-\d\d\b", text),
+        re.findall(r"`((?:python|speculon) [^`]+)`", text),
+    )
+    chips = re.findall(r"AMD EPYC|Intel\(R\) Xeon\(R\)", text)
+    return {
+        "date": str(run.get("date", ""))[:10]
+        or next(iter(dates), f"commit {run.get('commit', 'not recorded')}"),
+        "chip": machine(run["machine"]) if "machine" in run else (chips or ["any"])[0],
+        "command": run.get("command") or (commands or ["not recorded"])[0],
+        "page": next((p.name for p in sorted(folder.glob("*.md")) if p.name != "README.md"), None)
+        or (
+            "README.md"
+            if (folder / "README.md").exists()
+            else next(p.name for p in sorted(folder.glob("*.json")))
+        ),
+    }
+
+
+def index(bench: Row, peers: Row) -> str:
+    """docs/benchmarks/README.md."""
+    lines = [
+        "# Recorded benchmarks",
+        "",
+        "`python -m recipes.charts.readme` writes this page from the files beside it.",
+        "Each folder has the date, the machine and the command of its run.",
+        "",
+        "| folder | date | machine | command |",
+        "|---|---|---|---|",
+    ]
+    for folder in sorted(path for path in BENCHMARKS.iterdir() if path.is_dir()):
+        found = facts(folder)
+        link = f"[{folder.name}]({folder.name}/{found['page']})"
+        lines.append(f"| {link} | {found['date']} | {found['chip']} | `{found['command']}` |")
+    return "\n".join([*lines, "", *default_table(bench), "", *engine_table(peers), ""])
+
+
+def default_table(bench: Row) -> list[str]:
+    return [
+        "## The default against plain decoding and the best fixed mode",
+        "",
+        f"Multiples of the speed of plain decoding ([{GRID}]({GRID}/bench.md)).",
+        "",
+        "| workload | concurrency | default | best fixed mode |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['workload']} | {row['concurrency']} | {row['default']:.2f} | {row['fixed']:.2f} |"
+            for row in cells(bench)
+        ),
+    ]
+
+
+def engine_table(peers: Row) -> list[str]:
+    rows = engines(peers)
+    places = list(dict.fromkeys((row["workload"], row["concurrency"]) for row in rows))
+    lines = [
+        "## Other engines on the same checkpoint and machine",
+        "",
+        f"Tokens per second, plain and by the best speculative mode ([{PEERS}]({PEERS}/peers.md)).",
+        "",
+        "| engine | " + " | ".join(f"{panel_title(*place)}: plain | speculative" for place in places) + " |",
+        "|---|" + "---|---|" * len(places),
+    ]
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        shown = {(row["workload"], row["concurrency"]): row for row in rows if row["engine"] == engine}
+        numbers = [number(shown[place][key]) for place in places for key in ("plain", "best")]
+        lines.append(f"| {NAMES.get(engine, engine)} | " + " | ".join(numbers) + " |")
+    return lines
+
+
+def number(speed: float | None) -> str:
+    return "refused" if speed is None else f"{speed:.0f}"
+
+
+def main() -> None:
+    bench, peers = read(GRID, "bench.json"), read(PEERS, "peers.json")
+    with matplotlib.rc_context(STYLE):
+        save(chart_of_default(bench), IMAGES / "default.svg")
+        save(chart_of_engines(peers), IMAGES / "peers.svg")
+    (BENCHMARKS / "README.md").write_text(index(bench, peers), encoding="utf-8")
+    (ROOT / "README.md").write_text(new_readme(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
