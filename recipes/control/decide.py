@@ -14,23 +14,23 @@ from statistics import median
 from time import thread_time_ns
 from typing import Any
 
-from speculon.bench.simulate import Text, Way, World, play
+from speculon.bench.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment, simulate
 from speculon.config import SpeculationConfig
 from speculon.control.policies import POLICIES, Policies
 from speculon.core import Draft
 
 CROWDS = (1, 8, 64, 256)
 WAYS = {
-    "suffix": Way(lambda number, text: 0.5, lambda texts, k: 0.02 * texts, lookup=True),
-    "ngram": Way(lambda number, text: 0.4, lambda texts, k: 0.02 * texts, lookup=True),
-    "model": Way(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
+    "suffix": SimulatedMethod(lambda number, text: 0.5, lambda texts, k: 0.02 * texts, lookup=True),
+    "ngram": SimulatedMethod(lambda number, text: 0.4, lambda texts, k: 0.02 * texts, lookup=True),
+    "model": SimulatedMethod(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
 }
 
 
-class Lookups(World):
+class Lookups(SyntheticEnvironment):
     """Two of three lookups find nothing; the model says how sure it is."""
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+    def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
         if method != "model" and random.random() < 2 / 3:
             return Draft()
         drafted = super().draft(number, text, method, k, random)
@@ -68,7 +68,7 @@ def measure(policy: str, texts: int, rounds: int) -> dict[str, float]:
     policies = Policies(SpeculationConfig())
     timed = Timed(policies.of(policy))
     world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, WAYS, lambda number: texts)
-    play(timed, world, rounds, costs=policies.costs)  # type: ignore[arg-type]
+    simulate(timed, world, rounds, costs=policies.costs)  # type: ignore[arg-type]
     return {name: round(median(us[rounds // 4 :]), 1) for name, us in timed.us.items()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.demo.corpus import held_out_functions
 from speculon.models.load import SHIPPED, load_tokenizer

@@ -32,7 +32,7 @@ from rich.progress import (
 )
 
 from speculon import __version__
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.models.load import SHIPPED, load_tokenizer
 from speculon.text import Tokenizer

@@ -21,7 +21,7 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.models.load import SHIPPED, load_tokenizer
 from speculon.text import Tokenizer

@@ -19,7 +19,7 @@ from time import perf_counter
 from recipes.serving.server import Server, chunks
 
 from speculon import LLM, SamplingParams
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 
 OFF = {"method": "off"}

@@ -140,7 +140,8 @@ def main() -> None:
             tokens = sum(len(one.answer) - 1 for one in known)
             speed = 5.6 * tokens / (5.6 * calls + 0.22 * drafted)
             cells.append(
-                f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, {seconds / calls * 1e6:.0f}"
+                f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, "
+                f"{seconds / calls * 1e6:.0f}"
             )
         print(f"| {label} |", " | ".join(cells), "|", flush=True)
 

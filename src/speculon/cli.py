@@ -276,12 +276,12 @@ def advise(
     """Measure whether drafting helps here, with what, how far and for how many texts at once; check it; write
     the settings.
     """
-    from speculon.commands.advise import Task, run
+    from speculon.commands.advise import Prompts, run
     from speculon.commands.bench import numbers, words
 
     asked = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
     run(
-        Task(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
+        Prompts(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
         {name: value for name, value in asked.items() if value is not None},
         write,
         out,
@@ -341,7 +341,7 @@ def check(
     """Prove on your own models that speculation changes no text: exit code 0 when it passes, 1 when not, 2
     for bad input.
     """
-    from speculon.commands.check import Task, run
+    from speculon.commands.check import CheckOptions, run
 
     sizes = {
         "max_tokens": max_tokens,
@@ -351,7 +351,9 @@ def check(
         "seeds": seeds,
         "seed": seed,
     }
-    task = Task(prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out)
+    task = CheckOptions(
+        prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out
+    )
     run(task, given, speculative_config, as_json)
 
 

@@ -8,31 +8,41 @@ from dataclasses import replace
 
 import pytest
 
-from speculon.bench.advise import Advice, Outcome, Wish
-from speculon.bench.advise_check import Candidate, Check, Pair, Result, result_of
-from speculon.bench.advise_maths import Text, Timed, Way, best, break_even, fits
-from speculon.bench.advise_measure import FIXED, Written, asking
-from speculon.bench.advise_prompts import GROUP
-from speculon.bench.advise_words import answer, checked, headline, rows
+from speculon.advise.advice import Advice, Speedup
+from speculon.advise.answer import answer, checked, headline
+from speculon.advise.maths import Cascade, DraftTrace, TimedRound, best, bootstrap_fits, break_even
+from speculon.advise.measure import FIXED, Continuation, request_at
+from speculon.advise.plan import AdvisePlan
+from speculon.advise.prompts import GROUP
+from speculon.advise.tables import rows
+from speculon.advise.trial import Candidate, Pair, Result, Trial, result_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams, SpeculationConfig
 from tests.pure.test_advise import BATCHES, BOTH, DRAFT, LOOK, PROMPT, Drafts, rounds_of, texts_of
 
 
-def written(drafts: list[Drafts], loops: Sequence[int] = ()) -> list[Written]:
+def written(drafts: list[Drafts], loops: Sequence[int] = ()) -> list[Continuation]:
     return [
-        Written(Case(f"{GROUP} {i}", [1], SamplingParams()), Text(PROMPT, text), len(text) + 1, i in loops)
+        Continuation(
+            Case(f"{GROUP} {i}", [1], SamplingParams()), DraftTrace(PROMPT, text), len(text) + 1, i in loops
+        )
         for i, text in enumerate(drafts)
     ]
 
 
 def advise(
-    drafts: list[Drafts], rounds: list[Timed], ways: list[Way], loops: Sequence[int] = (), **wish: int
+    drafts: list[Drafts],
+    rounds: list[TimedRound],
+    cascades: list[Cascade],
+    loops: Sequence[int] = (),
+    **plan: int,
 ) -> Advice:
     texts = written(drafts, loops)
     groups = {one.case.name: GROUP for one in texts}
     base = SpeculationConfig(draft="some/draft")
-    return Advice(Wish(BATCHES, **wish), ways, {}, rounds, fits(rounds), texts, groups, base)
+    return Advice(
+        AdvisePlan(BATCHES, **plan), cascades, {}, rounds, bootstrap_fits(rounds), texts, groups, base
+    )
 
 
 def result(candidate: Candidate, ratio: float, spread: float = 0.05) -> Result:
@@ -40,7 +50,7 @@ def result(candidate: Candidate, ratio: float, spread: float = 0.05) -> Result:
 
 
 def measure(advice: Advice, *results: Result, batch: int = 1, again: float = 1.0) -> Advice:
-    advice.checks.append(Check(batch, results, again, 9, True))
+    advice.trials.append(Trial(batch, results, again, 9, True))
     return advice
 
 
@@ -104,10 +114,10 @@ def test_lookup_and_drafter_together_or_not() -> None:
         for a, b in zip(drafts, looks, strict=True)
     ]
     together = advise(mixed, rounds_of(draft=0.3), [LOOK, DRAFT, BOTH])
-    assert together.chosen.way == BOTH and together.settings["draft"] == "some/draft"
+    assert together.chosen.cascade == BOTH and together.settings["draft"] == "some/draft"
     apart = advise(mixed, rounds_of(draft=3.0), [LOOK, DRAFT, BOTH])
     # nobody asks for it, so it is not loaded
-    assert apart.chosen.way == LOOK and "draft" not in apart.settings
+    assert apart.chosen.cascade == LOOK and "draft" not in apart.settings
 
 
 def test_a_batch_in_which_rows_are_dear_ends_it() -> None:
@@ -136,19 +146,25 @@ def test_texts_that_loop_are_left_aside_and_reported() -> None:
 # answers, measured
 
 
-def some_advice(**wish: int) -> Advice:
-    return advise([*texts_of(0.8)], rounds_of(draft=0.1), [LOOK, DRAFT, BOTH], **wish)
+def some_advice(**plan: int) -> Advice:
+    return advise([*texts_of(0.8)], rounds_of(draft=0.1), [LOOK, DRAFT, BOTH], **plan)
 
 
 def test_the_candidates_are_the_best_its_half_the_drafter_and_the_policy() -> None:
     advice = some_advice()
     first, policy, half, *rest = advice.candidates
-    assert first == advice.chosen and first.k is not None and (policy.way, policy.policy) == (BOTH, "goodput")
-    assert half.way == first.way and half.k is not None and half.k <= (first.k + 1) // 2
+    assert (
+        first == advice.chosen
+        and first.k is not None
+        and (policy.cascade, policy.policy) == (BOTH, "goodput")
+    )
+    assert half.cascade == first.cascade and half.k is not None and half.k <= (first.k + 1) // 2
     assert len(advice.candidates) <= 5 and len(set(advice.candidates)) == len(advice.candidates)
-    assert any(one.way == DRAFT and one.k == best(advice.at(1, "draft_model")).k for one in [first, *rest])
+    assert any(
+        one.cascade == DRAFT and one.k == best(advice.at(1, "draft_model")).k for one in [first, *rest]
+    )
     alone = advise(texts_of(0.8, "suffix"), rounds_of(draft=0.1), [LOOK])
-    assert alone.candidates[1].way == Way("auto", ("suffix",))
+    assert alone.candidates[1].cascade == Cascade("auto", ("suffix",))
 
 
 def test_every_request_names_its_policy() -> None:
@@ -157,8 +173,8 @@ def test_every_request_names_its_policy() -> None:
     """
     config = SpeculationConfig(num_speculative_tokens=3)
     assert (
-        asking("suffix", 2) == {**Candidate(LOOK, 2).request(config)}
-        and asking("suffix", 2)["policy"] == FIXED
+        request_at("suffix", 2) == {**Candidate(LOOK, 2).request(config)}
+        and request_at("suffix", 2)["policy"] == FIXED
     )
     auto = Candidate(BOTH).request(config)
     assert (auto["method"], auto["policy"], auto["num_speculative_tokens"]) == ("auto", "goodput", 16)
@@ -191,7 +207,7 @@ def test_what_is_predicted_slower_is_advised_where_it_is_measured_faster() -> No
 
 
 def test_the_best_prediction_is_not_advised_where_another_is_measured_faster() -> None:
-    """Planted: the prediction is best for one setting, and the measurement for another."""
+    """PlaceholderProposers: the prediction is best for one setting, and the measurement for another."""
     advice = some_advice()
     predicted, policy, half, *_ = advice.candidates
     measure(advice, result(predicted, 1.2), result(policy, 0.9), result(half, 1.5))
@@ -199,11 +215,12 @@ def test_the_best_prediction_is_not_advised_where_another_is_measured_faster() -
     assert advice.settings["num_speculative_tokens"] == half.k and advice.settings["policy"] == "fixed"
     said = answer(advice)
     assert said[0].startswith(
-        f"Yes: use {half.label}. Measured 1.50x (1.45 to 1.55) over plain decoding at concurrency 1; predicted "
+        f"Yes: use {half.label}. Measured 1.50x (1.45 to 1.55) over plain decoding at concurrency 1; "
+        "predicted "
     )
     assert said[1].index(half.label) < said[1].index(predicted.label) < said[1].index(policy.label)
     table = {row[:2]: row[2] for row in rows(advice, 1)}
-    assert table[half.way.name, str(half.k)] == "1.50x" and table["auto+goodput", "-"] == "0.90x"
+    assert table[half.cascade.name, str(half.k)] == "1.50x" and table["auto+goodput", "-"] == "0.90x"
 
 
 def test_the_policy_is_advised_where_it_is_fastest() -> None:
@@ -226,7 +243,7 @@ def contradictions(advice: Advice) -> list[str]:
     found = []
     for line in answer(advice):
         for batch, told in re.findall(r"(\d+): ((?:measured|predicted) [\d.]+x)", line):
-            live = advice.check_at(int(batch))
+            live = advice.trial_at(int(batch))
             if live and (one := live.of(advice.chosen)) and told != f"measured {one.ratio:.2f}x":
                 found.append(line)
     return found
@@ -250,7 +267,7 @@ def test_no_statement_contradicts_a_measurement(monkeypatch: pytest.MonkeyPatch)
     assert line.endswith("It pays up to concurrency 2, in part by prediction.") and advice.up_to == 2
     assert contradictions(advice) == []
     one = advice.forecast
-    monkeypatch.setattr(Advice, "outcome", lambda *_: Outcome(one.ratio, one.low, one.high, False))
+    monkeypatch.setattr(Advice, "outcome", lambda *_: Speedup(one.ratio, one.low, one.high, False))
     assert contradictions(advice) != []
 
 
@@ -261,7 +278,8 @@ def test_a_measured_concurrency_names_what_was_faster_there() -> None:
     measure(advice, result(one, 1.1, 0.2), result(policy, 1.3), batch=8)
     line = next(line for line in answer(advice) if "at other concurrency" in line)
     assert (
-        "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to 1.35))"
+        "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to "
+        "1.35))"
         in line
     )
 
@@ -269,7 +287,7 @@ def test_a_measured_concurrency_names_what_was_faster_there() -> None:
 def test_a_noisy_machine_and_a_wrong_prediction_are_said() -> None:
     advice = some_advice()
     one = advice.chosen
-    fine = Check(1, (result(one, advice.forecast.ratio),), 1.01, 4, True)
+    fine = Trial(1, (result(one, advice.forecast.ratio),), 1.01, 4, True)
     assert not any(word in checked(advice, fine) for word in ("DISAGREE", "quiet"))
     assert "The machine was not quiet" in checked(advice, replace(fine, again=1.2))
     assert "DISAGREE" in checked(advice, replace(fine, results=(result(one, advice.forecast.low / 2, 0.0),)))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.advise_prompts import Split, read_lines
-from speculon.bench.advise_settings import as_flags, as_toml, merged, next_command, settings, whole, write
+from speculon.advise.prompts import Split, read_lines
+from speculon.advise.settings import as_flags, as_toml, merged, next_command, settings, whole, write
 from speculon.bench.workloads import Case
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.errors import BenchError, ConfigError, InvalidParameter

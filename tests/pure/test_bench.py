@@ -8,11 +8,20 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from speculon.bench.cell import Cell, ms_by_rows, overhead, per_text, profile, quartiles, without_loops
+from speculon.bench.cell import Cell, ms_by_rows, overhead, per_text, profile, without_loops
 from speculon.bench.measure import Measurement, Step, loops
-from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
+from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan, Mode, parse_mode
 from speculon.bench.plan import MODES as MODES_ASKED
-from speculon.bench.rounds import Need, Rounds, equal_acceptance, mean_step_ms, needs, reached, rounds_of
+from speculon.bench.quantiles import quartiles
+from speculon.bench.rounds import (
+    Requirement,
+    RoundCosts,
+    equal_acceptance,
+    mean_step_ms,
+    needs,
+    reached,
+    rounds_of,
+)
 from speculon.bench.run import alternate
 from speculon.bench.tables import (
     accepted,
@@ -31,7 +40,7 @@ from speculon.core import Decision, Draft, SpanKind, Verdict
 from speculon.errors import InvalidParameter, UnknownMethod
 from speculon.telemetry import PARTS, RequestStats
 
-ROUNDS = Rounds(
+ROUNDS = RoundCosts(
     90, 12.5, draft=0.4, target=0.55, rest=0.05, draft_ms_per_position=1.25, tokens_per_target_call=2.5
 )
 NO_ROUNDS: dict[str, object] = {
@@ -65,7 +74,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "rejection": False,
         "rounds": ROUNDS,
         "reached": 0.75,
-        "needed": [Need(1.0, 1.25, 0.2071), Need(1.5, 1.875, 0.5), Need(2.0, 3.5, None)],
+        "needed": [Requirement(1.0, 1.25, 0.2071), Requirement(1.5, 1.875, 0.5), Requirement(2.0, 3.5, None)],
         "ms_by_rows": {1: (5.0, 10), 3: (6.0, 30), 5: (7.0, 90)},
         "profile": dict(zip(PARTS, (0.1, 0.0, 1.2, 8.3, 0.3, 0.0, 0.1), strict=True)),
         "overhead": 0.05,
@@ -74,7 +83,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "different": 0,
         "tie_nats": [],
         "reasons": {"no_match": 3},
-        "diagnosis": None if mode in ("off", AGAIN, STOCK) else "pays",
+        "diagnosis": None if mode in ("off", AGAIN, TRANSFORMERS) else "pays",
         "per_repeat": [200.0, 200.0],
         "speeds": [[200.0, 200.0], [200.0, 200.0]],
     }
@@ -172,7 +181,7 @@ def test_a_mode_may_name_any_policy_there_is(policy: str) -> None:
 )
 def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
     with pytest.raises(InvalidParameter) as error:
-        Plan(modes=(text,))
+        BenchPlan(modes=(text,))
     assert (error.value.name, error.value.value) == ("modes", text)
     form = f"is not METHOD[:K][/POLICY][/RULE]: K goes from 1 to {MAX_DRAFTS}, policies are {', '.join(USUAL_DRAFTS)}, rules "
     assert form + "matching, rejection" in str(error.value)
@@ -183,12 +192,12 @@ def test_plain_decoding_has_neither_a_number_nor_a_policy_nor_a_rule(text: str) 
     with pytest.raises(
         InvalidParameter, match=f"modes = '{text}': off has neither K nor a policy nor a rule"
     ):
-        Plan(modes=(text,))
+        BenchPlan(modes=(text,))
 
 
 def test_plain_decoding_runs_under_no_policy_that_learns() -> None:
-    every = {mode.label: mode for mode in Plan(with_transformers=True).modes_of("code", 1)}
-    assert {every[label].policy("goodput") for label in ("off", AGAIN, STOCK)} == {"fixed"}
+    every = {mode.label: mode for mode in BenchPlan(with_transformers=True).modes_of("code", 1)}
+    assert {every[label].policy("goodput") for label in ("off", AGAIN, TRANSFORMERS)} == {"fixed"}
     assert every["off"].speculation == every[AGAIN].speculation == {"method": "off", "policy": "fixed"}
     learning = [label for label, mode in every.items() if mode.policy("goodput") != "fixed"]
     assert learning == ["auto/adaptive", "auto:8/solo", "auto"]
@@ -223,7 +232,7 @@ def test_a_workload_has_a_temperature(text: str, temperature: float | None) -> N
 )
 def test_a_temperature_that_cannot_be(text: str, said: str) -> None:
     with pytest.raises(InvalidParameter, match=said):
-        Plan(workloads=(text,))
+        BenchPlan(workloads=(text,))
 
 
 @pytest.mark.parametrize(
@@ -243,15 +252,15 @@ def test_a_temperature_that_cannot_be(text: str, said: str) -> None:
 )
 def test_a_plan_that_cannot_be(fields: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
-        Plan(**fields)  # type: ignore[arg-type]
+        BenchPlan(**fields)  # type: ignore[arg-type]
 
 
 def test_plain_decoding_is_measured_twice_and_transformers_only_where_it_does_the_same() -> None:
-    plan = Plan(modes=("ngram:4",), with_transformers=True)
-    assert [mode.label for mode in plan.modes_of("code", 1)] == ["off", "ngram:4", STOCK, AGAIN]
+    plan = BenchPlan(modes=("ngram:4",), with_transformers=True)
+    assert [mode.label for mode in plan.modes_of("code", 1)] == ["off", "ngram:4", TRANSFORMERS, AGAIN]
     assert [mode.label for mode in plan.modes_of("code", 8)] == ["off", "ngram:4", AGAIN]
     assert [mode.label for mode in plan.modes_of("prose", 1)] == ["off", "ngram:4", AGAIN]
-    assert [mode.label for mode in plan.modes_of("prose@0", 1)] == ["off", "ngram:4", STOCK, AGAIN]
+    assert [mode.label for mode in plan.modes_of("prose@0", 1)] == ["off", "ngram:4", TRANSFORMERS, AGAIN]
     assert [mode.label for mode in plan.modes_of("code@1", 1)] == ["off", "ngram:4", AGAIN]
     assert [mode.speculates for mode in plan.modes_of("code", 1)] == [False, True, False, False]
 
@@ -286,13 +295,15 @@ def test_a_planted_rotation_is_seen_to_let_the_same_one_follow() -> None:
 
 
 def test_the_bar_knows_how_many_measurements_there_will_be() -> None:
-    plan = Plan(workloads=("code", "prose"), modes=("ngram:4",), concurrency=(1, 4), prompts=10, repeats=2)
+    plan = BenchPlan(
+        workloads=("code", "prose"), modes=("ngram:4",), concurrency=(1, 4), prompts=10, repeats=2
+    )
     assert plan.measurements == 2 * (3 * (1 + 2 * 10) + 3 * (1 + 2 * 2))
 
 
 @pytest.mark.parametrize("prompts", [16, 30, 33, 40])
 def test_users_of_a_loop_are_written_side_by_side_and_their_edits_one_after_the_other(prompts: int) -> None:
-    plan = Plan(workloads=("warm",), prompts=prompts, repeats=1)
+    plan = BenchPlan(workloads=("warm",), prompts=prompts, repeats=1)
     edits = plan.size(context=1000).edits
     cases = [Case(f"{i % edits}", [1], SamplingParams(), user=f"user {i // edits}") for i in range(prompts)]
     for crowd in plan.concurrency:
@@ -314,8 +325,10 @@ def test_cases_without_a_user_are_taken_as_they_come() -> None:
 
 def test_the_usual_modes_are_those_that_something_drafts_for() -> None:
     lacking = {"draft_model": "no_drafter"}.get
-    assert Plan().at_hand(lambda method: None) == Plan()
-    assert Plan().at_hand(lacking).modes == tuple(mode for mode in MODES_ASKED if "draft_model" not in mode)
+    assert BenchPlan().at_hand(lambda method: None) == BenchPlan()
+    assert BenchPlan().at_hand(lacking).modes == tuple(
+        mode for mode in MODES_ASKED if "draft_model" not in mode
+    )
     assert "draft_model:4" in MODES_ASKED
 
 
@@ -460,15 +473,17 @@ def test_tables_say_what_differs() -> None:
     assert notes(make_cell(different=1, tie_nats=[2e-6])) == [
         "ngram:4: 80 50 % of the drafts at positions 1 to 2 accepted; accepted tokens from ngram 100%",
         "ngram:4: a round that drafts takes 12.5 ms: drafting 40% (1.25 ms a position), target 55%, rest 5%",
-        "ngram:4: needed tok/call (acceptance): 1.25 (21%) for 1x, 1.88 (50%) for 1.5x, 3.50 (impossible) for 2x; "
+        "ngram:4: needed tok/call (acceptance): 1.25 (21%) for 1x, 1.88 (50%) for 1.5x, 3.50 (impossible) "
+        "for 2x; "
         "found 2.50 (75%)",
-        "ngram:4: 1 of 16 texts differ from those of off; where greedy ones part, the candidates are at most 2e-06 nat apart",
+        "ngram:4: 1 of 16 texts differ from those of off; where greedy ones part, the candidates are at most "
+        "2e-06 nat apart",
     ]
     assert accepted(make_cell(per_position=[])) == "-"
 
 
 def test_where_a_steps_time_goes_is_shown_in_shares_that_add_up() -> None:
-    cells = [make_cell("off"), make_cell(), make_cell(STOCK, profile={})]
+    cells = [make_cell("off"), make_cell(), make_cell(TRANSFORMERS, profile={})]
     head, _, *rows = profile_markdown(cells).splitlines()
     assert len(rows) == 2 and all(part in head for part in PARTS)
     assert "| code | 1 | ngram:4 | 10.00 | 1.0% | 0.0% | 12.0% | 83.0% | 3.0% | 0.0% | 1.0% |" in rows
@@ -497,7 +512,8 @@ def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
     assert len(lines) == 4
     assert len({line.count("|") for line in lines}) == 1
     assert lines[2].endswith(
-        "| 12.5 | 40% | 55% | 5% | 1.25 | 2.50 (75%) | 1.25 (21%) | 1.88 (50%) | 3.50 (impossible) | ngram 100% |"
+        "| 12.5 | 40% | 55% | 5% | 1.25 | 2.50 (75%) | 1.25 (21%) | 1.88 (50%) | 3.50 (impossible) | ngram "
+        "100% |"
     )
     assert lines[3].endswith("| 2.50 (75%) | - | - | - | ngram 25%, draft_model 75% |")
 

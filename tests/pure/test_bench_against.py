@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from speculon.bench import against, report
-from speculon.bench.against import Against, Estimate, against_best_fixed, estimate
+from speculon.bench.against import Against, MeanRatio, against_best_fixed, estimate
 from speculon.bench.cell import Cell
 from speculon.bench.diagnosis import GATES, diagnose, gated
-from speculon.bench.plan import AGAIN, STOCK
+from speculon.bench.plan import AGAIN, TRANSFORMERS
 from speculon.bench.report import Report
 from speculon.bench.tables import against_figures, against_markdown, against_table
 from speculon.core import Reason
@@ -99,9 +99,9 @@ def test_pairs_are_those_of_a_group_and_a_repeat() -> None:
     for cell, factor in zip(cells, (1, 2, 1.8, 1), strict=True):
         cell.speeds = [[factor * speed for speed in groups] for groups in weight]
     found = one(cells)
-    assert found.over_best == Estimate(*[pytest.approx(0.9)] * 3) and found.over_plain.ratio == pytest.approx(
-        1.8
-    )
+    assert found.over_best == MeanRatio(
+        *[pytest.approx(0.9)] * 3
+    ) and found.over_plain.ratio == pytest.approx(1.8)
 
 
 def test_the_interval_is_that_of_the_bootstrap() -> None:
@@ -154,7 +154,7 @@ def test_what_wrote_nothing_is_left_out() -> None:
 
 
 def test_transformers_own_loop_is_no_candidate() -> None:
-    cells = [*crowd(auto=[200] * 4), make_cell(STOCK, speeds=[[900.0] * 4])]
+    cells = [*crowd(auto=[200] * 4), make_cell(TRANSFORMERS, speeds=[[900.0] * 4])]
     assert one(cells).picked == ("off", "off")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from speculon.bench.cell import Cell
 from speculon.bench.chart import lay_out
-from speculon.bench.plan import AGAIN, Plan
+from speculon.bench.plan import AGAIN, BenchPlan
 from tests.pure.test_bench import make_cell
 
 
@@ -41,7 +41,8 @@ def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
     assert (
         overlaps(
             cells,
-            "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on "
+            "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so "
+            "on "
             * 2,
         )
         == []
@@ -49,7 +50,7 @@ def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
 
 
 def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
-    plan = Plan()
+    plan = BenchPlan()
     cells = [
         make_cell(mode, workload=name, concurrency=count)
         for name in plan.workloads

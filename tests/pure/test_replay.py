@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculon.bench.replay import BEYOND, OTHERS, OWN, Replay
-from speculon.bench.simulate import Played, play
+from speculon.bench.simulate import SimulationResult, simulate
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
@@ -92,14 +92,14 @@ class Recorder:
 
 def replayed(
     recording: Recording, k: int | None, policy: Policy | None = None, costs: Costs | None = None
-) -> Played:
-    return play(policy or Fixed(), Replay(recording, k), costs=costs)
+) -> SimulationResult:
+    return simulate(policy or Fixed(), Replay(recording, k), costs=costs)
 
 
 @pytest.mark.parametrize("count", [1, 8, 256])
 def test_the_same_policy_reaches_what_the_record_reached(count: int) -> None:
     recording = Recorder().texts(count, lambda at: 0.7, length=60 if count > 8 else LENGTH * 4).done()
-    played, done = replayed(recording, 4), Replay(recording).reached
+    played, done = replayed(recording, 4), Replay(recording).totals
     assert played.tokens == done.tokens and played.accepted == pytest.approx(done.accepted, rel=0.05)
     assert played.rate() == pytest.approx(done.tokens / done.ms, rel=0.04)
     assert max(texts for texts, _, _ in played.rates) == count
@@ -122,17 +122,17 @@ def test_other_numbers_of_drafts_do_as_they_would_have_done() -> None:
     """Fewer drafts than recorded: everything is known. The record of those is the truth."""
     recording = Recorder(k=8).texts(2, lambda at: 0.8, length=2000).done()
     for k in (1, 2, 4):
-        truth = Replay(Recorder(k=k, seed=7).texts(2, lambda at: 0.8, length=2000).done()).reached
+        truth = Replay(Recorder(k=k, seed=7).texts(2, lambda at: 0.8, length=2000).done()).totals
         scene = Replay(recording, k)
-        played = play(Fixed(), scene)
+        played = simulate(Fixed(), scene)
         assert played.tokens == truth.tokens and len(played.rates) == pytest.approx(truth.rounds, rel=0.05)
         assert set(scene.sources) == {OWN}
     beyond = Replay(recording, 16)
-    play(Fixed(), beyond)
+    simulate(Fixed(), beyond)
     assert beyond.sources[BEYOND] > 0.1 * beyond.sources.total(), "more than was verified is told apart"
 
 
-def halves(played: Played) -> tuple[float, float]:
+def halves(played: SimulationResult) -> tuple[float, float]:
     """Tokens per text and round in the first and in the second half of the work."""
     found, tokens = ([], []), 0.0
     for texts, new, _ in played.rates:
@@ -154,12 +154,12 @@ def test_a_replay_in_the_wrong_order_would_be_seen() -> None:
     """The twin: the same proposals, each text's in reverse."""
     recording = Recorder().texts(2, lambda at: 0.9 if at < 300 else 0.0, length=600).done()
     scene = Replay(recording, 4)
-    for past in scene.past:
-        past.seen["model"] = [
+    for past in scene.sequences:
+        past.proposals["model"] = [
             type(seen)(other.at, other.work, seen.k, seen.found, seen.judged, seen.accepted, seen.confidence)
-            for seen, other in zip(past.seen["model"], reversed(past.seen["model"]), strict=True)
+            for seen, other in zip(past.proposals["model"], reversed(past.proposals["model"]), strict=True)
         ][::-1]
-    first, second = halves(play(Fixed(), scene))
+    first, second = halves(simulate(Fixed(), scene))
     assert not (first > 2.2 and second < 1.2)
 
 
@@ -168,7 +168,7 @@ def test_texts_come_when_as_much_work_is_done_as_in_the_record() -> None:
         Recorder().texts(2, lambda at: 0.8, "a").texts(6, lambda at: 0.8, "b").texts(1, lambda at: 0.8, "c")
     )
     recording = recorder.done()
-    assert [past.begins for past in Replay(recording).past] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
+    assert [past.begins for past in Replay(recording).sequences] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
     for k in (0, 1, 4, 16):
         crowds = [texts for texts, _, _ in replayed(recording, k).rates]
         assert crowds[0] == 2 and max(crowds) == 6 and crowds[-1] == 1, k
@@ -178,8 +178,8 @@ def test_texts_come_when_as_much_work_is_done_as_in_the_record() -> None:
 def test_a_text_that_wanted_no_drafts_gets_none() -> None:
     recording = Recorder().texts(1, lambda at: 0.8, "on").texts(1, lambda at: 0.8, "off", off=True).done()
     scene = Replay(recording, 4)
-    assert [text.off for text in (scene.text(i) for i in range(2))] == [None, Reason.OFF_REQUEST]
-    played = play(Fixed(), scene)
+    assert [text.off for text in (scene.sequence(i) for i in range(2))] == [None, Reason.OFF_REQUEST]
+    played = simulate(Fixed(), scene)
     assert sum(bool(drafted) for drafted in played.drafted) < LENGTH < len(played.rates)
 
 
@@ -194,7 +194,7 @@ def test_a_text_that_was_not_asked_borrows_from_others() -> None:
     rounds = Recorder().texts(2, lambda at: 0.8).rounds
     silent_rounds = [r.model_copy(update={"texts": tuple(map(silent, r.texts))}) for r in rounds]
     scene = Replay(Recording(HEADER, silent_rounds), 4)
-    play(Fixed(), scene)
+    simulate(Fixed(), scene)
     assert 0.3 < scene.sources[OTHERS] / scene.sources.total() < 0.7
 
 

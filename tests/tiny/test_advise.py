@@ -16,15 +16,17 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
-from speculon.bench import advise as advise_module
-from speculon.bench import advise_check as check_module
-from speculon.bench import advise_report
-from speculon.bench.advise import Advice, Wish, advise, ways_of
-from speculon.bench.advise_check import Candidate, Check, Result
-from speculon.bench.advise_maths import Fit, Timed, Way, best, total, walk
-from speculon.bench.advise_measure import CYCLES, HALF, PLAIN, RUNS, asking, grid, shadow, time_rounds
-from speculon.bench.advise_prompts import Split
-from speculon.bench.advise_words import answer
+from speculon.advise import report as advise_report
+from speculon.advise import run as advise_module
+from speculon.advise import trial as check_module
+from speculon.advise.advice import Advice
+from speculon.advise.answer import answer
+from speculon.advise.maths import Cascade, Fit, TimedRound, best, total, walk
+from speculon.advise.measure import CYCLES, HALF, PLAIN, RUNS, ks_to_time, request_at, time_rounds
+from speculon.advise.plan import AdvisePlan
+from speculon.advise.prompts import Split
+from speculon.advise.run import advise, cascades_of
+from speculon.advise.trial import Candidate, Result, Trial
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.workloads import Case
 from speculon.cli import app
@@ -96,7 +98,7 @@ def as_dear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, also: tuple[str, ...] = ("ngram",), **costs: float) -> None:
-    timed: list[Timed] = rounds_of(**costs, also=also)
+    timed: list[TimedRound] = rounds_of(**costs, also=also)
     monkeypatch.setattr(advise_module, "time_rounds", lambda *_: timed)
 
 
@@ -128,7 +130,7 @@ def prompts() -> list[str]:
 
 def engine_rounds(llm: LLM, some: list[Case], method: str, k: int) -> tuple[int, int, int, Measurement]:
     """(decoding calls, drafts, accepted drafts) of the engine itself, one text at a time."""
-    made = [measure(llm, [case], asking(method, k)) for case in some]
+    made = [measure(llm, [case], request_at(method, k)) for case in some]
     calls = sum(one.stats.target_calls - 1 for one in made)  # the first token came with the prompt
     drafts = sum(one.stats.drafted_at.total() for one in made)
     return calls, drafts, sum(one.stats.accepted for one in made), made[0]
@@ -141,37 +143,37 @@ def test_the_rounds_walked_are_those_of_the_engine(strange: LLM, own: LLM, tempe
     """
     for llm in (strange, own):
         some = cases(llm, temperature)
-        ways, _ = ways_of(llm, Wish(k=K))
-        assert [way.chain for way in ways] == [
+        cascades, _ = cascades_of(llm, AdvisePlan(k=K))
+        assert [cascade.methods for cascade in cascades] == [
             ("suffix",),
             ("ngram",),
             ("draft_model",),
             ("suffix", "draft_model"),
         ]
-        written = shadow(llm, some, ["suffix", "ngram", "draft_model"], K, 3, lambda n: None)
-        for way in ways:
+        written = record_drafts(llm, some, ["suffix", "ngram", "draft_model"], K, 3, lambda n: None)
+        for cascade in cascades:
             for k in (1, 3, K):
-                done = total(walk(one.text, way.chain, k, Acceptance(fade=1.0)) for one in written)
-                found = engine_rounds(llm, some, way.name, k)
-                assert (done.rounds, done.drafts, done.accepted) == found[:3], (way, k)
-                assert done.drafts > 0 or way.name in ("suffix", "ngram")
+                done = total(walk(one.trace, cascade.methods, k, Acceptance(fade=1.0)) for one in written)
+                found = engine_rounds(llm, some, cascade.name, k)
+                assert (done.rounds, done.drafts, done.accepted) == found[:3], (cascade, k)
+                assert done.drafts > 0 or cascade.name in ("suffix", "ngram")
 
 
 def test_a_walk_at_another_k_is_found_out(own: LLM) -> None:
     """The twin: drafts of one text that are walked for another K than the engine ran do not give its counts."""
-    written = shadow(own, cases(own), ["draft_model"], K, 4, lambda n: None)
-    wrong = total(walk(one.text, ("draft_model",), K - 1, Acceptance(fade=1.0)) for one in written)
+    written = record_drafts(own, cases(own), ["draft_model"], K, 4, lambda n: None)
+    wrong = total(walk(one.trace, ("draft_model",), K - 1, Acceptance(fade=1.0)) for one in written)
     assert (wrong.rounds, wrong.drafts) != engine_rounds(own, cases(own), "draft_model", K)[:2]
 
 
 def test_looking_leaves_no_trace(own: LLM) -> None:
     before = [measure(own, [case], {"method": "off"}).token_ids for case in cases(own)]
-    looked = shadow(own, cases(own), ["suffix", "draft_model"], K, 2, lambda n: None)
+    looked = record_drafts(own, cases(own), ["suffix", "draft_model"], K, 2, lambda n: None)
     time_rounds(own, cases(own), ["suffix", "draft_model"], [1, 2], [1, 2], lambda n: None)
     assert type(own.engine.policy) is Policies and type(own.engine.proposers) is Proposers
     own.engine.check_integrity()
     assert own.engine.pool.available == own.engine.pool.num_blocks
-    assert [measure(own, [case], asking("draft_model", K)).token_ids for case in cases(own)] == before
+    assert [measure(own, [case], request_at("draft_model", K)).token_ids for case in cases(own)] == before
     assert [text.tokens for text in looked] == [len(tokens) for (tokens,) in before]
 
 
@@ -179,7 +181,7 @@ def test_looking_leaves_no_trace(own: LLM) -> None:
 
 
 def test_every_round_is_timed_as_often_as_said(own: LLM) -> None:
-    ks, batches, runs = grid(K), (1, 3), RUNS * CYCLES
+    ks, batches, runs = ks_to_time(K), (1, 3), RUNS * CYCLES
     timed = time_rounds(own, cases(own), ["suffix", "draft_model"], ks, batches, lambda n: None)
     found = Counter((one.sequences, one.drafting, one.rows) for one in timed)
     for batch in batches:
@@ -212,14 +214,14 @@ def test_a_method_that_fails_is_named(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(registry, "_registered", {"broken": lambda config, target: Broken({})})
     llm = LLM(str(folder), prefix_cache=False)
     with pytest.raises(BenchError, match="one of suffix, ngram, broken failed"):
-        advise(llm, split(llm), Wish((1,), k=2, method="broken", repeats=0))
+        advise(llm, split(llm), AdvisePlan((1,), k=2, method="broken", repeats=0))
 
 
 # answers
 
 
 def advised(llm: LLM, **more: Any) -> Advice:
-    return advise(llm, split(llm, **more), Wish(k=K, repeats=0))
+    return advise(llm, split(llm, **more), AdvisePlan(k=K, repeats=0))
 
 
 def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +239,7 @@ def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch:
     llm = LLM(str(folder), prefix_cache=False, speculation={"num_speculative_tokens": K})
     never = SamplingParams(temperature=30.0, seed=1, max_tokens=40)
     some = [Case(text, llm.tokenizer.encode(text), never) for text in PROMPTS]
-    advice = advise(llm, Split.of({"prompts": some}), Wish((1, 2), k=K, method="liar", repeats=0))
+    advice = advise(llm, Split.of({"prompts": some}), AdvisePlan((1, 2), k=K, method="liar", repeats=0))
     said = answer(advice)
     assert (
         not advice.helps
@@ -264,7 +266,7 @@ def test_the_same_draft_at_a_tenth_of_the_cost_is_advised(own: LLM, monkeypatch:
     """The twin of the two above: only the cost is another."""
     plant(monkeypatch, draft=0.1)
     advice = advised(own, temperature=30.0)
-    assert advice.helps and "draft_model" in advice.chosen.way.chain and advice.chosen.k == K
+    assert advice.helps and "draft_model" in advice.chosen.cascade.methods and advice.chosen.k == K
 
 
 def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +282,9 @@ def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytes
         return measured(llm, group, speculation)
 
     monkeypatch.setattr(check_module, "measure", noted)
-    advice = advise(own, split(own, temperature=30.0), Wish((1,), k=K, repeats=2))
-    candidates = [result.candidate for result in advice.checks[0].results]
-    assert Candidate(Way("auto", ("suffix", "draft_model"))) in candidates and len(candidates) == 5
+    advice = advise(own, split(own, temperature=30.0), AdvisePlan((1,), k=K, repeats=2))
+    candidates = [result.candidate for result in advice.trials[0].results]
+    assert Candidate(Cascade("auto", ("suffix", "draft_model"))) in candidates and len(candidates) == 5
     by_group = Counter(name for name, *_ in asked)
     # 2 repeats; the other one warms up, too
     assert set(by_group) == {PROMPTS[1], PROMPTS[3]} and by_group[PROMPTS[3]] == 2 * 7
@@ -303,9 +305,9 @@ def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytes
         return replace(measured(*arguments), ratio=0.5, low=0.4, high=0.6)
 
     monkeypatch.setattr(check_module, "result_of", half_as_fast)
-    advice = advise(own, split(own, temperature=30.0), Wish((1,), k=K, repeats=1))
+    advice = advise(own, split(own, temperature=30.0), AdvisePlan((1,), k=K, repeats=1))
     said = answer(advice)
-    assert best(advice.at(1)).low > 1 and advice.settings == {"method": "off"} and len(advice.checks) == 1
+    assert best(advice.at(1)).low > 1 and advice.settings == {"method": "off"} and len(advice.trials) == 1
     assert "measured 0.50x (0.40 to 0.60) over plain decoding" in said[0]
     assert "PREDICTION AND MEASUREMENT DISAGREE" in said[1]
 
@@ -319,14 +321,14 @@ def test_higher_concurrency_is_measured_where_a_setting_helps(
     """
     plant(monkeypatch, draft=0.0, row=0.0)
 
-    def found(llm: LLM, batch: int, candidates: Any, *_: Any) -> Check:
+    def found(llm: LLM, batch: int, candidates: Any, *_: Any) -> Trial:
         ratios = {one: 1.5 if (one.k is None) is policy else 1.2 for one in candidates}
         results = (Result(one, ratio, ratio - 0.1, ratio + 0.1, 2.0) for one, ratio in ratios.items())
-        return Check(batch, tuple(results), 1.0, 2, True)
+        return Trial(batch, tuple(results), 1.0, 2, True)
 
-    monkeypatch.setattr(advise_module, "check", found)
-    advice = advise(own, split(own, temperature=30.0), Wish((1, 2, 4), k=K))
-    assert [check.concurrency for check in advice.checks] == [1, *higher] and advice.up_to == 4
+    monkeypatch.setattr(advise_module, "run_trial", found)
+    advice = advise(own, split(own, temperature=30.0), AdvisePlan((1, 2, 4), k=K))
+    assert [check.concurrency for check in advice.trials] == [1, *higher] and advice.up_to == 4
     assert advice.settings["policy"] == ("goodput" if policy else "fixed") and not any(
         "neither" in s for s in answer(advice)
     )
@@ -500,4 +502,4 @@ def test_what_cannot_be_advised_on_is_refused(
 
 def test_crowds_and_wishes_of_the_library(own: LLM) -> None:
     with pytest.raises(InvalidParameter, match="max_num_seqs is 32"):
-        advise(own, split(own), Wish((1, 33), k=1))
+        advise(own, split(own), AdvisePlan((1, 33), k=1))

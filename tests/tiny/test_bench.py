@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from speculon import LLM, SamplingParams
 from speculon.bench import workloads
+from speculon.bench.baseline import TransformersBaseline
 from speculon.bench.cell import tie_gap
 from speculon.bench.measure import Measurement, measure, recording
-from speculon.bench.plan import AGAIN, STOCK, Plan, parse_mode
+from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan, parse_mode
 from speculon.bench.run import run
-from speculon.bench.stock import Stock
 from speculon.bench.widen import gated_mlps, widen_target
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.cli import app
@@ -77,7 +77,9 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     assert "| code | 1 | ngram:4 |" in (tmp_path / "new" / "bench.md").read_text()
 
     cells = {(cell["workload"], cell["concurrency"], cell["mode"]): cell for cell in report["cells"]}
-    greedy = [(name, 1, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", STOCK, AGAIN)]
+    greedy = [
+        (name, 1, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", TRANSFORMERS, AGAIN)
+    ]
     crowds = [(name, 2, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", AGAIN)]
     prose = [
         (name, count, mode)
@@ -167,16 +169,16 @@ def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: P
 def test_without_options_the_modes_are_those_that_something_drafts_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    plans: list[Plan] = []
+    plans: list[BenchPlan] = []
 
-    def stop(llm: LLM, plan: Plan, advance: object) -> None:
+    def stop(llm: LLM, plan: BenchPlan, advance: object) -> None:
         plans.append(plan)
         raise BenchError("seen")
 
     monkeypatch.setattr("speculon.commands.bench.compare", stop)
     assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
     assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
-    assert plans[1].modes == tuple(mode for mode in Plan().modes if "eagle3" not in mode)
+    assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
 
 
 def test_it_shows_tables(folder: Path) -> None:
@@ -213,7 +215,7 @@ def drafting(folder: Path) -> LLM:
     return LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "draft": str(folder)})
 
 
-def small(**fields: Any) -> Plan:
+def small(**fields: Any) -> BenchPlan:
     usual: dict[str, Any] = {
         "workloads": ("code",),
         "concurrency": (1,),
@@ -221,7 +223,7 @@ def small(**fields: Any) -> Plan:
         "max_tokens": 16,
         "repeats": 1,
     }
-    return Plan(**(usual | fields))
+    return BenchPlan(**(usual | fields))
 
 
 # mode and time; tokens that its users' pools held before, and after; pools in all
@@ -229,7 +231,7 @@ Pooled = list[tuple[str, int, int, int]]
 
 
 def watch_pools(
-    llm: LLM, plan: Plan, monkeypatch: pytest.MonkeyPatch, pool: Callable[[str], str] = str
+    llm: LLM, plan: BenchPlan, monkeypatch: pytest.MonkeyPatch, pool: Callable[[str], str] = str
 ) -> Pooled:
     """Every measurement of a run."""
     seen: Pooled = []
@@ -367,7 +369,8 @@ def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
     error = json.loads(out)["error"]
     assert (code, error["type"]) == (2, "InvalidParameter")
     assert (
-        f"modes = {modes.rpartition(',')[2]!r}: no_drafter: draft_model needs a checkpoint, given with --draft"
+        f"modes = {modes.rpartition(',')[2]!r}: no_drafter: draft_model needs a checkpoint, given with "
+        "--draft"
         in error["message"]
     )
 
@@ -446,9 +449,9 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:
     llm = LLM(str(folder), prefix_cache=False, fuse=False, rehearse=False)
-    assert Stock(llm).model.num_parameters() == llm.engine.target.num_parameters
+    assert TransformersBaseline(llm).model.num_parameters() == llm.engine.target.num_parameters
     widen_target(llm.engine.target, 1)
-    stock = Stock(llm, 1).model
+    stock = TransformersBaseline(llm, 1).model
     assert stock.num_parameters() == llm.engine.target.num_parameters > 900_000
     assert torch.equal(
         next(gated_mlps(stock)).up_proj.weight, next(gated_mlps(llm.engine.target.model)).up_proj.weight

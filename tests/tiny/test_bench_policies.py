@@ -11,7 +11,7 @@ import pytest
 
 from speculon import LLM
 from speculon.bench.measure import Measurement, in_place, measure
-from speculon.bench.plan import AGAIN, Plan
+from speculon.bench.plan import AGAIN, BenchPlan
 from speculon.bench.run import run, widen
 from speculon.bench.workloads import Case
 from speculon.control.policies import COSTS, Policies
@@ -39,15 +39,17 @@ def held_out(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
 
 
-Rounds = dict[int, set[str | None]]  # policies object -> methods of the sequences whose rounds it observed
+RoundCosts = dict[
+    int, set[str | None]
+]  # policies object -> methods of the sequences whose rounds it observed
 
 
 def policies_in_a_run(
-    llm: LLM, plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, list[Policies]], Rounds]:
+    llm: LLM, plan: BenchPlan, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, list[Policies]], RoundCosts]:
     """The policies in place in each measurement, by mode, and what each of them observed."""
     in_place: dict[str, list[Policies]] = {}
-    observed: Rounds = {}
+    observed: RoundCosts = {}
     observe = Policies.observe
 
     def watched(llm: LLM, cases: list[Case], speculation: dict[str, Any], time: str = "") -> Measurement:
@@ -67,7 +69,7 @@ def policies_in_a_run(
 METHODS = {"off": None, AGAIN: None, "ngram:4": "ngram", "suffix:4": "suffix", "auto": "auto"}
 
 
-def not_its_own(in_place: dict[str, list[Policies]], observed: Rounds) -> list[str]:
+def not_its_own(in_place: dict[str, list[Policies]], observed: RoundCosts) -> list[str]:
     """Modes whose policies changed during the run, or observed rounds of another mode."""
     return [
         mode
@@ -140,7 +142,7 @@ def test_costs_are_known_at_start_where_a_policy_needs_them(
 ) -> None:
     known: list[bool] = []
 
-    def stop(llm: LLM, plan: Plan, advance: object) -> None:
+    def stop(llm: LLM, plan: BenchPlan, advance: object) -> None:
         known.append(llm.engine.policy.costs.known)
         raise BenchError("seen")
 

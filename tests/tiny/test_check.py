@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from speculon import LLM, SamplingParams
 from speculon import verify as verifying
 from speculon.batch import Batch
-from speculon.bench import check as gate
-from speculon.bench import check_sampled
-from speculon.bench.check import Findings, check, tokens_asked
-from speculon.bench.check_chart import lay_out
-from speculon.bench.check_plan import CheckPlan, named
-from speculon.bench.check_same import Margin, Parting, judge, noise
-from speculon.bench.check_texts import watched, whole
+from speculon.check import run as gate
+from speculon.check import sampled as check_sampled
+from speculon.check.arms import watched, whole
+from speculon.check.chart import lay_out
+from speculon.check.exact import Divergence, Margin, judge, noise
+from speculon.check.plan import CheckPlan, named
+from speculon.check.run import Findings, check, tokens_asked
 from speculon.cli import app
 from speculon.commands import check as command
 from speculon.config import SpeculationConfig
@@ -91,7 +91,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sound_engine_passes(sound: Findings) -> None:
-    assert (sound.outcome, sound.problems, sound.doubts) == ("passed", [], [])
+    assert (sound.outcome, sound.problems, sound.gaps) == ("passed", [], [])
     kinds = [one.kind for one in sound.same]
     assert kinds == ["plain", "speculation", "speculation", "control", "speculation", "control"]
     for one in sound.same:
@@ -215,30 +215,28 @@ def test_no_speculation_is_no_pass(folder: Path) -> None:
         speculation={"method": "ngram", "policy": "fixed", "prompt_lookup_min": 32, "prompt_lookup_max": 32},
     )
     found = check(idle, CheckPlan(**TINY))
-    assert found.outcome == "not enough" and not found.problems
+    assert found.outcome == "inconclusive" and not found.problems
     assert (
-        sum("no round was speculative (reasons: no_match" in said for said in found.doubts)
-        == len(found.doubts)
+        sum("no round was speculative (reasons: no_match" in said for said in found.gaps)
+        == len(found.gaps)
         > 5
     )
 
 
 def test_a_control_that_is_not_found_is_no_pass(llm: LLM) -> None:
     found = check(llm, CheckPlan(**{**SMALL, "runs": 16, "positions": 3, "control": 0.2}))
-    assert found.outcome == "not enough" and not found.problems
-    assert any("planted errors were not found; ask for more runs" in said for said in found.doubts)
+    assert found.outcome == "inconclusive" and not found.problems
+    assert any("planted errors were not found; ask for more runs" in said for said in found.gaps)
 
 
 def test_drafts_that_are_always_right_leave_nothing_to_plant(folder: Path) -> None:
     itself = LLM(str(folder), speculation={"method": "draft_model", "policy": "fixed", "draft": str(folder)})
     found = check(itself, CheckPlan(**TINY))
-    assert found.outcome == "not enough" and any("every draft was right" in said for said in found.doubts)
+    assert found.outcome == "inconclusive" and any("every draft was right" in said for said in found.gaps)
 
 
 def test_a_margin_that_says_nothing_is_no_pass() -> None:
-    assert gate.doubts_of_margin(Margin([1.5], half=True)) and not gate.doubts_of_margin(
-        Margin([0.5], half=True)
-    )
+    assert gate.margin_gaps(Margin([1.5], half=True)) and not gate.margin_gaps(Margin([0.5], half=True))
 
 
 # the parts
@@ -257,7 +255,7 @@ def test_a_changed_token_is_judged_by_its_regret(llm: LLM) -> None:
     assert wrong.regret == pytest.approx(high - low, abs=1e-4) and wrong.regret_of_plain == pytest.approx(
         0, abs=1e-6
     )
-    assert short == Parting(1, 7, plain.token_ids[7], None, None, None)
+    assert short == Divergence(1, 7, plain.token_ids[7], None, None, None)
 
 
 def test_the_noise_of_a_seed_is_what_the_engine_draws_with(llm: LLM) -> None:
@@ -376,7 +374,7 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
     report = json.loads(done.stdout)
     assert (done.exit_code, done.stderr, report["outcome"]) == (0, "", "passed"), (
         report["problems"],
-        report["doubts"],
+        report["gaps"],
     )
     assert json.loads((tmp_path / "new" / "check.json").read_text()) == report
     assert (tmp_path / "new" / "check.png").read_bytes().startswith(b"\x89PNG")
@@ -468,7 +466,9 @@ def test_the_picture_shows_every_arm(sound: Findings) -> None:
     left, right = lay_out(sound, "a title").axes
     labels = [text.get_text() for text in left.get_legend().get_texts()]
     assert labels[0] == "chance" and sorted(labels[1:]) == sorted(one.label for one in sound.sampled)
-    planted = sum(p.regret is not None for one in sound.same if one.kind == "control" for p in one.partings)
+    planted = sum(
+        p.regret is not None for one in sound.same if one.kind == "control" for p in one.divergences
+    )
     assert f"planted errors: {planted}" in [text.get_text() for text in right.get_legend().get_texts()]
 
 

@@ -1,4 +1,4 @@
-"""The figures of one mode: medians over pairs with plain decoding, and what the engine did meanwhile."""
+"""The figures of one mode: medians over pairs with plain decoding, and counts of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from speculon.bench.diagnosis import diagnose, gated
 from speculon.bench.measure import Measurement, loops
 from speculon.bench.plan import AGAIN, Mode
-from speculon.bench.rounds import Need, Rounds, decoding, mean_step_ms, needs, reached, rounds_of
+from speculon.bench.quantiles import quartiles
+from speculon.bench.rounds import Requirement, RoundCosts, decoding, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
 from speculon.errors import BenchError
@@ -21,7 +22,7 @@ from speculon.telemetry import PARTS, RequestStats
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-TIE_TOP = 20  # candidates looked at for a tie
+TIE_TOP = 20  # candidates considered for a tie
 
 
 @dataclass(slots=True)
@@ -45,22 +46,20 @@ class Cell:
     tokens_per_target_call: float | None
     acceptance_rate: float | None
     per_position: list[float]
-    sources: dict[str, float]  # who drafted -> share of the accepted tokens
-    # sampled drafts may be accepted by rejection: then texts differ, their distribution does not
-    rejection: bool
-    rounds: Rounds | None  # the split of a call that verified drafts
+    sources: dict[str, float]  # method -> share of the accepted tokens
+    rejection: bool  # sampled drafts are judged by rejection: texts differ, distributions do not
+    rounds: RoundCosts | None  # the split of a call that verified drafts
     reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
-    needed: list[Need]  # at concurrency 1
+    needed: list[Requirement]  # at concurrency 1
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
     profile: dict[str, float]  # part of a decoding step -> mean ms
     overhead: float | None  # share of a decoding step spent neither in the target nor on drafting
     looping: float  # share of texts whose end repeats itself and is not the right answer
     exact: float | None  # share of texts equal to the reference
     different: int  # texts of all repeats that are not those of `off`
-    # how close the two candidates were where a greedy text parted, in the target's own words
-    tie_nats: list[float]
+    tie_nats: list[float]  # gap of the two candidates where a greedy text differs
     reasons: dict[str, int]
-    diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be drafted
+    diagnosis: str | None  # why it did not help, or that it pays; None: it does not speculate
     per_repeat: list[float]  # tokens per second
     speeds: list[list[float]]  # repeat -> group of prompts -> tokens per second
 
@@ -77,7 +76,8 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
     done = stats.speculation()
     if mode.speculates and not stats.rounds and not gated(stats):
         raise BenchError(
-            f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is nothing to compare; "
+            f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is "
+            "nothing to compare; "
             f"reasons: {dict(stats.reasons)}"
         )
     ratios = ratios_of(repeats, plain)
@@ -148,7 +148,7 @@ def ratios_of(repeats: list[list[Measurement]], plain: list[list[Measurement]]) 
 
 
 def noise_of(runs: Runs) -> tuple[float, float]:
-    """Half of the pairs of plain decoding with itself lie within; 1 does, too."""
+    """The range of half of the pairs of plain decoding with itself, extended to 1."""
     low, high = quartiles(ratios_of(runs[AGAIN], runs[OFF]))
     return min(1.0, low), max(1.0, high)
 
@@ -177,8 +177,9 @@ def stuck(one: Measurement, i: int, case: Case) -> bool:
 def without_loops(
     repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]
 ) -> dict[int, list[float]]:
-    """Ratios by case, of measurements of one text where neither side loops: most drafts of a loop are
-    accepted.
+    """Ratios by case, where neither text loops: most drafts of a loop are accepted.
+
+    Of measurements of one text alone.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for groups, others in zip(repeats, plain, strict=True):
@@ -198,8 +199,9 @@ def differences(
 
 
 def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | None:
-    """Nats between the two candidates where a greedy text parts; None when sampled, or where one of the texts
-    ended.
+    """Nats between the two candidates where a greedy text differs.
+
+    None when sampled, or where one of the texts ended.
     """
     at = next((i for i, (m, b) in enumerate(zip(mine, base, strict=False)) if m != b), None)
     if at is None or not case.params.greedy:
@@ -226,7 +228,7 @@ def profile(measurements: list[Measurement]) -> dict[str, float]:
 
 
 def per_text(measurements: list[Measurement]) -> dict[str, float]:
-    """The ms of the decoding steps by the number of texts in them, which falls as the texts of a batch end."""
+    """ms of the decoding steps per text in them: a batch shrinks as its texts end."""
     steps = decoding(measurements)
     texts = sum(step.spans for step in steps)
     return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}
@@ -240,16 +242,3 @@ def overhead(measurements: list[Measurement]) -> float | None:
 def median_or_none(values: list[Any]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return at_share(ordered, 0.25), at_share(ordered, 0.75)
-
-
-def at_share(ordered: list[float], share: float) -> float:
-    """Linear between neighbours."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from speculon.bench.report import commit, versions
+from speculon.bench.provenance import commit, versions
 from speculon.train.head import Eagle3Head
 from speculon.train.teacher import Teacher
 

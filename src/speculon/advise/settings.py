@@ -18,17 +18,14 @@ from speculon.errors import ConfigError, InvalidParameter
 TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
-# no part of what was measured
-OWN = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}
+# settings that the measurement does not depend on
+UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "rehearse"}
 
 
 def settings(
     base: SpeculationConfig, method: str, policy: str, k: int | None, chain: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What is to be set for a method: policy and K, and all else that is not default.
-
-    A draft that nobody asks for is not.
-    """
+    """Method, policy and K, the drafters that are used, and all else that is not default."""
     kept = base.model_dump(
         exclude_defaults=True, exclude={"method", "policy", "num_speculative_tokens", "draft"}
     )
@@ -45,15 +42,13 @@ def settings(
 
 
 def whole(config: EngineConfig, speculation: Mapping[str, Any]) -> dict[str, Any]:
-    """A file that needs no arguments beside it: the model, the engine's settings that are not default, and
-    `[speculation]`.
-    """
-    engine = config.model_dump(mode="json", exclude_defaults=True, exclude=OWN)
+    """All settings of the run: model, the engine's that are not default, and `[speculation]`."""
+    engine = config.model_dump(mode="json", exclude_defaults=True, exclude=UNRELATED)
     return {"model": config.model, **engine, TABLE: dict(speculation)}
 
 
 def as_toml(values: Mapping[str, Any]) -> str:
-    """Top-level values, then the table; what TOML cannot say raises `ConfigError`."""
+    """Top-level values, then the table. Raises `ConfigError` for what TOML cannot express."""
     text = f"{as_lines(values)}\n[{TABLE}]\n{as_lines(values[TABLE])}"
     try:
         read = tomllib.loads(text)
@@ -89,8 +84,9 @@ def as_flags(values: Mapping[str, Any]) -> str:
 
 
 def next_command(path: Path | None, values: Mapping[str, Any]) -> str:
-    """What serves with these settings: by the file, which is read by itself only from the folder it is in;
-    else by flags.
+    """Serves with these settings: by the file, else by flags.
+
+    The engine finds a speculon.toml by itself only in the current folder.
     """
     if path is None:
         return f"speculon serve {as_flags(values)}"
@@ -106,9 +102,7 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> None:
-    """Replaces these settings in the file and leaves all else as it is; the file is replaced whole or not at
-    all.
-    """
+    """Replaces these settings in the file and leaves the rest; the file is replaced atomically."""
     text = merged(path, values)
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -141,15 +135,13 @@ def merged(path: Path, values: Mapping[str, Any]) -> str:
         raise ConfigError(f"{path}: {error}") from None
     if {**before, **values} != after:
         raise ConfigError(
-            f"{path}: its settings are spread in a way that cannot be replaced; write another file"
+            f"{path}: its settings are spread in a cascade that cannot be replaced; write another file"
         )
     return text
 
 
 def kept_lines(text: str, values: Mapping[str, Any]) -> tuple[str, str]:
-    """The lines of a TOML file that stay: those before the first table without these values, and the other
-    tables.
-    """
+    """The lines of a TOML file to keep: those before the first table without these values; other tables."""
     top, tables, table = list[str](), list[str](), None
     for line in text.splitlines(keepends=True):
         if header := HEADER.match(line):

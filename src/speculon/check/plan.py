@@ -1,4 +1,4 @@
-"""What a check asks for: prompts, sizes, ways of sampling. The prompts that come with it need no data."""
+"""What a check is asked for: prompts, sizes, samplers. The prompts that it brings need no data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Q = 0.05  # false discoveries among the rejected cells of a comparison
 OVERALL = 0.01  # level of the test of all cells together
 FEWEST_RUNS = 16
 
-# Each begins something twice, so that look-ups have an earlier place to draft from, and goes on in more than
-# one way.
+# Each begins something twice, so that lookups have a match, and has more than one continuation.
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",
     "The colours are red, green, blue, red, green, blue, red,",
@@ -110,11 +109,11 @@ class CheckPlan:
         return max(1999, 2 * ceil(self.cells / Q))
 
     def chance(self, *what: object) -> random.Random:
-        """Randomness of its own for everything that is named differently."""
+        """A generator of its own for every name."""
         return random.Random(repr((self.seed, *what)))
 
 
 def named(sampler: SamplingParams) -> str:
     """`T 0.8, top_p 0.95`."""
-    said = {name: getattr(sampler, name) for name in sorted(sampler.model_fields_set - {"temperature"})}
-    return ", ".join([f"T {sampler.temperature:g}", *(f"{name} {value}" for name, value in said.items())])
+    names = sorted(sampler.model_fields_set - {"temperature"})
+    return ", ".join([f"T {sampler.temperature:g}", *(f"{name} {getattr(sampler, name)}" for name in names)])

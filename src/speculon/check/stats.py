@@ -1,9 +1,8 @@
-"""Whether two sets of texts come from one distribution: a permutation test of each cell, and one of all cells
-together.
+"""Whether two sets of texts have one distribution: a permutation test of each cell, and one of all.
 
 Under the null hypothesis it does not matter which arm a run belongs to, so the statistic is compared with
-what it is when the runs are dealt out anew (Fisher 1935). That is exact for any number of runs and any
-vocabulary, and asks for no formula.
+its values when the runs are dealt out anew (Fisher 1935). That is exact for any number of runs and any
+vocabulary, and needs no formula.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ RARE = 5  # tokens seen less often, both arms together, are counted as one
 
 
 def deal(first: int, second: int, permutations: int, seed: int) -> Tensor:
-    """Who belongs to the first arm, [1 + permutations, first + second] of 0 and 1: as it was, then dealt out
-    anew.
-    """
+    """1 for runs of the first arm, [1 + permutations, first + second]: as it was, then dealt out anew."""
     runs = first + second
     as_it_was = torch.arange(runs)[None] < first
     order = torch.rand(permutations, runs, generator=torch.Generator().manual_seed(seed)).argsort(-1)
@@ -29,7 +26,7 @@ def deal(first: int, second: int, permutations: int, seed: int) -> Tensor:
 def cells_of(texts: Tensor) -> Iterator[Tensor]:
     """Counts [runs, C] of the C tokens of each position of `texts` [runs, T], then of all positions together.
 
-    The last cell sees a small shift that is the same everywhere.
+    The last cell finds a small shift that is the same everywhere.
     """
     for column in texts.T:
         yield counts_of(column[:, None])
@@ -37,9 +34,7 @@ def cells_of(texts: Tensor) -> Iterator[Tensor]:
 
 
 def counts_of(texts: Tensor) -> Tensor:
-    """How often each run has each token, [runs, C] from [runs, T]; the rare tokens stand in one column
-    together.
-    """
+    """How often each run has each token, [runs, C] from [runs, T]; rare tokens share one column."""
     _, index, seen = texts.unique(return_inverse=True, return_counts=True)
     common = seen >= RARE
     column = torch.where(common, common.cumsum(0) - 1, common.sum())
@@ -48,8 +43,7 @@ def counts_of(texts: Tensor) -> Tensor:
 
 
 def max_z(counts: Tensor, arms: Tensor) -> Tensor:
-    """The largest standardised difference of any token's count, [1 + permutations]; 0 where every run says
-    the same.
+    """The largest standardised difference of any token's count, [1 + permutations]; 0: all runs are equal.
 
     counts: [runs, C] of one cell; arms: [1 + permutations, runs] from `deal`.
     """
@@ -64,15 +58,13 @@ def max_z(counts: Tensor, arms: Tensor) -> Tensor:
 
 
 def p_value(statistic: Tensor) -> float:
-    """How often chance gives as large a value as the first one, itself counted: at least 1 / [1 +
-    permutations].
-    """
+    """The share of values as large as the first one, itself counted: at least 1 / (1 + permutations)."""
     # equal counts may differ by a rounding
     return float((statistic >= statistic[0] * (1 - 1e-5)).double().mean())
 
 
 def rejected(p: list[float], q: float) -> list[int]:
-    """Which hypotheses fall so that at most a share q of them falls wrongly (Benjamini and Hochberg 1995)."""
+    """The rejected hypotheses, at most a share q of them wrongly (Benjamini and Hochberg 1995)."""
     order = sorted(range(len(p)), key=lambda i: p[i])
     last = max((rank for rank, i in enumerate(order, 1) if p[i] <= q * rank / len(p)), default=0)
     return sorted(order[:last])

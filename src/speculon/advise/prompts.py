@@ -1,4 +1,4 @@
-"""The texts that an advice is for: prompts, chats and files of them, or the benchmark's own workloads."""
+"""The prompts that an advice is for: prompts, chats and files of them, or the benchmark's workloads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class Sample:
 
 
 def read_lines(name: str, text: str) -> list[Sample]:
-    """A file with one JSON value a line: a string, {"prompt": ...}, {"messages": [...]}, or a list of
-    messages.
-    """
+    """A file with JSON lines: a string, {"prompt": ...}, {"messages": [...]}, or a list of messages."""
     return [
         Sample(name, read_line(f"{name}:{number}", line))
         for number, line in enumerate(text.splitlines(), 1)
@@ -58,10 +56,7 @@ def read_line(place: str, line: str) -> str | list[dict[str, Any]]:
 def as_cases(
     samples: Sequence[Sample], tokenizer: Tokenizer, params: SamplingParams, chat: bool = False
 ) -> dict[str, list[Case]]:
-    """Cases by group.
-
-    A sampled one gets a seed of its own, so that every measurement writes the same text.
-    """
+    """Cases by group; a sampled one has a seed, so that every measurement writes the same text."""
     found: dict[str, list[Case]] = {}
     for number, sample in enumerate(samples):
         content = (
@@ -75,11 +70,8 @@ def as_cases(
     return found
 
 
-def own_cases(
-    names: Sequence[str], tokenizer: Tokenizer, max_tokens: int, prompts: int, context: int
-) -> dict[str, list[Case]]:
-    """The benchmark's cases of some workloads, each repeatable."""
-    size = Size(prompts, max_tokens, context)
+def workload_cases(names: Sequence[str], tokenizer: Tokenizer, size: Size) -> dict[str, list[Case]]:
+    """The benchmark's cases of some workloads."""
     built = {name: workloads.build(name, tokenizer, size) for name in names}
     return {
         name: [replace(case, name=f"{name}: {case.name}") for case in some] for name, some in built.items()
@@ -88,7 +80,7 @@ def own_cases(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Half of every group is measured, the other half held out to check the advice on."""
+    """Half of every group is measured, the other half is held out for the live measurement."""
 
     measured: list[Case]
     held_out: list[Case]
@@ -99,11 +91,11 @@ class Split:
         if not any(cases.values()):
             raise BenchError("there is no text to measure")
         groups = {case.name: group for group, some in cases.items() for case in some}
-        measured = list(woven(some[::2] for some in cases.values()))
-        return cls(measured, list(woven(some[1::2] for some in cases.values())), groups)
+        measured, held_out = (list(alternated(some[first::2] for some in cases.values())) for first in (0, 1))
+        return cls(measured, held_out, groups)
 
 
-def woven(lists: Iterator[list[Case]]) -> Iterator[Case]:
-    """One of each in turn, so that a crowd has texts of every kind."""
+def alternated(lists: Iterator[list[Case]]) -> Iterator[Case]:
+    """One of each in turn, so that a batch has cases of every group."""
     for row in zip_longest(*lists):
         yield from (case for case in row if case is not None)

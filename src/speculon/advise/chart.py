@@ -7,9 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from speculon.bench.advise import Advice
-from speculon.bench.advise_check import Result
-from speculon.bench.advise_maths import best
+from speculon.advise.advice import Advice
+from speculon.advise.maths import best
+from speculon.advise.trial import Result
 from speculon.bench.chart import COLOURS
 from speculon.bench.rounds import equal_acceptance
 
@@ -20,7 +20,7 @@ DPI = 110
 def draw(advice: Advice, title: str, path: Path) -> Path:
     figure = Figure(figsize=SIZE, layout="constrained")
     by_k, acceptance, by_concurrency = figure.subplots(1, 3)
-    draw_depths(by_k, advice)
+    draw_speeds(by_k, advice)
     draw_acceptance(acceptance, advice)
     draw_concurrency(by_concurrency, advice)
     for panel in (by_k, acceptance, by_concurrency):
@@ -32,24 +32,26 @@ def draw(advice: Advice, title: str, path: Path) -> Path:
     return path
 
 
-def draw_depths(panel: Any, advice: Advice) -> None:
+def draw_speeds(panel: Any, advice: Advice) -> None:
     """Expected speed over K, with its interval, and what was measured live."""
-    batch = advice.wish.at_once
+    batch = advice.plan.at_once
     panel.axhline(1, color="black", linewidth=0.8, label="plain decoding")
-    for colour, way in zip(COLOURS, advice.ways, strict=False):
-        some = sorted(advice.at(batch, way.name), key=lambda one: one.k)
+    for colour, cascade in zip(COLOURS, advice.cascades, strict=False):
+        some = sorted(advice.at(batch, cascade.name), key=lambda one: one.k)
         ks = [one.k for one in some]
-        panel.plot(ks, [one.ratio for one in some], color=colour, marker="o", markersize=3, label=way.name)
+        panel.plot(
+            ks, [one.ratio for one in some], color=colour, marker="o", markersize=3, label=cascade.name
+        )
         panel.fill_between(
             ks, [one.low for one in some], [one.high for one in some], color=colour, alpha=0.12, linewidth=0
         )
-    colours = dict(zip(advice.ways, COLOURS, strict=False))
-    for result in live.results if (live := advice.check_at(batch)) else ():
+    colours = dict(zip(advice.cascades, COLOURS, strict=False))
+    for result in live.results if (live := advice.trial_at(batch)) else ():
         mark(
             panel,
             result.candidate.k or 0,
             result,
-            colours[result.candidate.way] if result.candidate.k else "black",
+            colours[result.candidate.cascade] if result.candidate.k else "black",
         )
     panel.set_xlabel("K, drafts per round (0: set by policy goodput)")
     panel.set_ylabel("x plain decoding (diamonds: measured)")
@@ -64,14 +66,18 @@ def mark(panel: Any, place: Any, result: Result, colour: str) -> None:
 
 def draw_acceptance(panel: Any, advice: Advice) -> None:
     """By K: the acceptance found, and the equal acceptance from which on rounds with that many drafts pay."""
-    batch = advice.wish.at_once
-    for colour, way in zip(COLOURS, advice.ways, strict=False):
-        if len(way.chain) > 1:
+    batch = advice.plan.at_once
+    for colour, cascade in zip(COLOURS, advice.cascades, strict=False):
+        if len(cascade.methods) > 1:
             continue
         found = sorted(
-            (one.k, rate) for one in advice.at(batch, way.name) if (rate := one.acceptance.rate()) is not None
+            (one.k, rate)
+            for one in advice.at(batch, cascade.name)
+            if (rate := one.acceptance.rate()) is not None
         )
-        needed = [(k, equal_acceptance(cost, k)) for k, cost in enumerate(advice.round_costs(way, batch), 1)]
+        needed = [
+            (k, equal_acceptance(cost, k)) for k, cost in enumerate(advice.round_costs(cascade, batch), 1)
+        ]
         panel.plot([k for k, _ in found], [a for _, a in found], color=colour, marker="o", markersize=3)
         some = [(k, a) for k, a in needed if a is not None]
         panel.plot(
@@ -85,9 +91,9 @@ def draw_acceptance(panel: Any, advice: Advice) -> None:
 
 def draw_concurrency(panel: Any, advice: Advice) -> None:
     """The forecast and the best prediction at each concurrency, and what was measured there."""
-    one, batches = advice.forecast, advice.wish.batches
+    one, batches = advice.forecast, advice.plan.batches
     panel.axhline(1, color="black", linewidth=0.8)
-    same = [advice.at(batch, one.way.name, one.k)[0] for batch in batches]
+    same = [advice.at(batch, one.cascade.name, one.k)[0] for batch in batches]
     names = [str(batch) for batch in batches]
     panel.plot(names, [each.ratio for each in same], color="#333333", marker="o", markersize=3)
     panel.fill_between(
@@ -99,8 +105,8 @@ def draw_concurrency(panel: Any, advice: Advice) -> None:
         linewidth=0,
     )
     panel.plot(names, [best(advice.at(batch)).ratio for batch in batches], color="#999999", linestyle="--")
-    for check in advice.checks:
-        if result := check.of(advice.chosen):
-            mark(panel, str(check.concurrency), result, "black")
+    for trial in advice.trials:
+        if result := trial.of(advice.chosen):
+            mark(panel, str(trial.concurrency), result, "black")
     panel.set_xlabel("concurrency")
-    panel.set_title(f"{one.way.name}, K = {one.k} (dashed: best of each)", fontsize=9)
+    panel.set_title(f"{one.cascade.name}, K = {one.k} (dashed: best of each)", fontsize=9)

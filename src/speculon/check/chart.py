@@ -1,6 +1,4 @@
-"""The picture of a check: p-values of its arms beside those of chance, and regrets beside what plain decoding
-does.
-"""
+"""The chart of a check: p-values beside those of chance, and regrets beside plain decoding's."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from speculon.bench.check import Findings
+from speculon.check.run import Findings
 
 COLOURS = {"plain": ("#6b6b6b",), "speculation": ("#2f6f9f", "#4c9a5f"), "control": ("#b5495b", "#e08a2e")}
 FLOOR = 1e-9  # nat: where what did not move at all is drawn
@@ -50,7 +48,7 @@ def draw_p(panel: Any, findings: Findings) -> None:
 
 
 def draw_regrets(panel: Any, findings: Findings) -> None:
-    """How far plain decoding moves by itself, how far texts parted, and the limit; logarithmic."""
+    """How far plain decoding differs from itself, the regrets of texts that differ, and the limit."""
     margin = findings.margin
     moved = sorted(max(nats, FLOOR) for nats in margin.moved)
     share = [1 - i / len(moved) for i in range(len(moved))]
@@ -59,12 +57,16 @@ def draw_regrets(panel: Any, findings: Findings) -> None:
         margin.limit, color="black", linewidth=0.8, linestyle="--", label=f"limit {margin.limit:.1e} nat"
     )
     for height, kind in ((0.35, "speculation"), (0.65, "control")):
-        partings = [parting for one in findings.same if one.kind == kind for parting in one.partings]
-        regrets = [max(parting.regret, FLOOR) for parting in partings if parting.regret is not None]
-        label = f"{'texts that parted' if kind == 'speculation' else 'planted errors'}: {len(regrets)}"
+        divergences = [
+            divergence for one in findings.exact if one.kind == kind for divergence in one.divergences
+        ]
+        regrets = [
+            max(divergence.regret, FLOOR) for divergence in divergences if divergence.regret is not None
+        ]
+        label = f"{'texts that differ' if kind == 'speculation' else 'planted errors'}: {len(regrets)}"
         panel.scatter(regrets, [height] * len(regrets), s=18, alpha=0.6, color=COLOURS[kind][0], label=label)
     panel.set_xscale("log")
     panel.set_xlabel("nat")
-    panel.set_ylabel("share of positions that moved at least so far")
-    panel.set_title("same texts: movement of the best two tokens, and regrets", fontsize=10)
+    panel.set_ylabel("share of positions that changed by at least so much")
+    panel.set_title("same texts: change of the gap of the two best tokens, and regrets", fontsize=10)
     panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 0.95))

@@ -1,9 +1,8 @@
-"""Texts whose distribution should be the plain one: two arms with seeds of their own, compared by a
-permutation test.
+"""Texts whose distribution should be the plain one: arms with seeds of their own, by a permutation test.
 
-plain against plain must not be rejected, or the test means nothing; planted errors must be, or it sees
-nothing. A rejection is repeated with fresh seeds on both sides, and counts only when it comes again: at q =
-0.05 one in twenty comes by chance.
+Plain against plain must not be rejected, and planted errors must be; otherwise the test means nothing. At q =
+0.05 one rejection in twenty is due to chance. So each is repeated with fresh seeds on both sides, and counts
+only if it is rejected again.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speculon.bench.check_plan import OVERALL, CheckPlan, Q
-from speculon.bench.check_stats import cells_of, deal, max_z, p_value, rejected
-from speculon.bench.check_texts import Advance, Work, write
+from speculon.check.arms import Advance, ArmStats, write
+from speculon.check.plan import OVERALL, CheckPlan, Q
+from speculon.check.stats import cells_of, deal, max_z, p_value, rejected
 from speculon.config import MAX_SAMPLES
 from speculon.proposers.registry import OFF
 
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 PLAIN = {"method": OFF}
 RULES = ("matching", "rejection")
-ENDED = -1  # stands behind the end of a text
+ENDED = -1  # after the end of a text
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What was rejected: one position of one prompt and one sampler; position None is all of them together."""
+class CellTest:
+    """The test of one position of one prompt and one sampler; position None: of all together."""
 
     prompt: int
     sampler: int
@@ -49,8 +48,8 @@ class Comparison:
     permutations: int
     p: list[float] = field(repr=False)
     overall: float  # p of all cells together: the sum of their max-z
-    rejected: list[Cell]
-    work: Work
+    rejected: list[CellTest]
+    work: ArmStats
     again: Comparison | None = None  # with fresh seeds, where something was rejected
 
     @property
@@ -59,12 +58,12 @@ class Comparison:
 
     @property
     def found(self) -> bool:
-        """Whether anything speaks against one distribution."""
+        """Whether the test rejects that both are one distribution."""
         return bool(self.rejected) or self.overall <= OVERALL
 
     @property
     def confirmed(self) -> bool:
-        """Whether it does so twice: all cells together, or those that were rejected before."""
+        """Whether it does so twice: by all cells together, or by those that were rejected before."""
         return self.found and self.again is not None and self.again.found
 
 
@@ -73,7 +72,7 @@ class Arm:
     """The texts of each block (prompt, sampler), [runs, positions]."""
 
     blocks: list[Tensor]
-    work: Work
+    work: ArmStats
 
     def __add__(self, other: Arm) -> Arm:
         return Arm([torch.cat(pair) for pair in zip(self.blocks, other.blocks, strict=True)], self.work)
@@ -94,21 +93,21 @@ class Sampled:
             null.again = self.compare("plain, again", "plain", fresh[0], fresh[1], among=null)
         both, found = plain[0] + plain[1], [null]
         for rule in RULES:
-            asked = {"acceptance": rule}
-            mine = self.write(rule, asked)
+            options = {"acceptance": rule}
+            mine = self.write(rule, options)
             first = self.compare(rule, "speculation", both, mine)
             if first.found:
                 fresh = [self.write(f"plain {i} for {rule}", PLAIN) for i in (1, 2)]
-                repeated = self.write(f"{rule} again", asked)
+                repeated = self.write(f"{rule} again", options)
                 first.again = self.compare(
                     f"{first.label}, again", "speculation", fresh[0] + fresh[1], repeated, among=first
                 )
-            planted = self.write(f"{rule} planted", asked, share=self.plan.control)
+            planted = self.write(f"{rule} planted", options, share=self.plan.control)
             found += [first, self.compare(f"{first.label}, planted errors", "control", both, planted)]
         return found
 
     def write(self, arm: str, speculation: Any, share: float = 0.0) -> Arm:
-        """Every block's runs. The seeds are a function of the arm's name: no two arms share one."""
+        """Every block's runs. The seeds depend on the arm's name: no two arms share one."""
         plan, prompts, params = self.plan, [], []
         for prompt, sampler in plan.sampled:
             for done in range(0, plan.runs, MAX_SAMPLES):
@@ -128,9 +127,7 @@ class Sampled:
     def compare(
         self, label: str, kind: str, one: Arm, other: Arm, among: Comparison | None = None
     ) -> Comparison:
-        """A permutation test of every cell and of all; `among` another's rejected cells alone where it has
-        any.
-        """
+        """A permutation test of every cell and of all; of `among`'s rejected cells alone if it has any."""
         runs = len(one.blocks[0]), len(other.blocks[0])
         seed = self.plan.chance("permutations", label).getrandbits(63)
         arms = deal(*runs, self.plan.permutations, seed)
@@ -140,9 +137,11 @@ class Sampled:
                 z = max_z(counts, arms)
                 together += z
                 where = position if position < self.plan.positions else None
-                cells.append(Cell(prompt, sampler, where, p_value(z), float(z[0])))
+                cells.append(CellTest(prompt, sampler, where, p_value(z), float(z[0])))
         before = {(c.prompt, c.sampler, c.position) for c in among.rejected} if among else set()
         tested = [c for c in cells if not before or (c.prompt, c.sampler, c.position) in before]
         p = [c.p for c in tested]
-        fallen = [tested[i] for i in rejected(p, Q)]
-        return Comparison(label, kind, runs, self.plan.permutations, p, p_value(together), fallen, other.work)
+        rejections = [tested[i] for i in rejected(p, Q)]
+        return Comparison(
+            label, kind, runs, self.plan.permutations, p, p_value(together), rejections, other.work
+        )

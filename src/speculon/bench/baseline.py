@@ -1,4 +1,4 @@
-"""The baseline outside: transformers' own generate, on the same checkpoint, dtype and threads."""
+"""The baseline: transformers' generate, with the same checkpoint, dtype and threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from speculon.models.load import locate, quiet
 from speculon.text import Tokenizer
 
 
-class Stock:
-    """A second copy of the weights, in the library's own hands: its attention, its DynamicCache, its loop."""
+class TransformersBaseline:
+    """A second copy of the weights, with the library's attention, DynamicCache and loop."""
 
     def __init__(self, llm: LLM, widened_to: int | None = None):
         target = llm.engine.target
@@ -51,7 +51,7 @@ class Stock:
             row,
             attention_mask=torch.ones_like(row),
             do_sample=False,
-            repetition_penalty=1.0,  # some checkpoints bring another default
+            repetition_penalty=1.0,  # some checkpoints have another default
             max_new_tokens=case.params.max_tokens,
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,

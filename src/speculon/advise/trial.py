@@ -1,6 +1,4 @@
-"""Settings measured live: several candidates against plain decoding on held-out prompts, alternated in one
-run.
-"""
+"""Settings measured live: candidates and plain decoding, alternated in one run on held-out prompts."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from speculon.bench.advise_maths import DRAWS, INTERVAL, Way
-from speculon.bench.advise_measure import FIXED, NO_SPECULATION, asking
-from speculon.bench.cell import at_share
+from speculon.advise.maths import DRAWS, INTERVAL, Cascade
+from speculon.advise.measure import FIXED, NO_SPECULATION, request_at
 from speculon.bench.measure import Measurement, measure
 from speculon.bench.plan import AGAIN, Mode
+from speculon.bench.quantiles import quantile
 from speculon.bench.rounds import decoding
 from speculon.bench.run import alternate
 from speculon.bench.workloads import Case
@@ -29,9 +27,9 @@ GOODPUT = "goodput"  # the policy that sets K by itself
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A setting that may be advised: a method at a fixed K, or under the policy that sets K by itself."""
+    """A setting that may be advised: a cascade at a fixed K, or under the policy that sets K."""
 
-    way: Way
+    cascade: Cascade
     k: int | None = None  # None: set by the policy `goodput`
 
     @property
@@ -41,17 +39,21 @@ class Candidate:
     @property
     def label(self) -> str:
         return (
-            f"`{self.way.name}`, policy `{GOODPUT}`" if self.k is None else f"`{self.way.name}`, K = {self.k}"
+            f"`{self.cascade.name}`, policy `{GOODPUT}`"
+            if self.k is None
+            else f"`{self.cascade.name}`, K = {self.k}"
         )
 
     def request(self, config: SpeculationConfig) -> dict[str, Any]:
-        """What a request says, so that no default of the engine counts."""
-        return asking(self.way.name, USUAL_DRAFTS[GOODPUT](config) if self.k is None else self.k, self.policy)
+        """The options of its requests: no default of the engine counts."""
+        return request_at(
+            self.cascade.name, USUAL_DRAFTS[GOODPUT](config) if self.k is None else self.k, self.policy
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a candidate reached live: decoding speed over plain, prompts left out, with a 90 % interval."""
+    """A candidate's measured decoding speed over plain, prompts left out, with a 90 % interval."""
 
     candidate: Candidate
     ratio: float
@@ -61,7 +63,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Trial:
     """One run at one concurrency."""
 
     concurrency: int
@@ -79,9 +81,7 @@ class Check:
 
 
 class Pair(NamedTuple):
-    """The decoding steps of one measurement, and those of plain decoding on the same prompts in the same
-    repeat.
-    """
+    """The decoding steps of one measurement, and of plain decoding on the same prompts and repeat."""
 
     tokens: int
     ms: float
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
         )
 
 
-def check(
+def run_trial(
     llm: LLM,
     concurrency: int,
     candidates: Sequence[Candidate],
@@ -108,10 +108,8 @@ def check(
     held_out: bool,
     repeats: int,
     advance: Callable[[int], None],
-) -> Check:
-    """All candidates, plain decoding, and plain decoding again, alternated; each group of prompts is paired
-    with itself.
-    """
+) -> Trial:
+    """Candidates, plain decoding, and plain decoding again, alternated; groups of prompts are the pairs."""
     groups = groups_of(cases, concurrency)
     asked = {candidate.label: candidate.request(llm.config.speculation) for candidate in candidates}
     modes = [Mode(name, said) for name, said in {OFF: NO_SPECULATION, **asked, AGAIN: NO_SPECULATION}.items()]
@@ -127,11 +125,11 @@ def check(
     }
     results = tuple(result_of(candidate, pairs[candidate.label]) for candidate in candidates)
     again = ratio_of(pair for group in pairs[AGAIN] for pair in group)
-    return Check(concurrency, results, again, len({case.name for case in cases}), held_out)
+    return Trial(concurrency, results, again, len({case.name for case in cases}), held_out)
 
 
 def result_of(candidate: Candidate, groups: Sequence[Sequence[Pair]]) -> Result:
-    """The interval draws groups of prompts anew, and repeats within each."""
+    """The interval resamples groups of prompts, and repeats within each."""
     rng, every = Random(0), [pair for group in groups for pair in group]
 
     def again() -> Iterable[Pair]:
@@ -140,7 +138,7 @@ def result_of(candidate: Candidate, groups: Sequence[Sequence[Pair]]) -> Result:
         )
 
     drawn = sorted(ratio_of(again()) for _ in range(DRAWS))
-    low, high = (at_share(drawn, share) for share in INTERVAL)
+    low, high = (quantile(drawn, share) for share in INTERVAL)
     per_call = sum(pair.tokens for pair in every) / sum(pair.sequences for pair in every)
     return Result(candidate, ratio_of(every), low, high, per_call)
 
@@ -149,7 +147,7 @@ def ratio_of(pairs: Iterable[Pair]) -> float:
     """Tokens per ms over those of plain decoding."""
     tokens, ms, _, plain_tokens, plain_ms = map(sum, zip(*pairs, strict=True))
     if not tokens or not plain_tokens:
-        raise BenchError("no text of the check had a second token")
+        raise BenchError("no text of the live measurement had a second token")
     return tokens / ms * plain_ms / plain_tokens
 
 
@@ -158,6 +156,6 @@ def groups_of(cases: Sequence[Case], size: int) -> list[list[Case]]:
     return [[cases[(first + i) % len(cases)] for i in range(size)] for first in range(0, len(cases), size)]
 
 
-def checks_total(cases: int, concurrency: int, candidates: int, repeats: int) -> int:
-    """Measurements of one `check`."""
+def trial_measurements(cases: int, concurrency: int, candidates: int, repeats: int) -> int:
+    """Of one trial, its warm-up left out."""
     return (candidates + 2) * repeats * -(-cases // concurrency)

@@ -1,7 +1,7 @@
-"""Texts of one arm of a check, what speculation did for them, and the planted errors of a control.
+"""The texts of one arm of a check, what was speculated, and the planted errors of a control.
 
-An error is planted from outside, over the verdicts of one engine and for the time of one arm; the engine
-knows nothing of it.
+Errors are planted from outside, in the verdicts of one engine and for the time of one arm; its code is
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ Advance = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class Work:
-    """What speculation did in one arm."""
+class ArmStats:
+    """What was speculated in one arm."""
 
     rounds: int = 0
     accepted: int = 0
     by_rejection: int = 0  # rounds whose drafts carried q and were judged with it
     wrong: int = 0  # rounds that ended at a wrong draft
-    planted: int = 0  # of which kept it all the same: the control
+    planted: int = 0  # of these, rounds that kept it: the control
     reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Texts:
-    """Token ids of each text, with the stop token that ended it, in the order asked for; the n texts of a
-    prompt together.
-    """
+    """Token ids of each text with its stop token, in the order of the prompts; n texts of each."""
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
-    work: Work
+    work: ArmStats
 
 
 def write(
@@ -60,7 +58,7 @@ def write(
     chance: random.Random | None = None,
     advance: Advance = lambda n: None,
 ) -> Texts:
-    """All prompts at once, or each by itself; with `share`, that share of the wrong drafts is kept."""
+    """All prompts in one batch, or each `alone`; `share` of the wrong drafts is kept."""
     groups = [slice(i, i + 1) for i in range(len(prompts))] if alone else [slice(None)]
     completions: list[Completion] = []
     with watched(llm.engine, share, chance or random.Random(0)) as work:
@@ -78,16 +76,14 @@ def write(
 
 
 def whole(one: Completion) -> list[int]:
-    """A text with the token that ended it: a stop in another place is a difference, too."""
+    """A text with the token that ended it: another stop is a difference, too."""
     return [*one.token_ids, *([one.stop] if isinstance(one.stop, int) else [])]
 
 
 @contextmanager
-def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Work]:
-    """Counts what is judged by which rule and, where `share` is above 0, keeps that share of the wrong
-    drafts.
-    """
-    work, ask_target = Work(), engine.ask_target
+def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[ArmStats]:
+    """Counts wrong drafts and rounds judged by rejection, and keeps `share` of the wrong drafts."""
+    work, ask_target = ArmStats(), engine.ask_target
 
     def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
         out, verdicts = ask_target(spans, lease, watch)
@@ -110,9 +106,7 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Wor
 
 
 def wrong_draft(span: Span, verdict: Verdict) -> int | None:
-    """The draft that the round's last token stands in place of; None where there is none, or where the text
-    ends.
-    """
+    """The draft that the round's last token replaced; None where there is none, or the text ends."""
     draft, at = span.draft.tokens, verdict.accepted
     if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
         return None
