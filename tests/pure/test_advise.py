@@ -19,6 +19,7 @@ from speculon.advise.maths import (
     TimedRound,
     Walk,
     best,
+    bootstrap_fits,
     break_even,
     by_position,
     dearest_draft,
@@ -71,7 +72,7 @@ def fit_of(draft: float, **more: float) -> Fit:
 def texts_of(
     acceptance: float, method: str = "draft_model", texts: int = 6, length: int = 200, k: int = 8
 ) -> list[Drafts]:
-    """Whether the draft at a place is right depends on the place alone, so that drafts from everywhere agree."""
+    """Whether the draft of a position is right depends on that position alone."""
     rng = random.Random(1)
     found: list[Drafts] = []
     for _ in range(texts):
@@ -114,8 +115,11 @@ def test_the_end_of_a_text_judges_nothing_beyond_it() -> None:
 
 def test_a_chain_asks_the_next_where_the_first_has_nothing() -> None:
     text: Drafts = [
-        {"b": RecordedDraft(2, 1)}, {"a": RecordedDraft(1, 1), "b": RecordedDraft(2, 2)}, {"a": RecordedDraft(2, 0), "b": RecordedDraft(2, 2)}, {}
-    ]  # fmt: skip
+        {"b": RecordedDraft(2, 1)},
+        {"a": RecordedDraft(1, 1), "b": RecordedDraft(2, 2)},
+        {"a": RecordedDraft(2, 0), "b": RecordedDraft(2, 2)},
+        {},
+    ]
     done = walked(text, ["a", "b"], 2)
     assert (done.rounds, done.tokens, done.asked) == (3, 4, (3, 2))
     whole = total([done, done])
@@ -144,10 +148,10 @@ def test_a_drafter_reads_the_prompt_and_what_others_drafted() -> None:
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=40))
-def test_a_walk_counts_every_token_once(k: int, told: list[tuple[int, int]]) -> None:
-    left = len(told)
+def test_a_walk_counts_every_token_once(k: int, drafts: list[tuple[int, int]]) -> None:
+    left = len(drafts)
     text = [
-        {"a": RecordedDraft(n, min(n, right, left - i))} if n else {} for i, (n, right) in enumerate(told)
+        {"a": RecordedDraft(n, min(n, right, left - i))} if n else {} for i, (n, right) in enumerate(drafts)
     ]
     done = walked(text, ["a"], k)
     assert done.tokens == left and 1 <= done.rounds <= left
@@ -155,7 +159,7 @@ def test_a_walk_counts_every_token_once(k: int, told: list[tuple[int, int]]) -> 
 
 
 def test_a_mean_over_all_positions_is_too_high() -> None:
-    """The twin of walking: half of the text is easy, half is hard, and rounds begin mostly in the hard half."""
+    """The twin of walking: half of the text is hard, and rounds begin mostly in that half."""
     hard = {"a": RecordedDraft(4, 0)}
     text = [{"a": RecordedDraft(4, min(4, max(0, 50 - i)))} if i < 50 else hard for i in range(100)]
     naive = mean(1 + here["a"].accepted for here in text)
@@ -246,7 +250,7 @@ def test_break_even_lies_between_what_does_not_pay_and_what_does(costs: list[flo
 
 @pytest.mark.parametrize("draft", [0.1, 0.3])
 def test_a_draft_may_cost_what_makes_the_speed_one(draft: float) -> None:
-    """At the dearest draft speculation is as fast as plain: a little cheaper pays, a little dearer does not."""
+    """At that cost speculation is as fast as plain: a little cheaper pays, a little dearer does not."""
     texts = texts_of(0.7)
     most = dearest_draft(estimates(texts, [DRAFT], KS, rounds_of(draft)))
     assert 0.1 < most < 1
@@ -254,7 +258,7 @@ def test_a_draft_may_cost_what_makes_the_speed_one(draft: float) -> None:
         assert (best(estimates(texts, [DRAFT], KS, rounds_of(cost))).ratio > 1) == faster
 
 
-def test_among_equals_the_shallowest_is_best() -> None:
+def test_among_equals_the_smallest_k_is_best() -> None:
     one = estimates(texts_of(0.5, texts=2), [DRAFT], [1], rounds_of(0.1))[0]
     assert best([replace(one, k=2), one]).k == 1
 
@@ -277,6 +281,6 @@ def test_the_interval_is_wide_where_times_are_noisy() -> None:
     [({"at_once": 3}, "at_once"), ({"k": 0}, "num_speculative_tokens"), ({"k": 65}, "num_speculative_tokens"),
      ({"concurrency": (0,)}, "concurrency"), ({"repeats": -1}, "repeats")],
 )  # fmt: skip
-def test_a_wish_that_cannot_be_is_refused(asked: dict, name: str) -> None:
+def test_a_plan_that_cannot_be_is_refused(asked: dict, name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"^{name} = "):
         AdvisePlan(**asked)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from speculon.advise.advice import Advice, Speedup
-from speculon.advise.answer import answer, checked, headline
+from speculon.advise.answer import answer, headline, measured, warnings
 from speculon.advise.maths import Cascade, DraftTrace, TimedRound, best, bootstrap_fits, break_even
 from speculon.advise.measure import FIXED, Continuation, request_at
 from speculon.advise.plan import AdvisePlan
@@ -66,34 +66,34 @@ def test_a_good_draft_is_advised_with_its_k() -> None:
     speeds = {one.k: one.ratio for one in advice.at(1)}
     assert k == max(speeds, key=speeds.__getitem__) > 1
     assert advice.forecast.low <= advice.forecast.ratio <= advice.forecast.high
-    said = answer(advice)
-    assert said[0].startswith(f"Yes: use `draft_model`, K = {k}. Predicted ") and said[0].endswith(
+    lines = answer(advice)
+    assert lines[0].startswith(f"Yes: use `draft_model`, K = {k}. Predicted ") and lines[0].endswith(
         "; not measured live."
     )
 
 
 def test_a_draft_that_is_never_accepted_is_advised_against() -> None:
     advice = advise(texts_of(0.0), rounds_of(draft=0.05), [DRAFT])
-    said = answer(advice)
+    lines = answer(advice)
     assert not advice.helps and advice.settings == {"method": "off"} and advice.up_to is None
-    assert said[0].startswith(
+    assert lines[0].startswith(
         "No: leave speculation off. `draft_model`, K = 1 is the best prediction: predicted 0."
     )
-    assert any("found: 0%. At that rate not even a free draft pays" in line for line in said)
-    assert not any("It pays up to" in line for line in said)
+    assert any("found: 0%. At that rate not even a free draft pays" in line for line in lines)
+    assert not any("It pays up to" in line for line in lines)
 
 
 def test_the_target_as_its_own_draft_is_advised_against() -> None:
     """Everything is accepted, and every draft costs what a token costs."""
     advice = advise(texts_of(1.0), rounds_of(draft=1.0), [DRAFT])
-    said = answer(advice)
+    lines = answer(advice)
     assert (
         not advice.helps
         and advice.forecast.acceptance.rate() == 1
         and break_even(advice.round_costs(DRAFT, 1)) is None
     )
     begins = "By the cost model `draft_model` could not pay even if every draft were accepted (found: 100%)"
-    line = next(line for line in said if line.startswith(begins))
+    line = next(line for line in lines if line.startswith(begins))
     assert "a draft costs 1.0" in line and "much smaller drafter" in line
 
 
@@ -130,7 +130,7 @@ def test_a_batch_in_which_rows_are_dear_ends_it() -> None:
     assert everywhere.up_to == 8
 
 
-def test_texts_that_loop_are_left_aside_and_reported() -> None:
+def test_texts_that_loop_are_left_out_and_reported() -> None:
     drafts = [*texts_of(0.3, texts=4), *texts_of(1.0, texts=3)]
     advice = advise(drafts, rounds_of(draft=0.3), [DRAFT], loops=(4, 5, 6))
     flattered = advise(drafts, rounds_of(draft=0.3), [DRAFT])
@@ -203,7 +203,7 @@ def test_what_is_predicted_slower_is_advised_where_it_is_measured_faster() -> No
     advice = advise(texts_of(0.0), rounds_of(draft=0.1), [DRAFT])
     assert not advice.helps
     measure(advice, result(advice.chosen, 1.3))
-    assert advice.helps and "DISAGREE" in answer(advice)[1]
+    assert advice.helps and "disagree" in warnings(advice)[0]
 
 
 def test_the_best_prediction_is_not_advised_where_another_is_measured_faster() -> None:
@@ -213,12 +213,12 @@ def test_the_best_prediction_is_not_advised_where_another_is_measured_faster() -
     measure(advice, result(predicted, 1.2), result(policy, 0.9), result(half, 1.5))
     assert advice.chosen == half != predicted
     assert advice.settings["num_speculative_tokens"] == half.k and advice.settings["policy"] == "fixed"
-    said = answer(advice)
-    assert said[0].startswith(
+    lines = answer(advice)
+    assert lines[0].startswith(
         f"Yes: use {half.label}. Measured 1.50x (1.45 to 1.55) over plain decoding at concurrency 1; "
         "predicted "
     )
-    assert said[1].index(half.label) < said[1].index(predicted.label) < said[1].index(policy.label)
+    assert lines[1].index(half.label) < lines[1].index(predicted.label) < lines[1].index(policy.label)
     table = {row[:2]: row[2] for row in rows(advice, 1)}
     assert table[half.cascade.name, str(half.k)] == "1.50x" and table["auto+goodput", "-"] == "0.90x"
 
@@ -228,11 +228,12 @@ def test_the_policy_is_advised_where_it_is_fastest() -> None:
     fixed, policy, *_ = advice.candidates
     measure(advice, result(fixed, 1.2), result(policy, 1.4))
     assert advice.settings == {"method": "auto", "policy": "goodput", "draft": "some/draft"}
-    said = answer(advice)
+    lines = answer(advice)
     assert (
-        said[0].startswith("Yes: use `auto`, policy `goodput`. Measured 1.40x") and "not predicted" in said[0]
+        lines[0].startswith("Yes: use `auto`, policy `goodput`. Measured 1.40x")
+        and "not predicted" in lines[0]
     )
-    line = next(line for line in said if "at other concurrency" in line)
+    line = next(line for line in lines if "at other concurrency" in line)
     assert "4: neither measured nor predicted" in line and line.endswith("It pays up to concurrency 1.")
 
 
@@ -267,7 +268,7 @@ def test_no_statement_contradicts_a_measurement(monkeypatch: pytest.MonkeyPatch)
     assert line.endswith("It pays up to concurrency 2, in part by prediction.") and advice.up_to == 2
     assert contradictions(advice) == []
     one = advice.forecast
-    monkeypatch.setattr(Advice, "outcome", lambda *_: Speedup(one.ratio, one.low, one.high, False))
+    monkeypatch.setattr(Advice, "speedup", lambda *_: Speedup(one.ratio, one.low, one.high, False))
     assert contradictions(advice) != []
 
 
@@ -279,18 +280,25 @@ def test_a_measured_concurrency_names_what_was_faster_there() -> None:
     line = next(line for line in answer(advice) if "at other concurrency" in line)
     assert (
         "8: measured 1.10x (0.90 to 1.30), may not pay (`auto`, policy `goodput`: measured 1.30x (1.25 to "
-        "1.35))"
-        in line
+        "1.35))" in line
     )
 
 
-def test_a_noisy_machine_and_a_wrong_prediction_are_said() -> None:
+def test_a_noisy_machine_and_a_wrong_prediction_are_reported() -> None:
     advice = some_advice()
     one = advice.chosen
     fine = Trial(1, (result(one, advice.forecast.ratio),), 1.01, 4, True)
-    assert not any(word in checked(advice, fine) for word in ("DISAGREE", "quiet"))
-    assert "The machine was not quiet" in checked(advice, replace(fine, again=1.2))
-    assert "DISAGREE" in checked(advice, replace(fine, results=(result(one, advice.forecast.low / 2, 0.0),)))
+    wrong = replace(fine, results=(result(one, advice.forecast.low / 2, 0.0),))
+    found = []
+    for trial in (fine, replace(fine, again=1.2), wrong):
+        advice.trials[:] = [trial]
+        found.append([line for line in warnings(advice) if "concurrency 1" in line])
+    assert found == [
+        [],
+        ["The machine was not quiet at concurrency 1: measure again."],
+        [f"Prediction and measurement disagree at concurrency 1 for {one.label}: the measurement counts."],
+    ]
+    assert "on 4 held-out prompts" in measured(advice, wrong) and warnings(advice)[0] in answer(advice)
 
 
 def test_the_interval_of_a_measurement_is_of_groups_and_of_repeats() -> None:

@@ -59,8 +59,8 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
     found = settings(base, "auto", "fixed", 3, ("suffix", "draft_model"))
     path = tmp_path / "speculon.toml"
     path.write_text(
-        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n[speculation.options]\ny = 1\n'
-        "[serve]\nport = 9000\n"
+        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n'
+        "[speculation.options]\ny = 1\n[serve]\nport = 9000\n"
     )
     write(path, whole(EngineConfig(model="some/model", dtype="bfloat16", threads=2), found))
     read = loads(path, monkeypatch)

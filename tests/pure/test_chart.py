@@ -7,7 +7,7 @@ import pytest
 from speculon.bench.cell import Cell
 from speculon.bench.chart import lay_out
 from speculon.bench.plan import AGAIN, BenchPlan
-from tests.pure.test_bench import make_cell
+from tests.pure.cells import make_cell
 
 
 def overlaps(cells: list[Cell], title: str) -> list[str]:
@@ -42,8 +42,7 @@ def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
         overlaps(
             cells,
             "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so "
-            "on "
-            * 2,
+            "on " * 2,
         )
         == []
     )

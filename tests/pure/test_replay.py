@@ -30,7 +30,7 @@ def call_ms(texts: int, k: int) -> float:
 
 
 class Recorder:
-    """Plays texts with a fixed K for ever new luck, and writes the record of it."""
+    """Plays texts with a fixed K with new random numbers, and writes the record of it."""
 
     def __init__(self, k: int = 4, noise: float = 0.03, seed: int = 0):
         self.k, self.noise, self.random, self.rounds = k, noise, Random(seed), list[Round]()
@@ -42,23 +42,23 @@ class Recorder:
         written = [0] * count
         first = True
         while min(written) < length:
-            told, drafts = [], 0
+            rows, drafts = [], 0
             running = [i for i in range(count) if written[i] < length]
             for i in running:
-                told.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
-                drafts += told[-1].drafted
-                written[i] += told[-1].tokens
-            asked = [t.asked[0].k for t in told if t.asked]
+                rows.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
+                drafts += rows[-1].drafted
+                written[i] += rows[-1].tokens
+            asked = [t.asked[0].k for t in rows if t.asked]
             calls = (
                 {"model": (len(asked), max(asked), self._noisy(call_ms(len(asked), max(asked))))}
                 if asked
                 else {}
             )
             ms = {"propose": sum(ms for _, _, ms in calls.values())}
-            now = {"running": len(told), "waiting": 0, "free_pages": 1, "rows": len(told) + drafts}
-            target_ms = self._noisy(step_ms(len(told), drafts))
+            now = {"running": len(rows), "waiting": 0, "free_pages": 1, "rows": len(rows) + drafts}
+            target_ms = self._noisy(step_ms(len(rows), drafts))
             self.rounds.append(
-                Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(told))
+                Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(rows))
             )
             first = False
         return self
@@ -129,7 +129,7 @@ def test_other_numbers_of_drafts_do_as_they_would_have_done() -> None:
         assert set(scene.sources) == {OWN}
     beyond = Replay(recording, 16)
     simulate(Fixed(), beyond)
-    assert beyond.sources[BEYOND] > 0.1 * beyond.sources.total(), "more than was verified is told apart"
+    assert beyond.sources[BEYOND] > 0.1 * beyond.sources.total(), "more than was verified is counted apart"
 
 
 def halves(played: SimulationResult) -> tuple[float, float]:
@@ -170,8 +170,8 @@ def test_texts_come_when_as_much_work_is_done_as_in_the_record() -> None:
     recording = recorder.done()
     assert [past.begins for past in Replay(recording).sequences] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
     for k in (0, 1, 4, 16):
-        crowds = [texts for texts, _, _ in replayed(recording, k).rates]
-        assert crowds[0] == 2 and max(crowds) == 6 and crowds[-1] == 1, k
+        sizes = [texts for texts, _, _ in replayed(recording, k).rates]
+        assert sizes[0] == 2 and max(sizes) == 6 and sizes[-1] == 1, k
         assert replayed(recording, k).tokens == 9 * LENGTH
 
 
@@ -184,11 +184,11 @@ def test_a_text_that_wanted_no_drafts_gets_none() -> None:
 
 
 def test_a_text_that_was_not_asked_borrows_from_others() -> None:
-    def silent(told: TextRound) -> TextRound:
+    def silent(rows: TextRound) -> TextRound:
         return (
-            told
-            if told.id == "t0"
-            else told.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
+            rows
+            if rows.id == "t0"
+            else rows.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
         )
 
     rounds = Recorder().texts(2, lambda at: 0.8).rounds
@@ -202,10 +202,10 @@ def notes(*rounds: Round, cut: bool = False) -> str:
     return "\n".join(Replay(Recording(HEADER, list(rounds), cut)).notes)
 
 
-def test_what_a_record_cannot_say_is_told() -> None:
+def test_a_note_names_what_a_record_cannot_tell() -> None:
     plain = Recorder().texts(1, lambda at: 0.5, off=True).rounds
-    assert "no replay can tell what drafts would have brought" in notes(*plain)
-    assert "what a draft costs is not known" in notes(*plain)
+    assert "what drafts would have gained is unknown" in notes(*plain)
+    assert "what a draft costs is unknown" in notes(*plain)
     rounds = Recorder().texts(1, lambda at: 0.5).rounds
     able = rounds[0].texts[0].model_copy(update={"methods": {"model": 4, "other": 4}})
     assert "other was never asked" in notes(rounds[0].model_copy(update={"texts": (able,)}), *rounds[1:])
@@ -216,9 +216,9 @@ def test_what_a_record_cannot_say_is_told() -> None:
         *[r.model_copy(update={"proposals": {}}) for r in rounds]
     )
     assert "3 rounds are not in the record" in notes(*rounds[:-1], rounds[-1].model_copy(update={"lost": 3}))
-    assert "not whole" in notes(*rounds, cut=True) and not notes(*rounds)
+    assert "not complete" in notes(*rounds, cut=True) and not notes(*rounds)
     wild = [r.model_copy(update={"target_ms": r.target_ms * (1 + 3 * (i % 2))}) for i, r in enumerate(rounds)]
-    assert "something else ran beside them" in notes(*wild)
+    assert "the machine was not quiet" in notes(*wild)
 
 
 def test_a_record_without_decoding_is_refused() -> None:

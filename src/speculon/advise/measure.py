@@ -81,7 +81,7 @@ class Continuation:
     """A case that was continued plainly, and what each method would have drafted."""
 
     case: Case
-    text: DraftTrace
+    trace: DraftTrace
     tokens: int
     loops: bool  # ends repeating itself, and is not the right answer: easy to draft
 

@@ -1,6 +1,4 @@
-"""Each mode of `speculon bench` has policies of its own, which know the costs of the warm-up and nothing of
-other modes.
-"""
+"""Each mode has policies of its own: with the costs of the warm-up, and its own rounds alone."""
 
 from __future__ import annotations
 
@@ -16,40 +14,19 @@ from speculon.bench.run import run, widen
 from speculon.bench.workloads import Case
 from speculon.control.policies import COSTS, Policies
 from speculon.core import Span, Timing, Verdict
-from speculon.demo import corpus
 from speculon.engine.engine import Engine
 from speculon.errors import BenchError
-from tests.tiny.folders import make_folder, make_library
-from tests.tiny.test_bench import bench, small
+from tests.tiny.bench.plans import bench, small
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("bench") / "model")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_library(tmp_path_factory.mktemp("bench") / "library")
-
-
-@pytest.fixture(autouse=True)
-def held_out(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
-
-
-RoundCosts = dict[
-    int, set[str | None]
-]  # policies object -> methods of the sequences whose rounds it observed
+Observed = dict[int, set[str | None]]  # policies object -> methods of the sequences whose rounds it observed
 
 
 def policies_in_a_run(
     llm: LLM, plan: BenchPlan, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, list[Policies]], RoundCosts]:
+) -> tuple[dict[str, list[Policies]], Observed]:
     """The policies in place in each measurement, by mode, and what each of them observed."""
     in_place: dict[str, list[Policies]] = {}
-    observed: RoundCosts = {}
+    observed: Observed = {}
     observe = Policies.observe
 
     def watched(llm: LLM, cases: list[Case], speculation: dict[str, Any], time: str = "") -> Measurement:
@@ -69,7 +46,7 @@ def policies_in_a_run(
 METHODS = {"off": None, AGAIN: None, "ngram:4": "ngram", "suffix:4": "suffix", "auto": "auto"}
 
 
-def not_its_own(in_place: dict[str, list[Policies]], observed: RoundCosts) -> list[str]:
+def not_its_own(in_place: dict[str, list[Policies]], observed: Observed) -> list[str]:
     """Modes whose policies changed during the run, or observed rounds of another mode."""
     return [
         mode
