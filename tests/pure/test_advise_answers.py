@@ -14,10 +14,11 @@ from speculon.advise.maths import Cascade, DraftTrace, TimedRound, best, bootstr
 from speculon.advise.measure import FIXED, Continuation, request_at
 from speculon.advise.plan import AdvisePlan
 from speculon.advise.prompts import GROUP
-from speculon.advise.tables import rows
+from speculon.advise.tables import rows, speed_table, threshold_table
 from speculon.advise.trial import Candidate, Pair, Result, Trial, result_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams, SpeculationConfig
+from tests.pure.screens import cut_off, on_screen
 from tests.pure.test_advise import BATCHES, BOTH, DRAFT, LOOK, PROMPT, Drafts, rounds_of, texts_of
 
 
@@ -310,3 +311,24 @@ def test_the_interval_of_a_measurement_is_of_groups_and_of_repeats() -> None:
     by_group = result_of(Candidate(DRAFT, 3), [pairs(0.8, 0.8), pairs(1.6, 1.6)] * 3)
     by_repeat = result_of(Candidate(DRAFT, 3), [pairs(0.8, 1.6)])
     assert by_group.low < 1 < by_group.high and by_repeat.low < 1 < by_repeat.high
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_table_is_cut_off(width: int) -> None:
+    advice = some_advice()
+    measure(advice, *(result(one, 12.34) for one in advice.candidates))
+    tables = [speed_table(advice), threshold_table(advice)]
+    assert cut_off(tables, width) == []
+    text = on_screen(tables, width)
+    assert text.count("draft_model") >= len(BATCHES) + 1 and "auto+goodput" in text and "12.34x" in text
+    assert "concurrency 1" in text and "never" not in text
+
+
+def test_a_method_with_a_long_name_wraps() -> None:
+    name = "a_method_of_my_own_with_a_long_name"
+    cascade = Cascade(name, ("draft_model",))
+    tables = [
+        speed_table(advice := advise(texts_of(0.8), rounds_of(draft=0.1), [cascade])),
+        threshold_table(advice),
+    ]
+    assert cut_off(tables, 80) == [] and name not in on_screen(tables, 60) and name in on_screen(tables, 200)

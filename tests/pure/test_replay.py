@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from speculon.bench.replay import BEYOND, OTHERS, OWN, Replay
 from speculon.bench.simulate import SimulationResult, simulate
+from speculon.commands.replay import read_policies, replay, show, verdict
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
@@ -16,6 +18,7 @@ from speculon.control.policy import Policy
 from speculon.core import Reason, SpanKind
 from speculon.errors import RecordError
 from speculon.events import Asked, Header, Recording, Round, TextRound
+from tests.pure.screens import ELLIPSIS
 
 HEADER = Header.model_construct(part=0, run="r", time=0.0)
 LENGTH = 200
@@ -227,3 +230,18 @@ def test_a_record_without_decoding_is_refused() -> None:
     prompts = [r.model_copy(update={"prompt_rows": 3}) for r in Recorder().texts(1, lambda at: 0.5).rounds]
     with pytest.raises(RecordError, match="no round of decoding alone"):
         Replay(Recording(HEADER, prompts))
+
+
+def test_the_command_has_a_verdict_and_a_table_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = Recorder().texts(2, lambda at: 0.8).done()
+    rows = [replay(recording, name, k, 0) for name, k in read_policies("fixed:4,goodput")]
+    recorded = replace(rows[0], policy="as recorded", others=None, beyond=None)
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        show([recorded, recorded, *rows], ["a note"])
+        text = capsys.readouterr().out
+        assert text.startswith("Fastest policy: ") and ELLIPSIS not in text
+        assert "as recorded" in text and "fixed:4" in text and "a note" in text
+    assert verdict([recorded, recorded, rows[0]]) == "No policy is faster than plain decoding in this record."

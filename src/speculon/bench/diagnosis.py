@@ -34,7 +34,7 @@ def diagnose(
     """`call`, `plain`: mean ms of a decoding call per text; `noise`: of plain decoding over itself.
 
     Where most calls had no draft and little was lost, it is the reason for that. Otherwise it is the largest
-    of three losses, in ms per call: rejected drafts (each would have saved a plain call), drafting, verifying.
+    of three losses, in ms per call: rejected drafts (each a plain call), drafting, verifying.
     """
     low, high = noise
     if ratio > high:

@@ -255,7 +255,7 @@ def notes(
     if len(varied) == len({sequences for sequences, _ in varied}):
         yield "the number of drafts never varied by itself: what a draft costs is unknown"
     if replay.misfit > MISFIT:
-        yield f"the time of half of the steps is off by {replay.misfit:.0%} or more: the machine was not quiet"
+        yield f"half of the steps are off by {replay.misfit:.0%} or more: the machine was not quiet"
     if lost := sum(round_.lost for round_ in recording.rounds):
         yield f"{lost} rounds are not in the record: the disk was too slow"
     if recording.cut:

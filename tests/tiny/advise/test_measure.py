@@ -47,7 +47,7 @@ def test_the_rounds_walked_are_those_of_the_engine(strange: LLM, own: LLM, tempe
     drafts.
     """
     for llm in (strange, own):
-        some = cases(llm, temperature)
+        some = cases(llm, temperature, max_tokens=24)
         cascades, _ = cascades_of(llm, AdvisePlan(k=K))
         assert [cascade.methods for cascade in cascades] == [
             ("suffix",),

@@ -34,5 +34,5 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def drafting(folder: Path) -> LLM:
-    """The target is its own draft: what it guesses greedily always stands."""
+    """The target is its own draft: greedy drafts are always accepted."""
     return LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "draft": str(folder)})

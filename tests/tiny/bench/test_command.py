@@ -13,9 +13,10 @@ from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan
 from speculon.bench.run import run
 from speculon.cli import app
 from speculon.errors import BenchError
+from tests.pure.screens import ELLIPSIS
 from tests.tiny.bench.plans import bench, sizes, small
 
-PROMPTS, TOKENS = 2, 96
+PROMPTS, TOKENS = 2, 64
 
 
 def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
@@ -125,12 +126,15 @@ def test_without_options_the_modes_are_those_that_something_drafts_for(
     assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
 
 
-def test_it_shows_tables(folder: Path) -> None:
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_it_shows_a_verdict_and_tables(folder: Path, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
     few = sizes(prompts=1, max_tokens=32)
     code, out, _ = bench(folder, *few, "--modes", "ngram:2")
     assert code == 0
     assert {path.name for path in Path("speculon-bench").iterdir()} == {"bench.json", "bench.md", "bench.png"}
     assert "code, concurrency 1" in out and "off again" in out and "medians of 1 alternated repeats" in out
+    assert out.startswith(("Fastest mode: ngram:2", "No mode is faster")) and ELLIPSIS not in out
 
 
 def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:

@@ -68,13 +68,13 @@ def not_cold(seen: Pooled, edits: int) -> list[str]:
 WARM: dict[str, Any] = {
     "workloads": ("warm",),
     "prompts": 4,
-    "max_tokens": 96,
+    "max_tokens": 40,
     "repeats": 2,
     "concurrency": (1, 2),
 }
 
 
-def test_a_loop_is_cold_at_its_first_edit_in_every_mode_and_repeat_and_warm_after_it(
+def test_pools_are_empty_at_a_users_first_edit_in_every_mode_and_repeat_and_not_after_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
@@ -97,20 +97,20 @@ def test_a_planted_pool_that_is_the_same_every_time_is_seen(
 
 def test_other_workloads_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
-    plan = small(workloads=("code", "edit", "prose", "mixed"), modes=("suffix:4",), prompts=3, max_tokens=96)
+    plan = small(workloads=("code", "edit", "prose", "mixed"), modes=("suffix:4",), prompts=3, max_tokens=40)
     assert {pools for *_, pools in watch_pools(llm, plan, monkeypatch)} == {0}
 
 
-def test_users_that_would_be_forgotten_are_refused(folder: Path) -> None:
+def test_users_whose_pools_would_be_evicted_are_refused(folder: Path) -> None:
     llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "suffix_pools": 3})
     plan = small(
-        workloads=("warm",), modes=("suffix:4", "suffix:8"), concurrency=(2,), prompts=4, max_tokens=96
+        workloads=("warm",), modes=("suffix:4", "suffix:8"), concurrency=(2,), prompts=4, max_tokens=40
     )
     with pytest.raises(InvalidParameter, match="suffix_pools = 3: 2 users in 2 modes take 4"):
         run(llm, plan)
 
 
-def test_a_policy_that_holds_everything_back_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_without_a_draft_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Goodput, "decide", lambda self, seqs, load: [Decision(None, 0, Reason.COST)] * len(seqs)
     )
@@ -144,7 +144,7 @@ def test_transformers_gets_the_same_columns(folder: Path) -> None:
 
 
 class Mute:
-    """Never guesses."""
+    """Never drafts."""
 
     needs = Needs()
 
@@ -161,7 +161,7 @@ class Mute:
     def release(self, seq: Sequence) -> None: ...
 
 
-def test_the_same_for_a_planted_drafter_that_never_guesses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_never_drafts_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {"mute": Mute})
     with pytest.raises(BenchError, match=r"mute:4 ran no speculative round .*'no_match': 14"):
         run(llm, small(modes=("mute:4",)))
@@ -207,7 +207,7 @@ def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -
     assert usual[0] < usual[1]
 
 
-def test_the_gap_where_two_texts_part(llm: LLM) -> None:
+def test_the_gap_where_two_texts_differ(llm: LLM) -> None:
     case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=6))
     output = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=6, logprobs=2))[0]
     assert output.logprobs is not None

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from speculon import verify as verifying
 from speculon.cli import app
 from speculon.commands import check as command
+from tests.pure.screens import ELLIPSIS
 from tests.tiny.check.plans import PROMPTS, credulous
 
 
@@ -82,10 +83,13 @@ def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(
 
 
 def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(verifying, "match", credulous)
     done = speculon(folder, *drafting(draft))
-    assert done.exit_code == 1 and "texts differ by more than a tie, the first: text " in done.stdout
-    assert "failed: texts differ from the target's by more than rounding or chance" in done.stdout
+    words = " ".join(done.stdout.split())
+    assert done.exit_code == 1 and "texts differ by more than a tie, the first: text " in words
+    assert ELLIPSIS not in done.stdout
+    assert "failed: texts differ from the target's by more than rounding or chance" in words
 
 
 def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from speculon.check.chart import lay_out
 from speculon.check.exact import Divergence, Margin, judge, noise
 from speculon.check.plan import CheckPlan, named
 from speculon.check.run import Findings, check, count_tokens
+from speculon.check.tables import terminal
 from speculon.errors import InvalidParameter, TooLong
 from speculon.llm import Completion
+from tests.pure.screens import cut_off, on_screen
 from tests.tiny.check.plans import PROMPTS, SMALL, TINY
 
 
@@ -127,3 +130,16 @@ def test_the_picture_shows_every_arm(sound: Findings) -> None:
 def test_too_long_a_prompt_is_refused_before_anything_is_written(llm: LLM) -> None:
     with pytest.raises(TooLong, match="positions 12 "):
         check(llm, CheckPlan(prompts=("x " * 510,), max_tokens=2, positions=12))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_table_is_cut_off(sound: Findings, width: int) -> None:
+    """With a repetition below what it repeats, and counts as wide as they get."""
+    exact = [replace(one, texts=12345, tokens=1234567) for one in sound.exact]
+    work = replace(sound.sampled[3].work, rounds=123456, accepted=1234567, wrong=123456, planted=123456)
+    sampled = [
+        replace(one, work=work, again=replace(one, label=f"{one.label}, again")) for one in sound.sampled
+    ]
+    tables = [table for table, _ in terminal(replace(sound, exact=exact, sampled=sampled))]
+    assert [table.row_count for table in tables] == [6, 10, 13] and cut_off(tables, width) == []
+    assert "rejection, planted errors, again" in on_screen(tables, 200)
