@@ -107,7 +107,7 @@ def drafts(row: Row) -> str:
     if row.mode == "off":
         return ""
     if row.silent:
-        return "**none, or none stood**"
+        return "**none, or none accepted**"
     return f"{row.accepted / row.drafted:.0%}" if row.drafted and row.accepted is not None else "?"
 
 

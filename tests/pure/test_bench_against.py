@@ -64,9 +64,7 @@ def test_a_planted_choice_on_the_same_half_gives_another_figure(monkeypatch: pyt
 
 
 def test_sampling_noise_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve fixed modes and a policy that differ by noise alone: picked on the same half the fastest by chance
-    seems better.
-    """
+    """Twelve fixed modes and a policy differ by noise alone; picked on the same half, one seems better."""
     monkeypatch.setattr(against, "DRAWS", 20)
     ratios: dict[str, list[float]] = {"honest": [], "planted": []}
     for seed in range(40):

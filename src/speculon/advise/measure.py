@@ -89,7 +89,7 @@ class Continuation:
 def record_drafts(
     llm: LLM, cases: Sequence[Case], methods: Sequence[str], k: int, batch: int, advance: Advance
 ) -> list[Continuation]:
-    """Continues each case plainly, `batch` at once."""
+    """Continues each case plainly, in batches."""
     found: list[Continuation] = []
     for first in range(0, len(cases), batch):
         some = list(cases[first : first + batch])

@@ -1,4 +1,4 @@
-"""What an advice is asked for: concurrency, the largest K, a method, repeats."""
+"""The question of an advice: concurrency, the largest K, a method, repeats."""
 
 from __future__ import annotations
 

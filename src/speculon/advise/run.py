@@ -17,7 +17,7 @@ from speculon.proposers.registry import AUTO, LOOKUPS, OFF
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-BATCH = 8  # sequences written at once while drafts are recorded
+BATCH = 8  # sequences of a batch while drafts are recorded
 
 
 def advise(llm: LLM, split: Split, plan: AdvisePlan, advance: Advance = lambda n: None) -> Advice:
@@ -60,7 +60,7 @@ def cascades_of(llm: LLM, plan: AdvisePlan) -> tuple[list[Cascade], dict[str, st
 
 
 def measure_live(llm: LLM, advice: Advice, split: Split, advance: Advance) -> None:
-    """The candidates at the concurrency asked for; where one pays, at higher concurrency too.
+    """The candidates at the concurrency of the plan; where one pays, at higher concurrency too.
 
     A fixed K is measured at the highest concurrency at which it should pay, a policy at each.
     """

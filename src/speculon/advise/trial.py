@@ -111,8 +111,10 @@ def run_trial(
 ) -> Trial:
     """Candidates, plain decoding, and plain decoding again, alternated; groups of prompts are the pairs."""
     groups = groups_of(cases, concurrency)
-    asked = {candidate.label: candidate.request(llm.config.speculation) for candidate in candidates}
-    modes = [Mode(name, said) for name, said in {OFF: NO_SPECULATION, **asked, AGAIN: NO_SPECULATION}.items()]
+    requests = {candidate.label: candidate.request(llm.config.speculation) for candidate in candidates}
+    modes = [
+        Mode(name, each) for name, each in {OFF: NO_SPECULATION, **requests, AGAIN: NO_SPECULATION}.items()
+    ]
     runs: dict[str, list[list[Measurement]]] = {mode.label: [[] for _ in groups] for mode in modes}
     for mode in modes:  # warm-up, discarded
         measure(llm, groups[0], mode.speculation)

@@ -86,15 +86,15 @@ class BenchPlan:
             parse_mode(mode)
 
     def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
-        """Plain decoding twice, the modes asked for, and transformers where it does the same: greedy, one at
-        a time.
+        """Plain decoding twice, the modes of the plan, and transformers where it is comparable.
+
+        That is: greedy, at concurrency 1.
         """
-        asked = [parse_mode(mode) for mode in self.modes if mode != OFF]
+        modes = [parse_mode(mode) for mode in self.modes if mode != OFF]
         _, temperature = workloads.parse(workload)
-        stock = (
-            [Mode(TRANSFORMERS)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
-        )
-        return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, parse_mode(OFF).speculation)]
+        if self.with_transformers and concurrency == 1 and temperature == 0:
+            modes.append(Mode(TRANSFORMERS))
+        return [parse_mode(OFF), *modes, Mode(AGAIN, parse_mode(OFF).speculation)]
 
     def size(self, context: int) -> Size:
         return Size(self.prompts, self.max_tokens, context, max(self.concurrency))

@@ -29,11 +29,12 @@ def terminal_table(
     table = Table(title=title or None, title_justify="left", title_style="bold", header_style="dim", box=None)
     table.pad_edge, table.collapse_padding = False, True
     for i, name in enumerate(head):
+        longest = max((len(row[i]) for row in rows), default=0)
         if i == 0 or name in words:
-            longest = max((len(row[i]) for row in rows), default=0)
             table.add_column(name, overflow="fold", min_width=min(longest, NARROWEST))
         else:
-            table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True, vertical="bottom")
+            header = name if len(name) <= max(longest, NARROWEST) else name.replace(" ", "\n")
+            table.add_column(header, justify="right", no_wrap=True)
     for i, row in enumerate(rows):
         table.add_row(*row, style=styles[i] if styles else "")
     return table

@@ -204,8 +204,8 @@ def mean_ratio(ratios: Sequence[float]) -> float:
 
 def held_against(row: Against) -> str:
     found = row.over_best
-    said = f"{row.mode} against the best fixed mode: {found.ratio:.2f}x"
-    return f"{said}, 90 % {bounds(found)}: {found.verdict}." if found.low is not None else f"{said}."
+    line = f"{row.mode} against the best fixed mode: {found.ratio:.2f}x"
+    return f"{line}, 90 % {bounds(found)}: {found.verdict}." if found.low is not None else f"{line}."
 
 
 def difference(cell: Cell) -> str | None:

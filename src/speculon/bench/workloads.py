@@ -28,7 +28,7 @@ from speculon.text import Tokenizer
 PROMPT_TOKENS = 256  # of a file that is continued
 FEWEST_TOKENS = 24  # of a docstring's beginning, and of an answer
 DOCSTRING_CHARS = 160
-EDITS = 4  # of one user, where so many users can be served at once
+EDITS = 4  # of one user, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a check is asked for: prompts, sizes, samplers. The prompts that it brings need no data."""
+"""The sizes of a check, its samplers, and prompts that need no data."""
 
 from __future__ import annotations
 
