@@ -85,20 +85,44 @@ def test_a_planted_mode_of_another_form_is_found() -> None:
         [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
 
 
+def words_of(document: str) -> str:
+    """Without line breaks, nor the marks of quoted lines."""
+    return " ".join(re.sub(r"^>", "", document, flags=re.MULTILINE).split())
+
+
 def test_the_default_modes_are_those_in_the_document() -> None:
     listed = ", ".join(f"`{mode}`" for mode in MODES)
-    assert f"are compared, as far as their drafters are given: {listed}." in (
-        ROOT / "docs" / "bench.md"
-    ).read_text(encoding="utf-8")
+    document = words_of((ROOT / "docs" / "bench.md").read_text(encoding="utf-8"))
+    assert f"are compared, as far as their drafters are given: {listed}." in document
 
 
-def untold(answer: list[str], document: str) -> list[str]:
-    """What an answer said and a document does not."""
-    return [line for line in answer if line not in document]
+def missing(parts: list[str], document: str) -> list[str]:
+    """What a record has and a document has not."""
+    return [part for part in parts if words_of(part) not in words_of(document)]
 
 
 def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
-    said = json.loads((ROOT / "docs" / "benchmarks" / "advise" / "advise.json").read_text(encoding="utf-8"))
+    folder = ROOT / "docs" / "benchmarks" / "advise"
+    record = json.loads((folder / "advise.json").read_text(encoding="utf-8"))
     document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
-    assert untold([f"`{said['command']}`", *said["answer"], said["toml"]], document) == []
-    assert untold([said["answer"][0].replace("x", "y")], document) != []
+    parts = [f"`{record['command']}`", record["answer"][0], record["answer"][-1], record["toml"]]
+    assert missing([*parts, f"`{record['next']}`"], document) == []
+    assert missing([record["answer"][0].replace("x", "y")], document) != []
+
+
+def table_rows(lines: list[str]) -> set[tuple[str, ...]]:
+    """(method, concurrency, K, figures) of the lines of a table of speeds."""
+    return {tuple(line.split()) for line in lines if re.match(r"\S+ +\d+ +(\d+|-) .*x", line)}
+
+
+def test_the_speeds_of_the_example_are_those_of_the_record() -> None:
+    record = (ROOT / "docs" / "benchmarks" / "advise" / "advise.md").read_text(encoding="utf-8")
+    rows = {
+        (method, concurrency, *figures[:5])
+        for line in record.splitlines()
+        if re.match(r"\| \d+ \| \S+ \| (\d+|-) \| ", line)
+        for concurrency, method, *figures in [line.strip("| ").split(" | ")]
+    }
+    shown = table_rows((ROOT / "docs" / "advise.md").read_text(encoding="utf-8").splitlines())
+    assert len(shown) == 10 and shown <= rows
+    assert not table_rows(["suffix  1 8  1.71x  1.75x 1.44-2.56  1.86"]) <= rows

@@ -135,14 +135,14 @@ def draft_fields(
             "reached": None,
             "needed": [],
         }
-    comparable = costs and plain_ms and concurrency == 1
+    needed = needs(costs, plain_ms, len(done.per_position)) if costs and plain_ms and concurrency == 1 else []
     return {
         "acceptance_rate": done.acceptance_rate,
         "per_position": done.per_position,
         "sources": {name: n["accepted"] / max(1, done.accepted) for name, n in done.by_source.items()},
         "rounds": costs,
         "reached": reached(done),
-        "needed": needs(costs, plain_ms, len(done.per_position)) if comparable else [],
+        "needed": needed,
     }
 
 

@@ -102,7 +102,7 @@ def greedy(
     plain, batched = run(scored, PLAIN, alone=True), run(scored, PLAIN)
     moved = [nats for texts in (plain, batched) for nats in movements(llm, prompts, texts, top)]
     margin = Margin(moved, half=llm.engine.target.dtype.itemsize < 4)
-    planted = {"share": plan.control, "chance": plan.chance("greedy")}
+    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("greedy")}
     arms = {
         ("greedy, plain batched", "plain"): batched,
         ("greedy, batch size 1", "speculation"): run(params, NO_POOL, alone=True),
@@ -130,7 +130,7 @@ def seeded(
     ]
     many = [prompts[i] for i, _ in blocks]
     plain = write(llm, many, params, PLAIN, advance=advance)
-    planted = {"share": plan.control, "chance": plan.chance("seeded")}
+    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("seeded")}
     arms = {
         ("same seed", "speculation"): write(llm, many, params, MATCHING, advance=advance),
         ("same seed, planted errors", "control"): write(

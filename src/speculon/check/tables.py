@@ -71,7 +71,8 @@ def sampled_rows(findings: Findings) -> Iterator[Row]:
 
 def work_arms(findings: Findings) -> list[ExactResult | Comparison]:
     """Those that speculated."""
-    return [one for one in (*findings.exact, *comparisons(findings)) if one.kind != "plain"]
+    arms: list[ExactResult | Comparison] = [*findings.exact, *comparisons(findings)]
+    return [one for one in arms if one.kind != "plain"]
 
 
 def work_rows(findings: Findings) -> Iterator[Row]:
