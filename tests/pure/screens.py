@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from io import StringIO
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 ELLIPSIS = "…"
+READABLE = {0, 1, 2, 31, 32, 36}  # reset, bold, dim, red, green, cyan: on white and on black
 
 
 def on_screen(tables: Sequence[Table], width: int) -> str:
@@ -17,6 +19,15 @@ def on_screen(tables: Sequence[Table], width: int) -> str:
     for table in tables:
         console.print(table)
     return file.getvalue()
+
+
+def colours(tables: Sequence[Table]) -> set[int]:
+    """Codes of the colours and weights of what is printed, by ECMA-48."""
+    file = StringIO()
+    console = Console(width=80, file=file, force_terminal=True, color_system="standard")
+    for table in tables:
+        console.print(table)
+    return {int(code) for some in re.findall(r"\x1b\[([\d;]+)m", file.getvalue()) for code in some.split(";")}
 
 
 def cut_off(tables: Sequence[Table], width: int) -> list[int]:

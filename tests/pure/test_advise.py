@@ -277,10 +277,10 @@ def test_the_interval_is_wide_where_times_are_noisy() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked, name",
+    "options, name",
     [({"at_once": 3}, "at_once"), ({"k": 0}, "num_speculative_tokens"), ({"k": 65}, "num_speculative_tokens"),
      ({"concurrency": (0,)}, "concurrency"), ({"repeats": -1}, "repeats")],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_is_refused(asked: dict, name: str) -> None:
+def test_a_plan_that_cannot_be_is_refused(options: dict, name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"^{name} = "):
-        AdvisePlan(**asked)
+        AdvisePlan(**options)

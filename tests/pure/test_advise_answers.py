@@ -244,9 +244,9 @@ def contradictions(advice: Advice) -> list[str]:
     """
     found = []
     for line in answer(advice):
-        for batch, told in re.findall(r"(\d+): ((?:measured|predicted) [\d.]+x)", line):
+        for batch, part in re.findall(r"(\d+): ((?:measured|predicted) [\d.]+x)", line):
             live = advice.trial_at(int(batch))
-            if live and (one := live.of(advice.chosen)) and told != f"measured {one.ratio:.2f}x":
+            if live and (one := live.of(advice.chosen)) and part != f"measured {one.ratio:.2f}x":
                 found.append(line)
     return found
 
@@ -321,7 +321,7 @@ def test_no_table_is_cut_off(width: int) -> None:
     assert cut_off(tables, width) == []
     text = on_screen(tables, width)
     assert text.count("draft_model") >= len(BATCHES) + 1 and "auto+goodput" in text and "12.34x" in text
-    assert "concurrency 1" in text and "never" not in text
+    assert "drafts at concurrency 1" in text and "never" not in text
 
 
 def test_a_method_with_a_long_name_wraps() -> None:

@@ -77,8 +77,8 @@ def test_steps_with_prompt_tokens_do_not_count_as_decoding() -> None:
 def test_the_split_of_a_round_is_that_of_the_calls_that_verified_drafts() -> None:
     steps = [
         Step(100, 2, 2, False, timed(5, 90, 100)),
-        Step(2, 2, 2, True, timed(9, 4, 15)),  # nothing guessed: none of its time counts
-        Step(7, 2, 3, True, timed(3, 12, 16)),  # one text with 4 guesses, one with 1
+        Step(2, 2, 2, True, timed(9, 4, 15)),  # no draft: none of its time counts
+        Step(7, 2, 3, True, timed(3, 12, 16)),  # one sequence with 4 drafts, one with 1
         Step(5, 2, 5, True, timed(1, 20, 24)),
     ]
     one = Measurement(0.5, [[1], [2]], ["", ""], steps=steps)

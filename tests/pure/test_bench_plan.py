@@ -1,4 +1,4 @@
-"""What a benchmark may be asked for: modes, workloads, sizes, and the order of its measurements."""
+"""The plan of a benchmark: modes, workloads, sizes, and the order of its measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixe
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "policies"),  # the policy where the engine is set to goodput, and to adaptive
+    ("text", "options", "policies"),  # the policy where the engine is set to goodput, and to adaptive
     [
         ("off", {"method": "off", "policy": "fixed"}, ("fixed", "fixed")),
         ("draft_model:4", FIXED_4, ("fixed", "fixed")),
@@ -35,12 +35,12 @@ FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixe
     ],
 )
 def test_a_mode_is_a_method_with_a_number_a_policy_and_a_rule(
-    text: str, asked: dict[str, object], policies: tuple[str, str]
+    text: str, options: dict[str, object], policies: tuple[str, str]
 ) -> None:
     mode = parse_mode(text)
-    assert (mode.label, dict(mode.speculation)) == (text, asked)
+    assert (mode.label, dict(mode.speculation)) == (text, options)
     assert (mode.policy("goodput"), mode.policy("adaptive")) == policies
-    RequestSpeculation(**asked)  # type: ignore[arg-type]
+    RequestSpeculation(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", USUAL_DRAFTS)

@@ -23,7 +23,7 @@ from speculon.bench.tables import (
 )
 from speculon.telemetry import PARTS
 from tests.pure.cells import NO_ROUNDS, make_cell
-from tests.pure.screens import cut_off, on_screen
+from tests.pure.screens import READABLE, colours, cut_off, on_screen
 
 LONG = "draft_model:16/adaptive/rejection"
 
@@ -176,3 +176,10 @@ def test_a_column_of_words_wraps_and_one_of_figures_never_does() -> None:
     rows = [["word " * 30, "1234567", "a sentence " * 5]]
     text = on_screen([terminal_table("title", ("words", "figures", "more"), rows, words=("more",))], 80)
     assert text.count("word") >= 30 and text.count("sentence") == 5 and "1234567" in text
+
+
+def test_colours_are_readable_on_dark_and_on_light() -> None:
+    assert 1 < len(colours([*map(speed_table, worst_cells()), against_table(wide_against())]) & READABLE)
+    assert colours([*map(speed_table, worst_cells()), against_table(wide_against())]) <= READABLE
+    planted = terminal_table("title", ("a",), [["1"]], styles=["yellow"])
+    assert 33 in colours([planted]) - READABLE

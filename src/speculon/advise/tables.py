@@ -101,9 +101,9 @@ def speed_table(advice: Advice) -> Table:
 def threshold_table(advice: Advice) -> Table:
     """What drafts have to be for a method to pay, at the concurrency of the settings."""
     batch = advice.plan.at_once
-    body = [(*each[:2], *each[-len(THRESHOLDS) :]) for each in rows(advice, batch)]
-    title = f"acceptance and cost of a draft, concurrency {batch}"
-    return terminal_table(title, ("method", "K", *THRESHOLDS), body)
+    found = [(each[:2], each[-len(THRESHOLDS) :]) for each in rows(advice, batch)]
+    body = [(*label, *figures) for label, figures in found if set(figures) != {"-"}]
+    return terminal_table(f"drafts at concurrency {batch}", ("method", "K", *THRESHOLDS), body)
 
 
 # for the file

@@ -48,14 +48,14 @@ def test_a_drafter_that_never_hits_is_advised_against(folder: Path, monkeypatch:
     never = SamplingParams(temperature=30.0, seed=1, max_tokens=40)
     some = [Case(text, llm.tokenizer.encode(text), never) for text in PROMPTS]
     advice = advise(llm, Split.of({"prompts": some}), AdvisePlan((1, 2), k=K, method="liar", repeats=0))
-    said = answer(advice)
+    lines = answer(advice)
     assert (
         not advice.helps
         and advice.settings == {"method": "off"}
-        and said[0].startswith("No: leave speculation off")
+        and lines[0].startswith("No: leave speculation off")
     )
     assert all((one.acceptance.rate() or 0) < 0.1 and one.ratio < 1 for one in advice.at(1, "liar"))
-    assert any("`liar` pays from" in line and "not even a free draft pays" in line for line in said)
+    assert any("`liar` pays from" in line and "not even a free draft pays" in line for line in lines)
 
 
 def test_the_target_as_its_own_draft_is_advised_against(own: LLM, as_dear: None) -> None:
@@ -82,24 +82,25 @@ def test_several_candidates_are_measured_in_one_run(own: LLM, monkeypatch: pytes
     `goodput` among them.
     """
     plant(monkeypatch, draft=0.1)
-    asked: list[tuple[str, str, str]] = []
+    requests: list[tuple[str, str, str]] = []
     measured = check_module.measure
 
     def noted(llm: LLM, group: list[Case], speculation: Any) -> Measurement:
-        asked.append((group[0].name, speculation["method"], speculation["policy"]))
+        requests.append((group[0].name, speculation["method"], speculation["policy"]))
         return measured(llm, group, speculation)
 
     monkeypatch.setattr(check_module, "measure", noted)
     advice = advise(own, split(own, temperature=30.0), AdvisePlan((1,), k=K, repeats=2))
     candidates = [result.candidate for result in advice.trials[0].results]
     assert Candidate(Cascade("auto", ("suffix", "draft_model"))) in candidates and len(candidates) == 5
-    by_group = Counter(name for name, *_ in asked)
+    by_group = Counter(name for name, *_ in requests)
     # 2 repeats; the other one warms up, too
     assert set(by_group) == {PROMPTS[1], PROMPTS[3]} and by_group[PROMPTS[3]] == 2 * 7
     assert (
-        Counter(asked)[PROMPTS[3], "auto", "goodput"] == 2 and Counter(asked)[PROMPTS[3], "off", "fixed"] == 4
+        Counter(requests)[PROMPTS[3], "auto", "goodput"] == 2
+        and Counter(requests)[PROMPTS[3], "off", "fixed"] == 4
     )
-    assert {policy for _, _, policy in asked} == {"fixed", "goodput"}
+    assert {policy for _, _, policy in requests} == {"fixed", "goodput"}
 
 
 def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +115,10 @@ def test_a_measurement_overrules_what_was_predicted(own: LLM, monkeypatch: pytes
 
     monkeypatch.setattr(check_module, "result_of", half_as_fast)
     advice = advise(own, split(own, temperature=30.0), AdvisePlan((1,), k=K, repeats=1))
-    said = answer(advice)
+    lines = answer(advice)
     assert best(advice.at(1)).low > 1 and advice.settings == {"method": "off"} and len(advice.trials) == 1
-    assert "measured 0.50x (0.40 to 0.60) over plain decoding" in said[0]
-    assert any(line.startswith("Prediction and measurement disagree") for line in said)
+    assert "measured 0.50x (0.40 to 0.60) over plain decoding" in lines[0]
+    assert any(line.startswith("Prediction and measurement disagree") for line in lines)
 
 
 @pytest.mark.parametrize("policy, higher", [(True, [2, 4]), (False, [4])])

@@ -37,26 +37,26 @@ def test_it_answers_writes_and_what_it_writes_is_used(
         "--json",
     )
     assert (code, err) == (0, "")
-    said = json.loads(out)
-    assert json.loads((tmp_path / "new" / "advise.json").read_text()) == said
+    record = json.loads(out)
+    assert json.loads((tmp_path / "new" / "advise.json").read_text()) == record
     assert (tmp_path / "new" / "advise.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "new" / "advise.md").read_text()
-    assert said["answer"][0] in text and "| 2 | draft_model |" in text and said["toml"] in text
+    assert record["answer"][0] in text and "| 2 | draft_model |" in text and record["toml"] in text
     assert "| draft_model | 100% | 100% | 100% | 100% |" in text and "| target | 2 | " in text
-    assert (tmp_path / "new" / "speculon.toml").read_text() == said["toml"] and said["next"].endswith(
+    assert (tmp_path / "new" / "speculon.toml").read_text() == record["toml"] and record["next"].endswith(
         "/mine.toml speculon serve"
     )
-    assert {one["method"] for one in said["estimates"]} == {"suffix", "ngram", "draft_model", "auto"}
-    assert all(one["low"] <= one["high"] for one in said["estimates"])
-    own = next(one for one in said["estimates"] if one["method"] == "draft_model")
-    assert own["acceptance"] == 1 and len(said["texts"]) == 2 and said["trials"][0]["held_out"] is True
-    assert {"auto"} == {one["method"] for one in said["trials"][0]["results"] if one["policy"] == "goodput"}
+    assert {one["method"] for one in record["estimates"]} == {"suffix", "ngram", "draft_model", "auto"}
+    assert all(one["low"] <= one["high"] for one in record["estimates"])
+    own = next(one for one in record["estimates"] if one["method"] == "draft_model")
+    assert own["acceptance"] == 1 and len(record["texts"]) == 2 and record["trials"][0]["held_out"] is True
+    assert {"auto"} == {one["method"] for one in record["trials"][0]["results"] if one["policy"] == "goodput"}
 
     monkeypatch.setenv("SPECULON_CONFIG", str(toml))
     config = EngineConfig()
     assert config.block_size == 8 and config.model == str(folder)
-    assert {name: getattr(config.speculation, name) for name in said["settings"]} == said["settings"]
-    flags = said["flags"].split()
+    assert {name: getattr(config.speculation, name) for name in record["settings"]} == record["settings"]
+    flags = record["flags"].split()
     done = CliRunner().invoke(
         app, ["generate", "--model", str(folder), "--prompt", "x", "--max-tokens", "2", *flags]
     )
@@ -71,7 +71,7 @@ def test_for_a_person_it_is_a_verdict_tables_and_settings(
     few = ["--workloads", "code", "--max-tokens", "40", "--concurrency", "1", "--repeats", "1"]
     code, out, err = cli(folder, *few, "--num-speculative-tokens", "2")
     assert code == 0 and out.startswith(("Yes: use", "No: leave speculation off")) and ELLIPSIS not in out
-    parts = ("speed over plain decoding", "acceptance and cost of a draft", "auto+goodput", "speculon.toml:")
+    parts = ("speed over plain decoding", "drafts at concurrency 1", "auto+goodput", "speculon.toml:")
     for part in (*parts, "[speculation]", "or: --model"):
         assert part in out
     assert "next: SPECULON_CONFIG=speculon-advise/speculon.toml speculon serve" in out
@@ -88,9 +88,9 @@ def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("four")
     sizes = ["--max-tokens", "8", "--concurrency", "1", "--num-speculative-tokens", "1", "--repeats", "0"]
     code, out, _ = cli(folder, "--prompt-file", "a.jsonl", "--prompt-file", "b.txt", *sizes, "--json")
-    said = json.loads(out)
-    assert code == 0 and [text["name"] for text in said["texts"]] == ["a.jsonl 1", "b.txt 4", "a.jsonl 3"]
-    assert said["trials"] == [] and set(said["groups"]) == {"a.jsonl", "b.txt"}
+    record = json.loads(out)
+    assert code == 0 and [text["name"] for text in record["texts"]] == ["a.jsonl 1", "b.txt 4", "a.jsonl 3"]
+    assert record["trials"] == [] and set(record["groups"]) == {"a.jsonl", "b.txt"}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_measuring_leaves_no_trace(own: LLM) -> None:
     assert [text.tokens for text in looked] == [len(tokens) for (tokens,) in before]
 
 
-def test_every_round_is_timed_as_often_as_said(own: LLM) -> None:
+def test_every_round_is_timed_as_often_as_announced(own: LLM) -> None:
     ks, batches, runs = ks_to_time(K), (1, 3), RUNS * CYCLES
     timed = time_rounds(own, cases(own), ["suffix", "draft_model"], ks, batches, lambda n: None)
     found = Counter((one.sequences, one.drafting, one.rows) for one in timed)

@@ -86,7 +86,7 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
 def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: Path) -> None:
     few = sizes(prompts=2, max_tokens=48)
     out = tmp_path / "new"
-    code, said, _ = bench(
+    code, text, _ = bench(
         folder,
         *few,
         "--modes",
@@ -96,7 +96,7 @@ def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: P
         "--out",
         str(out),
     )
-    assert code == 0 and "policies against the best fixed mode" in said
+    assert code == 0 and "policies against the best fixed mode" in text
     report = json.loads((out / "bench.json").read_text())
     fixed = dict.fromkeys(("off", "ngram:4", "suffix:8", AGAIN), "fixed")
     assert {cell["mode"]: cell["policy"] for cell in report["cells"]} == {
@@ -161,8 +161,8 @@ def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path)
         "draft_model",
     }
     assert report["model"]["drafts"] == {"draft_model": "model"} and report["model"]["widened_to"] is None
-    said = (tmp_path / "new" / "bench.md").read_text()
-    assert "draft_model model;" in said and "| draft_model 100% |" in said
+    text = (tmp_path / "new" / "bench.md").read_text()
+    assert "draft_model model;" in text and "| draft_model 100% |" in text
 
 
 def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(folder: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tm
         next(c["ms_by_rows"]["1"][0] for c in report["cells"] if c["mode"] == "off") for report in reports
     ]
     assert forward[1] > forward[0]
-    said = "model widened to 3 M parameters: the same function at the call cost of a larger model, 3.0 M"
+    text = "model widened to 3 M parameters: the same function at the call cost of a larger model, 3.0 M"
     assert (
-        said in (tmp_path / "wide" / "bench.md").read_text()
+        text in (tmp_path / "wide" / "bench.md").read_text()
         and "widened" not in (tmp_path / "as it is" / "bench.md").read_text()
     )
 

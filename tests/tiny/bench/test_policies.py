@@ -111,7 +111,7 @@ def test_planted_policies_that_are_made_anew_each_time_are_seen(
         pytest.param(["--modes", "ngram:4,suffix/fixed"], False, id="fixed modes alone"),
         pytest.param(["--modes", "ngram:4,suffix:4/goodput"], True, id="a mode with a policy"),
         pytest.param(["--modes", "suffix", "--policy", "goodput"], True, id="the engine's policy"),
-        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-rehearse"], False, id="as asked"),
+        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-rehearse"], False, id="as set"),
     ],
 )
 def test_costs_are_known_at_start_where_a_policy_needs_them(

@@ -1,4 +1,4 @@
-"""The cases of each workload: the same on every run, and of the size asked for."""
+"""The cases of each workload: the same on every run, and of the size wanted."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_cases_are_the_same_every_time_and_fit(llm: LLM, name: str) -> None:
     assert all(
         0 < len(case.prompt) <= CONTEXT - TOKENS and case.params.max_tokens == TOKENS for case in cases
     )
-    sampled, asked = (
+    sampled, with_answer = (
         {"prose": {0, 1, 2}, "mixed": {2}}.get(name, set()),
         {"mixed": {1}, "code": set(), "prose": set()},
     )
     assert [case.params.greedy for case in cases] == [i not in sampled for i in range(3)]
     assert [case.reference is not None for case in cases] == [
-        i in asked.get(name, {0, 1, 2}) for i in range(3)
+        i in with_answer.get(name, {0, 1, 2}) for i in range(3)
     ]
 
 
@@ -71,8 +71,8 @@ def test_in_a_loop_the_right_answer_is_the_next_prompts_source(llm: LLM) -> None
 def test_an_edit_asks_for_its_reference(llm: LLM) -> None:
     case = build("edit", llm.tokenizer, Size(1, TOKENS, CONTEXT))[0]
     old, new = case.name.rpartition(", ")[2].split(" -> ")
-    asked = llm.tokenizer.decode(case.prompt)
-    assert f"Repeat this function with `{old}` renamed to `{new}`." in asked
+    prompt = llm.tokenizer.decode(case.prompt)
+    assert f"Repeat this function with `{old}` renamed to `{new}`." in prompt
     assert case.reference and case.reference.startswith("```python\n") and new in case.reference
 
 

@@ -30,7 +30,7 @@ TINY = {**SMALL, "runs": 16}
 
 
 def credulous(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
-    """Every draft stands, whatever the target says."""
+    """Every draft is accepted, whatever the target samples."""
     tokens, outcomes = iter(sample(*verifying.rows_of(spans, logits), draw) if spans else ()), {}
     for span in spans:
         *_, bonus = islice(tokens, len(span.draft.tokens) + 1)

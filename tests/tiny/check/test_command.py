@@ -52,11 +52,11 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
     )
     assert json.loads((tmp_path / "new" / "check.json").read_text()) == report
     assert (tmp_path / "new" / "check.png").read_bytes().startswith(b"\x89PNG")
-    said = (tmp_path / "new" / "report.md").read_text()
+    text = (tmp_path / "new" / "report.md").read_text()
     assert (
-        said.startswith("**passed: ")
-        and "| same seed, planted errors |" in said
-        and "| rejection, planted errors |" in said
+        text.startswith("**passed: ")
+        and "| same seed, planted errors |" in text
+        and "| rejection, planted errors |" in text
     )
     assert report["model"]["speculation"] == {
         "method": "draft_model",
@@ -70,16 +70,16 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
 def test_the_command_checks_fixed_drafts_unless_another_policy_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    said: dict[str, Any] = {"block_size": 8, "speculation": {"method": "suffix"}}
-    assert command.with_drafts(said) == {"block_size": 8, "speculation": FIXED}
+    settings: dict[str, Any] = {"block_size": 8, "speculation": {"method": "suffix"}}
+    assert command.with_drafts(settings) == {"block_size": 8, "speculation": FIXED}
     assert command.with_drafts({}) == {"speculation": {"policy": "fixed"}}
-    asked = {"speculation": {"policy": "adaptive"}}
-    assert command.with_drafts(asked) == asked
+    adaptive = {"speculation": {"policy": "adaptive"}}
+    assert command.with_drafts(adaptive) == adaptive
     (tmp_path / "speculon.toml").write_text('[speculation]\npolicy = "solo"\n')
-    assert command.with_drafts(said) == said
+    assert command.with_drafts(settings) == settings
     (tmp_path / "speculon.toml").unlink()
     monkeypatch.setenv("SPECULON_SPECULATION__POLICY", "goodput")
-    assert command.with_drafts(said) == said
+    assert command.with_drafts(settings) == settings
 
 
 def test_the_command_fails_and_says_why(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:

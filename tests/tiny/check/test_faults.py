@@ -68,13 +68,13 @@ def test_a_wrong_match_fails(
     monkeypatch.setattr(verifying, "match", fault)
     found = check(llm, CheckPlan(**SMALL if in_distribution else TINY))
     assert found.outcome == "failed"
-    said = " ".join(found.problems)
-    assert "greedy, batch size 1: " in said and "greedy, batched: " in said and "same seed: " in said
-    assert "matching: " in said or not in_distribution
-    assert "plain" not in said
+    text = " ".join(found.problems)
+    assert "greedy, batch size 1: " in text and "greedy, batched: " in text and "same seed: " in text
+    assert "matching: " in text or not in_distribution
+    assert "plain" not in text
 
 
-def test_a_coin_that_always_falls_well_fails_in_distribution_alone(
+def test_a_coin_that_always_accepts_fails_in_distribution_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """q in place of p, and only where drafts are judged by rejection."""
@@ -116,7 +116,7 @@ def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch:
     verify = engine_module.verify
     monkeypatch.setattr(engine_module, "verify", batch_is_worse)
     found = check(llm, CheckPlan(**TINY))
-    assert any(said.startswith("greedy, plain batched: 3 of 3 texts differ") for said in found.problems)
+    assert any(line.startswith("greedy, plain batched: 3 of 3 texts differ") for line in found.problems)
 
 
 def test_no_speculation_is_no_pass(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_no_speculation_is_no_pass(folder: Path) -> None:
     found = check(idle, CheckPlan(**TINY))
     assert found.outcome == "inconclusive" and not found.problems
     assert (
-        sum("no round was speculative (reasons: no_match" in said for said in found.gaps)
+        sum("no round was speculative (reasons: no_match" in line for line in found.gaps)
         == len(found.gaps)
         > 5
     )
@@ -136,13 +136,13 @@ def test_no_speculation_is_no_pass(folder: Path) -> None:
 def test_a_control_that_is_not_found_is_no_pass(llm: LLM) -> None:
     found = check(llm, CheckPlan(**{**SMALL, "runs": 16, "positions": 3, "control": 0.2}))
     assert found.outcome == "inconclusive" and not found.problems
-    assert any("planted errors were not found; ask for more runs" in said for said in found.gaps)
+    assert any("planted errors were not found; ask for more runs" in line for line in found.gaps)
 
 
 def test_drafts_that_are_always_right_leave_nothing_to_plant(folder: Path) -> None:
     itself = LLM(str(folder), speculation={"method": "draft_model", "policy": "fixed", "draft": str(folder)})
     found = check(itself, CheckPlan(**TINY))
-    assert found.outcome == "inconclusive" and any("every draft was right" in said for said in found.gaps)
+    assert found.outcome == "inconclusive" and any("every draft was right" in line for line in found.gaps)
 
 
 def test_a_margin_that_says_nothing_is_no_pass() -> None:
