@@ -255,7 +255,7 @@ def markdown(cells: list[Cell]) -> str:
 
 
 def rounds_markdown(cells: list[Cell]) -> str:
-    """What a round costs, and what it has to bring."""
+    """What a round costs, and what it has to yield."""
     head = (*PLACE, *ROUNDS, *(f"for {speed:g}x" for speed in SPEEDS), "from")
     rows = []
     for cell in cells:

@@ -16,7 +16,7 @@ from speculon.errors import BenchError
 from tests.pure.screens import ELLIPSIS
 from tests.tiny.bench.plans import bench, sizes, small
 
-PROMPTS, TOKENS = 2, 64
+PROMPTS, TOKENS = 2, 48
 
 
 def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
