@@ -101,7 +101,7 @@ def test_a_walk_goes_over_what_is_accepted_and_one_token_more() -> None:
     acceptance = Acceptance(fade=1.0)
     done = walk(DraftTrace(PROMPT, text), ["a"], 4, acceptance)
     assert done == Walk(
-        rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, asked=(3,), unread=(PROMPT + 1,)
+        rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, calls=(3,), unread=(PROMPT + 1,)
     )
     assert by_position(acceptance) == [1, 1, 0.5, 1] and acceptance.rate() == 6 / 7
     assert done.tokens_per_call == 3
@@ -121,9 +121,9 @@ def test_a_chain_asks_the_next_where_the_first_has_nothing() -> None:
         {},
     ]
     done = walked(text, ["a", "b"], 2)
-    assert (done.rounds, done.tokens, done.asked) == (3, 4, (3, 2))
+    assert (done.rounds, done.tokens, done.calls) == (3, 4, (3, 2))
     whole = total([done, done])
-    assert (whole.rounds, whole.tokens, whole.asked, whole.unread) == (
+    assert (whole.rounds, whole.tokens, whole.calls, whole.unread) == (
         6,
         8,
         (6, 4),
@@ -214,7 +214,7 @@ def test_of_many_sequences_few_ask_a_drafter_that_comes_second() -> None:
 
 def test_a_step_is_a_mean_over_who_drafts() -> None:
     fit = fit_of(draft=0.2)
-    drafting = Walk(rounds=100, tokens=200, drafting=50, drafts=200, accepted=100, asked=(100,), unread=(0,))
+    drafting = Walk(rounds=100, tokens=200, drafting=50, drafts=200, accepted=100, calls=(100,), unread=(0,))
     # 4 sequences, 2 rows of each on average
     assert fit.step_ms(4, drafting) == pytest.approx(19 + 0.5 * 4 * 2, rel=0.02)
     assert fit.step_ms(4, drafting._replace(drafting=0, drafts=0)) == fit.costs.step(4)

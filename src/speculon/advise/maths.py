@@ -63,7 +63,7 @@ class Walk(NamedTuple):
     drafting: int  # rounds with a draft
     drafts: int
     accepted: int
-    asked: tuple[int, ...]  # rounds in which the method was asked
+    calls: tuple[int, ...]  # rounds in which the method was asked
     unread: tuple[int, ...]  # tokens that the method had to read before it drafted
 
     @property
@@ -75,7 +75,7 @@ class Walk(NamedTuple):
 def walk(text: DraftTrace, methods: Sequence[str], k: int, acceptance: Acceptance) -> Walk:
     """The rounds over one text with at most `k` drafts each; updates `acceptance`."""
     asks = {0: [Ask(method, k) for method in methods]}
-    asked, unread, has = (dict.fromkeys(methods, 0) for _ in range(3))
+    calls, unread, has = (dict.fromkeys(methods, 0) for _ in range(3))
     at = rounds = drafting = drafts = accepted = 0
     length = right = 0
 
@@ -83,7 +83,7 @@ def walk(text: DraftTrace, methods: Sequence[str], k: int, acceptance: Acceptanc
         nonlocal length, right
         found, tokens = text.drafts[at].get(method, RecordedDraft(0, 0)), text.prompt + 1 + at
         length, right = min(found.length, k), min(found.accepted, k)
-        asked[method] += 1
+        calls[method] += 1
         unread[method] += max(0, tokens - has[method] - 1)
         has[method] = tokens + min(right, max(0, length - 1))
         return rooms if length else ()
@@ -97,14 +97,14 @@ def walk(text: DraftTrace, methods: Sequence[str], k: int, acceptance: Acceptanc
             acceptance.observe(min(length, right + (at + right < len(text.drafts))), right)
         at += right + 1
     return Walk(
-        rounds, len(text.drafts), drafting, drafts, accepted, tuple(asked.values()), tuple(unread.values())
+        rounds, len(text.drafts), drafting, drafts, accepted, tuple(calls.values()), tuple(unread.values())
     )
 
 
 def total(walks: Iterable[Walk]) -> Walk:
     rounds, tokens, drafting, drafts, accepted, *by_method = zip(*walks, strict=True)
-    asked, unread = (tuple(map(sum, zip(*some, strict=True))) for some in by_method)
-    return Walk(sum(rounds), sum(tokens), sum(drafting), sum(drafts), sum(accepted), asked, unread)
+    calls, unread = (tuple(map(sum, zip(*some, strict=True))) for some in by_method)
+    return Walk(sum(rounds), sum(tokens), sum(drafting), sum(drafts), sum(accepted), calls, unread)
 
 
 def by_position(acceptance: Acceptance) -> list[float]:
@@ -167,10 +167,10 @@ class Fit:
             ms += some * self.costs.step(batch, drafting, drafting * rows)
         return ms
 
-    def proposal_ms(self, method: str, asked: float, batch: int, k: int) -> float:
+    def proposal_ms(self, method: str, share: float, batch: int, k: int) -> float:
         """Mean time of a method's proposals per step, where each sequence asks it in this share of rounds."""
         price = self.costs.prices(method, batch)
-        return (1 - (1 - asked) ** batch) * (price.call + price.depth * k) + price.draft * k * batch * asked
+        return (1 - (1 - share) ** batch) * (price.call + price.depth * k) + price.draft * k * batch * share
 
     def read_ms(self, method: str, unread: float, batch: int) -> float:
         """Mean time per step of reading so many tokens of each sequence: all wait while one is read."""
@@ -214,7 +214,7 @@ def speed(done: Walk, cascade: Cascade, k: int, batch: int, fit: Fit) -> Speed:
     plain_ms, verify_ms = fit.costs.step(batch), fit.step_ms(batch, done)
     draft_ms = sum(
         fit.proposal_ms(method, n / rounds, batch, k)
-        for method, n in zip(cascade.methods, done.asked, strict=True)
+        for method, n in zip(cascade.methods, done.calls, strict=True)
     )
     read_ms = sum(
         fit.read_ms(method, n / rounds, batch) for method, n in zip(cascade.methods, done.unread, strict=True)

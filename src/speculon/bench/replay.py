@@ -266,7 +266,9 @@ def method_note(replay: Replay, method: str) -> str | None:
     if method not in replay.proposals:
         return f"{method} was never asked: its acceptance is unknown, and no replay asks it"
     if len(replay.ks.get(method, ())) == 1:
-        return f"{method} was always asked for {min(replay.ks[method])}: the cost of another K is a guess"
+        return (
+            f"{method} was always asked for {min(replay.ks[method])}: the cost of another K is extrapolated"
+        )
     if not replay.costs.calls(method):
         return f"no proposal of {method} was timed: its cost is taken as 0"
     if not any(one.judged for one in replay.proposals[method]):

@@ -69,10 +69,10 @@ def check_drafters(llm: LLM, plan: BenchPlan) -> None:
 def check_pools(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
     """Raises where the pools of one mode would be evicted while the other modes run."""
     looping = any(case.user for some in cases.values() for case in some)
-    pools, wanted = llm.config.speculation.suffix_pools, plan.users
-    if looping and 0 < pools < wanted:
+    pools, needed = llm.config.speculation.suffix_pools, plan.users
+    if looping and 0 < pools < needed:
         raise InvalidParameter(
-            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}"
+            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
         )
 
 

@@ -36,8 +36,8 @@ def lay_out(findings: Findings, title: str) -> Figure:
 def draw_p(panel: Any, findings: Findings) -> None:
     """The share of cells below each p: the diagonal where two arms have one distribution."""
     panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":", label="chance")
-    for kind, colours in COLOURS.items():
-        for one, colour in zip([one for one in findings.sampled if one.kind == kind], colours, strict=False):
+    for role, colours in COLOURS.items():
+        for one, colour in zip([one for one in findings.sampled if one.role == role], colours, strict=False):
             p = sorted(one.p)
             share = [(i + 1) / len(p) for i in range(len(p))]
             panel.step([0, *p, 1], [0, *share, 1], where="post", color=colour, linewidth=1.4, label=one.label)
@@ -56,15 +56,15 @@ def draw_regrets(panel: Any, findings: Findings) -> None:
     panel.axvline(
         margin.limit, color="black", linewidth=0.8, linestyle="--", label=f"limit {margin.limit:.1e} nat"
     )
-    for height, kind in ((0.35, "speculation"), (0.65, "control")):
+    for height, role in ((0.35, "speculation"), (0.65, "control")):
         divergences = [
-            divergence for one in findings.exact if one.kind == kind for divergence in one.divergences
+            divergence for one in findings.exact if one.role == role for divergence in one.divergences
         ]
         regrets = [
             max(divergence.regret, FLOOR) for divergence in divergences if divergence.regret is not None
         ]
-        label = f"{'texts that differ' if kind == 'speculation' else 'planted errors'}: {len(regrets)}"
-        panel.scatter(regrets, [height] * len(regrets), s=18, alpha=0.6, color=COLOURS[kind][0], label=label)
+        label = f"{'texts that differ' if role == 'speculation' else 'planted errors'}: {len(regrets)}"
+        panel.scatter(regrets, [height] * len(regrets), s=18, alpha=0.6, color=COLOURS[role][0], label=label)
     panel.set_xscale("log")
     panel.set_xlabel("nat")
     panel.set_ylabel("share of positions that changed by at least so much")

@@ -50,7 +50,7 @@ class ExactResult:
     """One arm's texts against the plain ones."""
 
     label: str
-    kind: str  # plain | speculation | control
+    role: str  # plain | speculation | control
     texts: int
     tokens: int
     work: ArmStats
@@ -150,10 +150,10 @@ def seed_of(plan: CheckPlan, block: int) -> int:
 
 
 def result_of(
-    label: str, kind: str, texts: Texts, margin: Margin, divergences: Iterator[Divergence]
+    label: str, role: str, texts: Texts, margin: Margin, divergences: Iterator[Divergence]
 ) -> ExactResult:
     tokens = sum(map(len, texts.tokens))
-    return ExactResult(label, kind, len(texts.tokens), tokens, texts.work, margin.limit, list(divergences))
+    return ExactResult(label, role, len(texts.tokens), tokens, texts.work, margin.limit, list(divergences))
 
 
 def judged(sampler: SamplingParams) -> bool:

@@ -18,7 +18,7 @@ from speculon.proposers.registry import OFF
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-WIDEST = 1.0  # nat, guess: beyond it nearly any token would count as a tie
+WIDEST = 1.0  # guess, in nat: beyond it nearly any token would count as a tie
 Outcome = Literal["passed", "failed", "inconclusive"]
 
 
@@ -78,7 +78,7 @@ def check_room(llm: LLM, plan: CheckPlan, prompts: list[list[int]]) -> None:
 
 
 def exact_problem(one: ExactResult) -> str | None:
-    if one.kind == "control" or not one.failures:
+    if one.role == "control" or not one.failures:
         return None
     first = where(one.failures[0], one.limit)
     return (
@@ -98,7 +98,7 @@ def where(one: Divergence, limit: float) -> str:
 
 def sampled_problem(plan: CheckPlan, one: Comparison) -> str | None:
     """Rejected, and rejected again with fresh seeds."""
-    if one.kind == "control" or not one.confirmed or one.again is None:
+    if one.role == "control" or not one.confirmed or one.again is None:
         return None
     cells, overall = one.again.rejected, one.again.overall
     line = f"{one.label}: another distribution, twice: {len(cells)} cells rejected again, "
@@ -122,11 +122,11 @@ def margin_gaps(margin: Margin) -> list[str]:
 
 def gaps_of(one: ExactResult | Comparison) -> list[str]:
     """Why a pass would mean little: nothing was speculated, or planted errors were not found."""
-    if one.kind == "plain":
+    if one.role == "plain":
         return []
     if not (one.work.rounds and one.work.accepted):
         return [f"{one.label}: {no_speculation(one.work)}"]
-    if one.kind == "speculation":
+    if one.role == "speculation":
         return []
     if not one.work.planted:
         return [f"{one.label}: every draft was right, so that no error could be planted"]

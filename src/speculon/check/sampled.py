@@ -43,7 +43,7 @@ class Comparison:
     """Two arms, cell by cell."""
 
     label: str
-    kind: str  # plain | speculation | control
+    role: str  # plain | speculation | control
     runs: tuple[int, int]  # of the two arms, per prompt and sampler
     permutations: int
     p: list[float] = field(repr=False)
@@ -125,7 +125,7 @@ class Sampled:
         return Arm(list(torch.tensor(same).split(plan.runs)), texts.work)
 
     def compare(
-        self, label: str, kind: str, one: Arm, other: Arm, among: Comparison | None = None
+        self, label: str, role: str, one: Arm, other: Arm, among: Comparison | None = None
     ) -> Comparison:
         """A permutation test of every cell and of all; of `among`'s rejected cells alone if it has any."""
         runs = len(one.blocks[0]), len(other.blocks[0])
@@ -143,5 +143,5 @@ class Sampled:
         p = [c.p for c in tested]
         rejections = [tested[i] for i in rejected(p, Q)]
         return Comparison(
-            label, kind, runs, self.plan.permutations, p, p_value(together), rejections, other.work
+            label, role, runs, self.plan.permutations, p, p_value(together), rejections, other.work
         )

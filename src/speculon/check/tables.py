@@ -72,7 +72,7 @@ def sampled_rows(findings: Findings) -> Iterator[Row]:
 def work_arms(findings: Findings) -> list[ExactResult | Comparison]:
     """Those that speculated."""
     arms: list[ExactResult | Comparison] = [*findings.exact, *comparisons(findings)]
-    return [one for one in arms if one.kind != "plain"]
+    return [one for one in arms if one.role != "plain"]
 
 
 def work_rows(findings: Findings) -> Iterator[Row]:
@@ -93,9 +93,9 @@ def margin_line(margin: Margin) -> str:
 
 def terminal(findings: Findings) -> list[tuple[Table, str]]:
     """Tables with their legends; controls are dim."""
-    exact = ["" if one.kind == "speculation" else "dim" for one in findings.exact]
-    sampled = ["" if one.kind == "speculation" else "dim" for one in comparisons(findings)]
-    work = ["" if one.kind == "speculation" else "dim" for one in work_arms(findings)]
+    exact = ["" if one.role == "speculation" else "dim" for one in findings.exact]
+    sampled = ["" if one.role == "speculation" else "dim" for one in comparisons(findings)]
+    work = ["" if one.role == "speculation" else "dim" for one in work_arms(findings)]
     return [
         (
             terminal_table("the same texts", EXACT, exact_rows(findings), exact),

@@ -94,7 +94,7 @@ def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "expected", "message"),
     [
         pytest.param([], "InvalidParameter", "prompt = None: give some by --prompt", id="no prompt"),
         pytest.param(["-p", ""], "InvalidParameter", "prompt = '': is empty", id="an empty one"),
@@ -153,7 +153,7 @@ def test_what_cannot_be_advised_on_is_refused(
     folder: Path,
     tmp_path: Path,
     arguments: list[str],
-    kind: str,
+    expected: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,4 +164,4 @@ def test_what_cannot_be_advised_on_is_refused(
     monkeypatch.setattr(advise_module, "time_rounds", lambda *_: pytest.fail("measured"))
     code, out, _ = cli(folder, *arguments, "--json")
     error = json.loads(out)["error"]
-    assert (code, error["type"]) == (2, kind) and message in error["message"]
+    assert (code, error["type"]) == (2, expected) and message in error["message"]

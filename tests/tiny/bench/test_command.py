@@ -36,14 +36,14 @@ def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
     greedy = [
         (name, 1, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", TRANSFORMERS, AGAIN)
     ]
-    crowds = [(name, 2, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", AGAIN)]
+    batched = [(name, 2, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", AGAIN)]
     prose = [
         (name, count, mode)
         for name in ("prose", "mixed")
         for count in (1, 2)
         for mode in ("off", "ngram:4", AGAIN)
     ]
-    assert set(cells) == {*greedy, *crowds, *prose}
+    assert set(cells) == {*greedy, *batched, *prose}
     assert all(cell["different"] == 0 for cell in cells.values())  # fp32: the same text everywhere
     assert all(cell["ratio"] == 1 for (_, _, mode), cell in cells.items() if mode == "off")
     assert all(

@@ -100,7 +100,7 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("arguments", "error", "words"),
     [
         pytest.param(
             ["--method", "off"],
@@ -129,10 +129,10 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    folder: Path, arguments: list[str], kind: str, words: str
+    folder: Path, arguments: list[str], error: str, words: str
 ) -> None:
     done = speculon(folder, *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{kind}: ") and words in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{error}: ") and words in done.stderr and done.stderr.count("\n") == 1
     machine = speculon(folder, *arguments, "--json")
-    assert (machine.exit_code, json.loads(machine.stdout)["error"]["type"]) == (2, kind)
+    assert (machine.exit_code, json.loads(machine.stdout)["error"]["type"]) == (2, error)

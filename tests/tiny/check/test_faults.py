@@ -39,11 +39,11 @@ def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> veri
 
 def test_a_sound_engine_passes(sound: Findings) -> None:
     assert (sound.outcome, sound.problems, sound.gaps) == ("passed", [], [])
-    kinds = [one.kind for one in sound.exact]
+    kinds = [one.role for one in sound.exact]
     assert kinds == ["plain", "speculation", "speculation", "control", "speculation", "control"]
     for one in sound.exact:
         assert one.texts == (3 if one.label.startswith("greedy") else 4)
-        assert bool(one.failures) == (one.kind == "control"), one.label
+        assert bool(one.failures) == (one.role == "control"), one.label
         assert one.identical + len(one.ties) + len(one.failures) == one.texts
     null, matching, matching_control, rejection, rejection_control = sound.sampled
     assert not null.confirmed and not matching.confirmed and not rejection.confirmed

@@ -113,7 +113,7 @@ def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
     done: list[int] = []
     plan = CheckPlan(**TINY)
     found = check(llm, plan, done.append)
-    again = 16 * 4 * sum((2 if one.kind == "plain" else 3) for one in found.sampled if one.again)
+    again = 16 * 4 * sum((2 if one.role == "plain" else 3) for one in found.sampled if one.again)
     assert sum(done) == count_tokens(plan) + again
 
 
@@ -122,7 +122,7 @@ def test_the_picture_shows_every_arm(sound: Findings) -> None:
     labels = [text.get_text() for text in left.get_legend().get_texts()]
     assert labels[0] == "chance" and sorted(labels[1:]) == sorted(one.label for one in sound.sampled)
     planted = sum(
-        p.regret is not None for one in sound.exact if one.kind == "control" for p in one.divergences
+        p.regret is not None for one in sound.exact if one.role == "control" for p in one.divergences
     )
     assert f"planted errors: {planted}" in [text.get_text() for text in right.get_legend().get_texts()]
 
