@@ -1,5 +1,4 @@
-"""What a policy takes to decide, to trim and to learn: medians in µs of this thread's own time, without a
-model.
+"""The time in which a policy decides, trims and observes: medians in µs of thread time, without a model.
 
 python -m recipes.control.decide               # two cheap methods and a costly one
 """
@@ -14,23 +13,23 @@ from statistics import median
 from time import thread_time_ns
 from typing import Any
 
-from speculon.bench.simulate import Text, Way, World, play
+from speculon.bench.simulate import SimulatedMethod, SimulatedSequence, SyntheticEnvironment, simulate
 from speculon.config import SpeculationConfig
 from speculon.control.policies import POLICIES, Policies
 from speculon.core import Draft
 
-CROWDS = (1, 8, 64, 256)
-WAYS = {
-    "suffix": Way(lambda number, text: 0.5, lambda texts, k: 0.02 * texts, lookup=True),
-    "ngram": Way(lambda number, text: 0.4, lambda texts, k: 0.02 * texts, lookup=True),
-    "model": Way(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
+BATCHES = (1, 8, 64, 256)
+METHODS = {
+    "suffix": SimulatedMethod(lambda number, text: 0.5, lambda texts, k: 0.02 * texts, lookup=True),
+    "ngram": SimulatedMethod(lambda number, text: 0.4, lambda texts, k: 0.02 * texts, lookup=True),
+    "model": SimulatedMethod(lambda number, text: 0.7, lambda texts, k: (0.45 + 0.03 * texts) * k),
 }
 
 
-class Lookups(World):
-    """Two of three lookups find nothing; the model says how sure it is."""
+class Lookups(SyntheticEnvironment):
+    """Two of three lookups find nothing; the model has a confidence."""
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+    def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
         if method != "model" and random.random() < 2 / 3:
             return Draft()
         drafted = super().draft(number, text, method, k, random)
@@ -38,7 +37,7 @@ class Lookups(World):
         return replace(drafted, confidence=sure)
 
 
-class Timed:
+class TimedPolicy:
     """A policy, and what each of its calls took."""
 
     def __init__(self, policy: Any):
@@ -66,9 +65,9 @@ class Timed:
 
 def measure(policy: str, texts: int, rounds: int) -> dict[str, float]:
     policies = Policies(SpeculationConfig())
-    timed = Timed(policies.of(policy))
-    world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, WAYS, lambda number: texts)
-    play(timed, world, rounds, costs=policies.costs)  # type: ignore[arg-type]
+    timed = TimedPolicy(policies.of(policy))
+    world = Lookups(lambda texts, drafts: 4 + 0.55 * texts + 0.27 * drafts, METHODS, lambda number: texts)
+    simulate(timed, world, rounds, costs=policies.costs)  # type: ignore[arg-type]
     return {name: round(median(us[rounds // 4 :]), 1) for name, us in timed.us.items()}
 
 
@@ -76,11 +75,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="goodput", choices=sorted(POLICIES))
     parser.add_argument("--rounds", type=int, default=200)
-    asked = parser.parse_args()
-    for texts in CROWDS:
+    args = parser.parse_args()
+    for texts in BATCHES:
         print(
             json.dumps(
-                {"policy": asked.policy, "texts": texts, "us": measure(asked.policy, texts, asked.rounds)}
+                {"policy": args.policy, "texts": texts, "us": measure(args.policy, texts, args.rounds)}
             )
         )
 

@@ -1,7 +1,6 @@
-"""What a draft model of random weights costs under the policy `goodput`, once it is known: shares of the time
-of decoding steps.
+"""The cost of a draft model of random weights under the policy `goodput`: shares of decoding steps.
 
-python -m recipes.control.random_draft               # prose with the demo model, 1 and 8 texts at once
+python -m recipes.control.random_draft               # prose with the demo model, concurrency 1 and 8
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from speculon.bench.measure import Step, measure
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import SHIPPED
 
-LEARNING = 200  # rounds
+LEARNING = 200  # rounds that are left out
 
 
 def random_draft(seed: int = 0) -> Any:
@@ -49,7 +48,7 @@ def run(method: str, texts: int, prompts: int, max_tokens: int, threads: int | N
     speculation = {"draft": random_draft(), "policy": "goodput", "method": method}
     llm = LLM("demo", speculation=speculation, max_num_seqs=texts, prefix_cache=False, threads=threads)
     cases = build("prose", llm.tokenizer, Size(prompts, max_tokens, llm.engine.max_context))
-    measure(llm, cases[:texts], {"method": "off"})  # for warming up
+    measure(llm, cases[:texts], {"method": "off"})  # warm-up
     groups = [cases[i : i + texts] for i in range(0, prompts, texts)]
     steps = [step for group in groups for step in measure(llm, group, {"pool": ""}).steps]
     llm.close()
@@ -68,10 +67,10 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--threads", type=int)
-    asked = parser.parse_args()
-    for texts in asked.texts:
-        groups = -(-(LEARNING + asked.rounds) // asked.max_tokens)
-        print(json.dumps(run(asked.method, texts, texts * groups, asked.max_tokens, asked.threads)))
+    args = parser.parse_args()
+    for texts in args.texts:
+        groups = -(-(LEARNING + args.rounds) // args.max_tokens)
+        print(json.dumps(run(args.method, texts, texts * groups, args.max_tokens, args.threads)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A policy against fixed modes in virtual time: real prompts and real drafts, but a step and a proposal take
-what a formula says, with a little noise. So two versions of a policy are told apart that a shared machine
-cannot tell apart.
+"""A policy against fixed modes in virtual time: real prompts and drafts, times by a formula with noise.
+
+So two versions of a policy can be compared whose difference is below the noise of a shared machine.
 
 python -m recipes.control.virtual_time --workload prose --texts 1 4 8 --seeds 1 2 3    # minutes
 """
@@ -31,17 +31,17 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "suffix:16": {"method": "suffix", "num_speculative_tokens": 16},
 }
 NOISE = 0.05  # standard deviation, relative
-READ_MS = 0.02  # of a token that a costly method only reads
-# ms of a call for `texts` of up to k drafts each, as docs/benchmarks/2-cores has them
+READ_MS = 0.02  # of a token that a drafter reads
+# ms of a call for sequences of up to k drafts each, as in docs/benchmarks/2-cores
 LOOKUPS = {"suffix": (0.02, 0.0, 0.04), "ngram": (0.01, 0.0, 0.015)}  # call, draft, text
 DRAFTERS = {"draft_model": (0.2, 1.05, 0.13), "eagle3": (0.3, 0.62, 0.11)}  # call, draft, draft of a text
 
 
 class Clock:
-    """Stands in for `perf_counter` where the engine measures itself."""
+    """Replaces `perf_counter` where the engine measures itself."""
 
     def __init__(self, *modules: ModuleType):
-        self.ms, self.luck = 0.0, random.Random(0)
+        self.ms, self.noise = 0.0, random.Random(0)
         for module in modules:
             module.perf_counter = self
 
@@ -49,7 +49,7 @@ class Clock:
         return self.ms / 1e3
 
     def spend(self, ms: float) -> None:
-        self.ms += ms * max(0.7, self.luck.gauss(1, NOISE))
+        self.ms += ms * max(0.7, self.noise.gauss(1, NOISE))
 
 
 def timed_target(llm: LLM, clock: Clock) -> None:
@@ -85,7 +85,7 @@ def timed_proposer(name: str, proposer: Proposer, clock: Clock) -> None:
 
 
 def rate(llm: LLM, clock: Clock, cases: list[Case], texts: int, speculation: Mapping[str, Any]) -> float:
-    """Tokens per virtual ms. What users were answered is remembered for this call alone."""
+    """Tokens per virtual ms. Pools last for this call alone."""
     began, tokens = clock.ms, 0
     for i in range(0, len(cases), texts):
         group = cases[i : i + texts]
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--policy", default="goodput")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     speculation = {"draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}, "suffix_pools": 512}
     llm = LLM("demo", threads=1, prefix_cache=False, max_num_seqs=8, warmup=False, speculation=speculation)
     clock, proposers = Clock(telemetry, compose), llm.engine.proposers
@@ -114,20 +114,20 @@ def main() -> None:
     for name in (*LOOKUPS, *DRAFTERS):
         if (found := proposers.find(name)) is not None:
             timed_proposer(name, found, clock)
-    cases = build(asked.workload, llm.tokenizer, Size(asked.prompts + 8, 96, llm.engine.max_context))
-    cases, others = cases[: asked.prompts], cases[asked.prompts :]
+    cases = build(args.workload, llm.tokenizer, Size(args.prompts + 8, 96, llm.engine.max_context))
+    cases, others = cases[: args.prompts], cases[args.prompts :]
     write = partial(rate, llm, clock)
-    policy = {"method": "auto", "policy": asked.policy}
+    policy = {"method": "auto", "policy": args.policy}
     fixed = {name: {**mode, "policy": "fixed"} for name, mode in MODES.items()}
-    best = {n: max((write(cases, n, mode), name) for name, mode in fixed.items()) for n in asked.texts}
+    best = {n: max((write(cases, n, mode), name) for name, mode in fixed.items()) for n in args.texts}
     ratios = []
-    for seed in asked.seeds:
-        clock.luck.seed(seed)
+    for seed in args.seeds:
+        clock.noise.seed(seed)
         llm.engine.policy = Policies(llm.config.speculation)
         for mode in ("off", "eagle3:3", "draft_model:3", "suffix:16"):  # as in the warm-up: costs alone stay
             write(others, 4, fixed[mode])
         llm.engine.policy = llm.engine.policy.with_costs_alone()
-        for texts in asked.texts:
+        for texts in args.texts:
             write(others[: max(texts, 2)], texts, policy)
             ratios.append(write(cases, texts, policy) / best[texts][0])
             print(
@@ -141,7 +141,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
-    print(json.dumps({"workload": asked.workload, "geometric_mean": round(geometric_mean(ratios), 3)}))
+    print(json.dumps({"workload": args.workload, "geometric_mean": round(geometric_mean(ratios), 3)}))
     llm.close()
 
 

@@ -65,40 +65,40 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5, 7])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    draft = {"draft_model": "demo-draft", "eagle3": asked.head}
+    draft = {"draft_model": "demo-draft", "eagle3": args.head}
     speculation = {"method": OFF, "policy": "fixed", "draft": draft}
     llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation=speculation)
     find, temperature = workloads.parse("code")
-    found = find(llm.tokenizer, workloads.Size(0, asked.tokens, llm.engine.max_context))
+    found = find(llm.tokenizer, workloads.Size(0, args.tokens, llm.engine.max_context))
     cases: list[workloads.Case] = []
     for case in (workloads.at(temperature, case, i) for i, case in enumerate(found)):
         if not loops(llm.generate([case.prompt], case.params, speculation={"method": OFF})[0].token_ids):
             cases.append(case)
-        if len(cases) == asked.cases:
+        if len(cases) == args.cases:
             break
-    asks = [(OFF, 0), *((method, k) for method in draft for k in asked.drafts)]
+    asks = [(OFF, 0), *((method, k) for method in draft for k in args.drafts)]
     modes = {ask: Mode() for ask in asks}
-    for _ in range(asked.repeats):
+    for _ in range(args.repeats):
         for case in cases:
             plain = measure(llm, case, modes[asks[0]], OFF, 0)
             for method, k in asks[1:]:
                 modes[method, k].ratios.append(plain / measure(llm, case, modes[method, k], method, k))
-    report(modes, len(cases), asked, llm)
+    report(modes, len(cases), args, llm)
 
 
 def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> float:
     """Thread seconds of one text; what it said is added to `mode`."""
     counters = llm.engine.counters
     before, steps = dict(counters.profile), counters.steps
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "method": method,
         "policy": "fixed",
         **({"num_speculative_tokens": k} if k else {}),
     }
     began = thread_time()
-    (out,) = llm.generate([case.prompt], case.params, speculation=asked)
+    (out,) = llm.generate([case.prompt], case.params, speculation=options)
     took = thread_time() - began
     mode.stats.add(out.outputs[0].stats)
     mode.steps += counters.steps - steps
@@ -107,12 +107,13 @@ def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> 
     return took
 
 
-def report(modes: dict[tuple[str, int], Mode], cases: int, asked: argparse.Namespace, llm: LLM) -> None:
+def report(modes: dict[tuple[str, int], Mode], cases: int, args: argparse.Namespace, llm: LLM) -> None:
     layers = len(llm.engine.target.layers)
     threads = f"{platform.machine()}, {os.cpu_count()} cores, one thread; torch {torch.__version__}"
-    print(f"{cases} texts of up to {asked.tokens} tokens, {asked.repeats} times; {threads}\n")
+    print(f"{cases} texts of up to {args.tokens} tokens, {args.repeats} times; {threads}\n")
     print(
-        "| method | K | tokens per target call | accepted, by position | x plain | ms a step: forward | draft | rest |"
+        "| method | K | tokens per target call | accepted, by position | x plain "
+        "| ms a step: forward | draft | rest |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for (method, k), mode in modes.items():

@@ -19,7 +19,7 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import SHIPPED
 from speculon.demo.corpus import held_out_functions
@@ -39,39 +39,39 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=100, help="of each task")
     parser.add_argument("--concurrent", type=int, default=8, help="requests at once")
     parser.add_argument("--out", type=Path, default=DATA)
-    asked = parser.parse_args()
-    write_data(asked.items)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    found = {method: evaluate(method, asked) for method in asked.methods.split(",")}
+    args = parser.parse_args()
+    write_data(args.items)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = {method: evaluate(method, args) for method in args.methods.split(",")}
     first, *others = (one["scores"] for one in found.values())
     report = {
         "command": sys.argv[1:],
         "commit": commit(),
         "machine": machine(),
-        "items": asked.items,
+        "items": args.items,
         **found,
     }
-    (asked.out / "scores.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "scores.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     sys.exit(0 if all(other == first for other in others) else "the scores differ")
 
 
-def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
+def evaluate(method: str, args: argparse.Namespace) -> dict[str, Any]:
     """The scores of one server, and what its engine counted meanwhile."""
     # fixed: the most rounds with drafts
     flags = ("--model", "demo", "--method", method, "--policy", "fixed", "--threads", "1")
-    with Server(*flags, log=asked.out / f"server-{method}.log") as server:
+    with Server(*flags, log=args.out / f"server-{method}.log") as server:
         model = {
             "model": "demo",
             "tokenizer": SHIPPED["demo"],
             "tokenizer_backend": "huggingface",
             "base_url": f"{server.url}/v1/completions",
-            "num_concurrent": asked.concurrent,
+            "num_concurrent": args.concurrent,
             "max_length": CONTEXT,
             "eos_string": "<|im_end|>",
         }
         command = [
-            asked.lm_eval,
+            args.lm_eval,
             "run",
             "--model",
             "local-completions",
@@ -84,12 +84,12 @@ def evaluate(method: str, asked: argparse.Namespace) -> dict[str, Any]:
             "--tasks",
             ",".join(path.stem for path in sorted(TASKS.glob("*.yaml"))),
             "--output_path",
-            asked.out / method,
+            args.out / method,
         ]
-        home = (asked.out / "home").resolve()
+        home = (args.out / "home").resolve()
         subprocess.run(command, check=True, env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
         counted = server.metrics()
-    results = max((asked.out / method).rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
+    results = max((args.out / method).rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
     scores = {
         task: {
             name: value

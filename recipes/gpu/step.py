@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from speculon import LLM
 from speculon.batch import Batch
 from speculon.bench.cell import Cell
-from speculon.bench.plan import Plan
-from speculon.bench.report import commit
+from speculon.bench.plan import BenchPlan
+from speculon.bench.provenance import commit
 from speculon.bench.run import run
 from speculon.kv.store import PageStore, SpanView
 from speculon.models.target import Target
@@ -143,7 +143,7 @@ def report(args: argparse.Namespace, device: torch.device, bandwidth: float) -> 
         for (sequences, rows), one in forwards.items():
             times = f"{one.ms:.3f} | {one.busy_ms:.3f} | {one.gaps_ms:.3f}"
             print(f"| {sequences} | {rows} | {times} | {one.launches:.0f} |")
-        plan = Plan(("code",), tuple(args.modes.split(",")), SEQUENCES, args.prompts, args.max_tokens)
+        plan = BenchPlan(("code",), tuple(args.modes.split(",")), SEQUENCES, args.prompts, args.max_tokens)
         cells, _ = run(llm, plan.at_hand(llm.engine.proposers.lacking))
         print("\n| sequences | mode | tokens/s | to plain | tokens per call | step, ms |")
         print("|---|---|---|---|---|---|")

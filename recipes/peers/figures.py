@@ -14,7 +14,7 @@ OFF = "off"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One group of prompts, written at once by one engine in one mode."""
+    """One group of prompts, in one batch of one engine in one mode."""
 
     workload: str
     concurrency: int
@@ -24,10 +24,10 @@ class Record:
     mode: str
     seconds: float
     tokens: list[list[int]]  # without stop tokens
-    drafted: int | None = None  # None: the engine does not tell
+    drafted: int | None = None  # None: the engine does not count
     accepted: int | None = None
     calls: int | None = None
-    nats: float | None = None  # of sampled texts, in the target's eyes
+    nats: float | None = None  # of sampled texts, under the target
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class Row:
     texts: int = 0
     different: int | None = None  # from speculon's plain texts; None: sampled, or nothing to compare with
     nats_per_token: float | None = None  # of sampled texts
-    # asked to speculate; drafted nothing, or, where only calls are told, never brought two tokens in one
+    # no draft, or, where only calls are counted, never two tokens in one, though it should speculate
     silent: bool = False
 
 

@@ -1,6 +1,4 @@
-"""What the target thinks of sampled texts: they cannot be compared token for token, but how likely they are
-can.
-"""
+"""The likelihood of sampled texts under the target: they cannot be compared token for token."""
 
 from __future__ import annotations
 
@@ -21,12 +19,10 @@ class Judge:
             ).eval()
 
     def nats(self, texts: Iterable[tuple[list[int], list[int]]]) -> float:
-        """Surprise of all tokens after their prompts; per token it is near the model's entropy if they were
-        sampled from it.
-        """
-        return sum(self.surprise(prompt, tokens) for prompt, tokens in texts if tokens)
+        """Of all tokens after their prompts; per token near the model's entropy if sampled from it."""
+        return sum(self.nats_of(prompt, tokens) for prompt, tokens in texts if tokens)
 
     @torch.inference_mode()
-    def surprise(self, prompt: list[int], tokens: list[int]) -> float:
+    def nats_of(self, prompt: list[int], tokens: list[int]) -> float:
         logits = self.target(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]  # [T, V]
         return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens), reduction="sum").item()

@@ -1,6 +1,4 @@
-"""One worker process: stopped by the kernel whenever it is not its turn, so that no idle engine takes time
-from another.
-"""
+"""One worker process, stopped by the kernel while another is measured."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ SECONDS = 600  # for an answer, or a start
 class Worker:
     """A group of processes.
 
-    Should this program vanish, the kernel hangs up on groups that stand still, and they end.
+    If this program dies, the kernel sends SIGHUP to stopped groups, and they end.
     """
 
     def __init__(self, mode: Mode, place: Place, settings: Settings, log: Path):
@@ -44,7 +42,7 @@ class Worker:
             env=environment,
             process_group=0,
         )
-        self.first = self.hear()
+        self.first = self.receive()
         self.refusal: str | None = self.first.get("refused")
         self.signal(signal.SIGSTOP)
 
@@ -56,11 +54,11 @@ class Worker:
         self.signal(signal.SIGCONT)
         self.child.stdin.write(json.dumps(ask).encode() + b"\n")
         self.child.stdin.flush()
-        answer = self.hear()
+        answer = self.receive()
         self.signal(signal.SIGSTOP)
         return answer
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self.child.stdout
         if not select.select([self.child.stdout], [], [], SECONDS)[0]:
             self.signal(signal.SIGKILL)
@@ -76,7 +74,7 @@ class Worker:
             os.killpg(self.child.pid, number)
 
     def close(self) -> None:
-        """The end of its input ends a worker; one that does not listen is killed, with its children."""
+        """The end of its input ends a worker; one that does not react is killed, with its children."""
         assert self.child.stdin
         self.child.stdin.close()
         self.signal(signal.SIGCONT)

@@ -27,11 +27,16 @@ HEAD = (
     "nats per token",
 )
 MEASURED = (
-    "tokens/s: tokens written / wall time from submission to the last token, prompt included, taken in the worker itself; all "
-    "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, repeat) with the "
-    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. tokens per target "
-    "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for token, those of "
-    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines that sample from the "
+    "tokens/s: tokens written / wall time from submission to the last token, prompt included, taken in the "
+    "worker itself; all "
+    "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, "
+    "repeat) with the "
+    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. "
+    "tokens per target "
+    "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for "
+    "token, those of "
+    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines "
+    "that sample from the "
     "same distribution have the same, up to chance"
 )
 
@@ -55,7 +60,8 @@ def write(folder: Path, facts: dict[str, Any], rows: list[Row], records: list[Re
 def title(facts: dict[str, Any]) -> str:
     plan, machine = facts["plan"], facts["machine"]
     return (
-        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads; medians of {plan['repeats']} alternated "
+        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads; medians of "
+        f"{plan['repeats']} alternated "
         f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
     )
 
@@ -101,7 +107,7 @@ def drafts(row: Row) -> str:
     if row.mode == "off":
         return ""
     if row.silent:
-        return "**none, or none stood**"
+        return "**none, or none accepted**"
     return f"{row.accepted / row.drafted:.0%}" if row.drafted and row.accepted is not None else "?"
 
 

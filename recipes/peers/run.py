@@ -32,7 +32,7 @@ from rich.progress import (
 )
 
 from speculon import __version__
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.checkpoints.locate import SHIPPED
 from speculon.models.load import load_tokenizer
@@ -42,20 +42,20 @@ CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
 
 
 def main() -> int:
-    asked = arguments()
+    args = arguments()
     console = Console(stderr=True)
-    size = Size(asked.prompts, asked.max_tokens, CONTEXT)
+    size = Size(args.prompts, args.max_tokens, CONTEXT)
     tokenizer = Tokenizer(load_tokenizer(str(SHIPPED["demo"])))
-    cases = {name: build(name, tokenizer, size) for name in asked.workloads}
-    asked.out.mkdir(parents=True, exist_ok=True)
+    cases = {name: build(name, tokenizer, size) for name in args.workloads}
+    args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        workers = started(modes_of(asked.engines), asked, stack, console)
-        rows, records = measure(workers, cases, asked, console)
-    files = write(asked.out, facts(asked, cases, workers), rows, records)
+        workers = started(modes_of(args.engines), args, stack, console)
+        rows, records = measure(workers, cases, args, console)
+    files = write(args.out, facts(args, cases, workers), rows, records)
     console.print("wrote", *map(str, files))
     silent = [f"{one.workload} at {one.concurrency}: {one.engine} {one.mode}" for one in rows if one.silent]
     if silent:
-        console.print("[red]asked to speculate, and did not, or no draft stood:", "; ".join(silent))
+        console.print("[red]asked to speculate, and did not, or no draft was accepted:", "; ".join(silent))
     return int(bool(silent))
 
 
@@ -80,11 +80,11 @@ def listed(text: str) -> list[str]:
 
 
 def started(
-    modes: list[Mode], asked: argparse.Namespace, stack: ExitStack, console: Console
+    modes: list[Mode], args: argparse.Namespace, stack: ExitStack, console: Console
 ) -> dict[Mode, Worker]:
-    """One after the other; each stands still until its turn."""
+    """One after the other; each is stopped until its turn."""
     found: dict[Mode, Worker] = {}
-    places = {engine: place(engine, asked.envs.resolve()) for engine in asked.engines}
+    places = {engine: place(engine, args.envs.resolve()) for engine in args.engines}
     with console.status("starting") as status:
         for mode in modes:
             status.update(f"starting {mode}")
@@ -94,13 +94,13 @@ def started(
                 k=mode.k,
                 target=str(at.target),
                 draft=str(at.draft),
-                threads=asked.threads,
+                threads=args.threads,
                 context=CONTEXT,
-                texts=max(asked.concurrency),
+                texts=max(args.concurrency),
                 eos=EOS,
                 server=str(at.server) if at.server else None,
             )
-            log = asked.out / f"{mode.engine}-{mode.name.replace(':', '-')}.log"
+            log = args.out / f"{mode.engine}-{mode.name.replace(':', '-')}.log"
             found[mode] = stack.enter_context(closing(Worker(mode, at, settings, log)))
             if found[mode].refusal and mode.name == OFF:
                 raise SystemExit(
@@ -112,7 +112,7 @@ def started(
 
 
 def measure(
-    workers: dict[Mode, Worker], cases: dict[str, list[Case]], asked: argparse.Namespace, console: Console
+    workers: dict[Mode, Worker], cases: dict[str, list[Case]], args: argparse.Namespace, console: Console
 ) -> tuple[list[Row], list[Record]]:
     rows: list[Row] = []
     records: list[Record] = []
@@ -125,13 +125,13 @@ def measure(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        turns = sum(1 + asked.repeats * (asked.prompts // count) for count in asked.concurrency)
+        turns = sum(1 + args.repeats * (args.prompts // count) for count in args.concurrency)
         task = progress.add_task("", total=turns * len(cases) * len(workers))
         for name, some in cases.items():
-            for count in asked.concurrency:
+            for count in args.concurrency:
                 progress.update(task, description=f"{name} at {count}")
                 new, refusals = measure_cell(
-                    (name, count), workers, some, asked.repeats, lambda: progress.advance(task)
+                    (name, count), workers, some, args.repeats, lambda: progress.advance(task)
                 )
                 if some[0].params.temperature == 1:
                     new = [
@@ -205,16 +205,16 @@ def summary(
 
 
 def facts(
-    asked: argparse.Namespace, cases: dict[str, list[Case]], workers: dict[Mode, Worker]
+    args: argparse.Namespace, cases: dict[str, list[Case]], workers: dict[Mode, Worker]
 ) -> dict[str, Any]:
     """What a stranger needs to repeat the run."""
     versions = {OURS: __version__}
     for mode, worker in workers.items():
         for name, number in worker.first.get("versions", {}).items():
             versions[name if name in (OURS, mode.engine) else f"{name} of {mode.engine}"] = number
-    plan = {name: value for name, value in vars(asked).items() if name not in ("envs", "out")}
+    plan = {name: value for name, value in vars(args).items() if name not in ("envs", "out")}
     return {
-        "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(asked)]),
+        "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(args)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "model": "the demo checkpoint, 10.9 M parameters, 20 layers",
@@ -228,11 +228,11 @@ def facts(
     }
 
 
-def options(asked: argparse.Namespace) -> list[str]:
-    """What was asked, without the folders of this machine."""
+def options(args: argparse.Namespace) -> list[str]:
+    """What was args, without the folders of this machine."""
     found = []
     for name in ("engines", "workloads", "concurrency", "prompts", "max_tokens", "repeats", "threads"):
-        value = getattr(asked, name)
+        value = getattr(args, name)
         found += [
             f"--{name.replace('_', '-')}",
             ",".join(map(str, value)) if isinstance(value, list) else str(value),

@@ -3,7 +3,7 @@ several K.
 
     python recipes/prediction/speed.py --cases 6 --repeats 3
 
-Texts of 200 tokens and more that do not run in circles (the `edit` workload). A ratio is thread time without
+Texts of 200 tokens and more that do not loop (the `edit` workload). A ratio is thread time without
 speculation / thread time with the prediction alone, prompts included, one soon after the other on the same
 text; shown is the median.
 """
@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--drafts", type=int, nargs="+", default=[8, 16, 32, 64])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation={"policy": "fixed"})
-    size = workloads.Size(asked.cases * 10, 512, llm.engine.max_context)
+    size = workloads.Size(args.cases * 10, 512, llm.engine.max_context)
     cases = [
         c
         for c in workloads.build("edit", llm.tokenizer, size)
@@ -61,24 +61,24 @@ def main() -> None:
     ]
     texts = [
         (case, out)
-        for case in cases[: 2 * asked.cases]
+        for case in cases[: 2 * args.cases]
         if not loops((out := timed(llm, case, OFF)[1]).token_ids)
     ]
-    texts = [(case, out) for case, out in texts if len(out.token_ids) >= 200][: asked.cases]
+    texts = [(case, out) for case, out in texts if len(out.token_ids) >= 200][: args.cases]
     lengths = [len(out.token_ids) for _, out in texts]
     print(
         f"{len(texts)} texts of {lengths} tokens; torch {torch.__version__}, {platform.machine()}", flush=True
     )
     print("| prediction | K | times plain | accepted of drafted | tokens per call |\n|---|---|---|---|---|")
     found: dict[tuple[str, int], list[tuple[float, Any]]] = {}
-    for _ in range(asked.repeats):
+    for _ in range(args.repeats):
         for i, (case, truth) in enumerate(texts):
-            for name, said in predictions(truth.text, texts[i - 1][1].text).items():
+            for name, prediction in predictions(truth.text, texts[i - 1][1].text).items():
                 plain, _ = timed(llm, case, OFF)
-                for k in asked.drafts:
+                for k in args.drafts:
                     speculation = {
                         "method": "prediction",
-                        "prediction": said,
+                        "prediction": prediction,
                         "num_speculative_tokens": k,
                         "policy": "fixed",
                     }

@@ -21,7 +21,7 @@ from typing import Any
 
 from recipes.serving.server import Server
 
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 from speculon.checkpoints.locate import SHIPPED
 from speculon.models.load import load_tokenizer
@@ -61,45 +61,45 @@ def main() -> None:
         "--repeats", type=int, default=3, help="of which medians are taken; the methods alternate"
     )
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    rows = measure(asked)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = measure(args)
     report = {"command": shlex.join(sys.argv[1:]), "commit": commit(), "machine": machine(), "rows": rows}
-    (asked.out / "latency.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "latency.json").write_text(json.dumps(report, indent=1) + "\n")
     table = as_table(rows)
-    (asked.out / "latency.md").write_text(table)
+    (args.out / "latency.md").write_text(table)
     print(table)
 
 
-def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """One server per method, both up all the time; who is not asked sleeps."""
-    methods, levels = asked.methods.split(","), [int(level) for level in asked.concurrency.split(",")]
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One server per method, both up all the time; only one has requests at a time."""
+    methods, levels = args.methods.split(","), [int(level) for level in args.concurrency.split(",")]
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_prompts(folder / "prompts.jsonl", asked.prompts, asked.tokens)
+        write_prompts(folder / "prompts.jsonl", args.prompts, args.tokens)
         flags = (
             "--model",
             "demo",
             "--threads",
-            str(asked.threads),
+            str(args.threads),
             "--no-prefix-cache",
             "--suffix-pools",
             "0",
         )
         servers = {
             method: stack.enter_context(
-                Server(*flags, "--method", method, log=asked.out / f"server-{method}.log")
+                Server(*flags, "--method", method, log=args.out / f"server-{method}.log")
             )
             for method in methods
         }
-        for repeat in range(asked.repeats):
+        for repeat in range(args.repeats):
             for level in levels:
                 for method in methods if repeat % 2 == 0 else reversed(methods):
-                    found = generate(asked, servers[method].url, folder, level)
+                    found = generate(args, servers[method].url, folder, level)
                     runs.setdefault((level, method), []).append(found)
                     print(
-                        f"{repeat + 1}/{asked.repeats}: {level} at once, {method}: {found}",
+                        f"{repeat + 1}/{args.repeats}: {level} concurrent, {method}: {found}",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -114,8 +114,8 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(run[name] for run in runs) for name in runs[0]}
 
 
-def generate(asked: argparse.Namespace, url: str, folder: Path, level: int) -> dict[str, float]:
-    prompts = min(asked.prompts, 8 * level)
+def generate(args: argparse.Namespace, url: str, folder: Path, level: int) -> dict[str, float]:
+    prompts = min(args.prompts, 8 * level)
     options = {
         "backend": "openai",
         "base-url": url,
@@ -124,7 +124,7 @@ def generate(asked: argparse.Namespace, url: str, folder: Path, level: int) -> d
         "tokenizer": SHIPPED["demo"],
         "dataset-name": "custom",
         "dataset-path": folder / "prompts.jsonl",
-        "custom-output-len": asked.tokens,
+        "custom-output-len": args.tokens,
         "num-prompts": prompts,
         "num-warmups": level,
         "max-concurrency": level,
@@ -135,7 +135,7 @@ def generate(asked: argparse.Namespace, url: str, folder: Path, level: int) -> d
         "result-filename": "result.json",
     }
     command = [
-        asked.python,
+        args.python,
         "-c",
         GENERATOR,
         "--ignore-eos",

@@ -103,7 +103,8 @@ async def chunks(port: int, route: str, body: dict[str, Any]) -> AsyncIterator[b
     reader, writer = await asyncio.open_connection(HOST, port, limit=2**22)
     try:
         content = json.dumps({**body, "stream": True}).encode()
-        head = f"POST {route} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = f"POST {route} HTTP/1.1\r\nhost: {HOST}\r\ncontent-type: application/json\r\n"
+        head += "connection: close\r\n"
         writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
         status = int((await reader.readline()).split()[1])
         if status != 200:

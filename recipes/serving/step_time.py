@@ -19,7 +19,7 @@ from time import perf_counter
 from recipes.serving.server import Server, chunks
 
 from speculon import LLM, SamplingParams
-from speculon.bench.report import commit, machine
+from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 
 OFF = {"method": "off"}
@@ -120,12 +120,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        with Server("--model", asked.model, "--threads", "1", log=Path(folder, "log")) as server:
-            llm = LLM(asked.model, threads=1, speculation={"policy": "fixed"})
-            found = compare(server, llm, streams=asked.streams, tokens=asked.tokens, rounds=asked.rounds)
-    print(json.dumps({**vars(asked), **found, "machine": machine(), "commit": commit()}, indent=1))
+        with Server("--model", args.model, "--threads", "1", log=Path(folder, "log")) as server:
+            llm = LLM(args.model, threads=1, speculation={"policy": "fixed"})
+            found = compare(server, llm, streams=args.streams, tokens=args.tokens, rounds=args.rounds)
+    print(json.dumps({**vars(args), **found, "machine": machine(), "commit": commit()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How well lookups guess known texts, without any model: tokens per call, and the price of a lookup.
+"""How well lookups draft known texts, without any model: tokens per call, and the time of a lookup.
 
     python recipes/suffix/replay.py --cases 40 -k 8
 
 code, edit, prose: the held-out texts of `speculon bench`, as their authors wrote them; one pool for all of a
 workload. loop: a user has the same function edited six times, the prompt holds it as it is; a pool for each
 user. blind: the same answers, but the prompt names the function only.
-A text is "written" by accepting what a draft says of it; speed takes a call of n rows for 5.6 + 0.22 (n - 1)
-ms.
+Drafts are accepted as far as they agree with the known text; speed takes a call of n rows for
+5.6 + 0.22 (n - 1) ms.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def loop(tokenizer: Tokenizer, cases: int, blind: bool = False) -> Iterator[Know
             at = i % len(names)
             old, names[at] = names[at], corpus.draw_new_name(rng, source)
             message = f"Write {function.name} again; {names[at]} instead of {old}."
-            asked = message if blind else corpus.edit_prompt(source, old, names[at])
+            prompt = message if blind else corpus.edit_prompt(source, old, names[at])
             source = corpus.edit_answer(source, old, names[at])
             answer = tokenizer.encode(source, add_special_tokens=False)
-            yield Known(f"{function.path} {function.name}", workloads.ask(tokenizer, asked), answer)
+            yield Known(f"{function.path} {function.name}", workloads.ask(tokenizer, prompt), answer)
 
 
 def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -> tuple[int, int, int, float]:
-    """(calls, drafted, accepted, seconds in lookups); the first one, which reads the prompt, is not timed."""
+    """(calls, drafted, accepted, seconds of lookups); the first one reads the prompt and is not timed."""
     none = cast(Any, None)
     seq = Sequence(
         number,
@@ -111,7 +111,7 @@ def write(proposer: Proposer, known: Known, k: int, pooled: bool, number: int) -
         seconds += thread_time() - began
         pairs = zip(draft.tokens, known.answer[at:], strict=False)
         agreed = next(
-            (i for i, (said, true) in enumerate(pairs) if said != true),
+            (i for i, (draft_token, token) in enumerate(pairs) if draft_token != token),
             min(len(draft.tokens), len(known.answer) - at),
         )
         seq.tokens += known.answer[at : at + agreed + 1]
@@ -141,7 +141,8 @@ def main() -> None:
             tokens = sum(len(one.answer) - 1 for one in known)
             speed = 5.6 * tokens / (5.6 * calls + 0.22 * drafted)
             cells.append(
-                f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, {seconds / calls * 1e6:.0f}"
+                f"{tokens / calls:.2f}, {speed:.2f}, {accepted / max(drafted, 1):.0%}, "
+                f"{seconds / calls * 1e6:.0f}"
             )
         print(f"| {label} |", " | ".join(cells), "|", flush=True)
 

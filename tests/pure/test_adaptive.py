@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.simulate import Way, World, play
+from speculon.bench.simulate import SimulatedMethod, SyntheticEnvironment, simulate
 from speculon.config import EngineConfig, RequestSpeculation, SpeculationConfig
 from speculon.control.adaptive import Adaptive, AdaptiveConfig, AdaptiveLookahead
 from speculon.control.fixed import Fixed
@@ -314,8 +314,10 @@ STEP: Callable[[int, int], float] = lambda texts, drafts: 4.0 + 0.55 * (texts - 
 
 def test_in_a_world_of_good_drafts_it_beats_a_short_window_and_in_one_of_bad_drafts_a_long_one() -> None:
     def rate(policy: Any, accept: float, most: int) -> float:
-        world = World(STEP, {"any": Way(lambda *_: accept, lambda texts, k: 0.02)}, lambda _: 1, most=most)
-        return play(policy, world, 3000, seed=4).rate(200)
+        world = SyntheticEnvironment(
+            STEP, {"any": SimulatedMethod(lambda *_: accept, lambda texts, k: 0.02)}, lambda _: 1, most=most
+        )
+        return simulate(policy, world, 3000, seed=4).rate(200)
 
     assert rate(Adaptive(), 0.95, 12) > 1.2 * rate(Fixed(), 0.95, 4)
     assert rate(Adaptive(), 0.2, 12) > 1.2 * rate(Fixed(), 0.2, 12)

@@ -11,35 +11,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.advise import Wish
-from speculon.bench.advise_maths import (
+from speculon.advise.maths import (
+    Cascade,
+    DraftTrace,
     Fit,
-    Recorded,
-    Text,
-    Timed,
+    RecordedDraft,
+    TimedRound,
     Walk,
-    Way,
     best,
+    bootstrap_fits,
     break_even,
     by_position,
     dearest_draft,
     estimate,
-    fits,
     speed,
     total,
     walk,
 )
+from speculon.advise.plan import AdvisePlan
 from speculon.control.acceptance import FADE, Acceptance
 from speculon.core import Proposal
 from speculon.errors import InvalidParameter
 
-DRAFT, LOOK = Way("draft_model", ("draft_model",)), Way("suffix", ("suffix",))
-BOTH = Way("auto", ("suffix", "draft_model"))
+DRAFT, LOOK = Cascade("draft_model", ("draft_model",)), Cascade("suffix", ("suffix",))
+BOTH = Cascade("auto", ("suffix", "draft_model"))
 KS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 2, 4, 8)
 PROMPT = 20
 
-Drafts = list[dict[str, Recorded]]
+Drafts = list[dict[str, RecordedDraft]]
 
 
 def rounds_of(
@@ -49,7 +49,7 @@ def rounds_of(
     batches: Sequence[int] = BATCHES,
     read: float = 0.0,
     also: Sequence[str] = (),
-) -> list[Timed]:
+) -> list[TimedRound]:
     """A plain step of one sequence takes 10 ms; a draft, a row, a sequence more and a token read cost shares
     of it. No noise.
     """
@@ -60,9 +60,9 @@ def rounds_of(
         n = batch // stride * bool(k)
         calls = {"draft_model": Proposal(n, k, 10 * draft * k), "suffix": Proposal(n, k, 0.01)} if k else {}
         calls |= {name: calls["draft_model" if name == "liar" else "suffix"] for name in also if k}
-        found += [Timed(batch, n, n * k, 10 * (1 + more * (batch - 1)) + 10 * row * n * k, calls)] * 3
+        found += [TimedRound(batch, n, n * k, 10 * (1 + more * (batch - 1)) + 10 * row * n * k, calls)] * 3
     first = {"draft_model": Proposal(1, 1, 10 * draft + 10 * read * PROMPT, PROMPT)}
-    return found + [Timed(1, 1, 1, 10 * (1 + row), first)] * (6 * bool(read))
+    return found + [TimedRound(1, 1, 1, 10 * (1 + row), first)] * (6 * bool(read))
 
 
 def fit_of(draft: float, **more: float) -> Fit:
@@ -72,7 +72,7 @@ def fit_of(draft: float, **more: float) -> Fit:
 def texts_of(
     acceptance: float, method: str = "draft_model", texts: int = 6, length: int = 200, k: int = 8
 ) -> list[Drafts]:
-    """Whether the draft at a place is right depends on the place alone, so that drafts from everywhere agree."""
+    """Whether the draft of a position is right depends on that position alone."""
     rng = random.Random(1)
     found: list[Drafts] = []
     for _ in range(texts):
@@ -81,27 +81,27 @@ def texts_of(
     return found
 
 
-def draft_at(right: list[bool]) -> Recorded:
-    return Recorded(len(right), (right + [False]).index(False))
+def draft_at(right: list[bool]) -> RecordedDraft:
+    return RecordedDraft(len(right), (right + [False]).index(False))
 
 
-def estimates(drafts: list[Drafts], ways: list[Way], ks: Sequence[int], rounds: list[Timed]):
-    return estimate([Text(PROMPT, text) for text in drafts], ways, ks, [1], fits(rounds))
+def estimates(drafts: list[Drafts], cascades: list[Cascade], ks: Sequence[int], rounds: list[TimedRound]):
+    return estimate([DraftTrace(PROMPT, text) for text in drafts], cascades, ks, [1], bootstrap_fits(rounds))
 
 
 def walked(drafts: Drafts, chain: Sequence[str], k: int) -> Walk:
-    return walk(Text(PROMPT, drafts), chain, k, Acceptance(fade=1.0))
+    return walk(DraftTrace(PROMPT, drafts), chain, k, Acceptance(fade=1.0))
 
 
 # rounds
 
 
 def test_a_walk_goes_over_what_is_accepted_and_one_token_more() -> None:
-    text: Drafts = [{"a": Recorded(3, 2)}, {}, {}, {"a": Recorded(4, 4)}, {}, {}, {}, {}, {}]
+    text: Drafts = [{"a": RecordedDraft(3, 2)}, {}, {}, {"a": RecordedDraft(4, 4)}, {}, {}, {}, {}, {}]
     acceptance = Acceptance(fade=1.0)
-    done = walk(Text(PROMPT, text), ["a"], 4, acceptance)
+    done = walk(DraftTrace(PROMPT, text), ["a"], 4, acceptance)
     assert done == Walk(
-        rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, asked=(3,), unread=(PROMPT + 1,)
+        rounds=3, tokens=9, drafting=2, drafts=7, accepted=6, calls=(3,), unread=(PROMPT + 1,)
     )
     assert by_position(acceptance) == [1, 1, 0.5, 1] and acceptance.rate() == 6 / 7
     assert done.tokens_per_call == 3
@@ -109,18 +109,21 @@ def test_a_walk_goes_over_what_is_accepted_and_one_token_more() -> None:
 
 def test_the_end_of_a_text_judges_nothing_beyond_it() -> None:
     acceptance = Acceptance(fade=1.0)
-    walk(Text(PROMPT, [{"a": Recorded(4, 2)}, {}]), ["a"], 4, acceptance)
+    walk(DraftTrace(PROMPT, [{"a": RecordedDraft(4, 2)}, {}]), ["a"], 4, acceptance)
     assert by_position(acceptance) == [1, 1]
 
 
 def test_a_chain_asks_the_next_where_the_first_has_nothing() -> None:
     text: Drafts = [
-        {"b": Recorded(2, 1)}, {"a": Recorded(1, 1), "b": Recorded(2, 2)}, {"a": Recorded(2, 0), "b": Recorded(2, 2)}, {}
-    ]  # fmt: skip
+        {"b": RecordedDraft(2, 1)},
+        {"a": RecordedDraft(1, 1), "b": RecordedDraft(2, 2)},
+        {"a": RecordedDraft(2, 0), "b": RecordedDraft(2, 2)},
+        {},
+    ]
     done = walked(text, ["a", "b"], 2)
-    assert (done.rounds, done.tokens, done.asked) == (3, 4, (3, 2))
+    assert (done.rounds, done.tokens, done.calls) == (3, 4, (3, 2))
     whole = total([done, done])
-    assert (whole.rounds, whole.tokens, whole.asked, whole.unread) == (
+    assert (whole.rounds, whole.tokens, whole.calls, whole.unread) == (
         6,
         8,
         (6, 4),
@@ -132,25 +135,33 @@ def test_a_drafter_reads_the_prompt_and_what_others_drafted() -> None:
     """A lookup has the draft at the second token: the drafter reads the three tokens of that round when it is
     next asked.
     """
-    text: Drafts = [{"b": Recorded(2, 0)}, {"a": Recorded(2, 2)}, {}, {}, {"b": Recorded(2, 0)}]
+    text: Drafts = [
+        {"b": RecordedDraft(2, 0)},
+        {"a": RecordedDraft(2, 2)},
+        {},
+        {},
+        {"b": RecordedDraft(2, 0)},
+    ]
     assert walked(text, ["a", "b"], 2).unread[1] == PROMPT + 3
-    every_time: Drafts = [{"b": Recorded(2, 0)}] * 5
+    every_time: Drafts = [{"b": RecordedDraft(2, 0)}] * 5
     assert walked(every_time, ["b"], 2).unread == (PROMPT,)
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=40))
-def test_a_walk_counts_every_token_once(k: int, told: list[tuple[int, int]]) -> None:
-    left = len(told)
-    text = [{"a": Recorded(n, min(n, right, left - i))} if n else {} for i, (n, right) in enumerate(told)]
+def test_a_walk_counts_every_token_once(k: int, drafts: list[tuple[int, int]]) -> None:
+    left = len(drafts)
+    text = [
+        {"a": RecordedDraft(n, min(n, right, left - i))} if n else {} for i, (n, right) in enumerate(drafts)
+    ]
     done = walked(text, ["a"], k)
     assert done.tokens == left and 1 <= done.rounds <= left
     assert done.tokens - done.rounds <= done.accepted <= done.drafts and done.drafting <= done.rounds
 
 
 def test_a_mean_over_all_positions_is_too_high() -> None:
-    """The twin of walking: half of the text is easy, half is hard, and rounds begin mostly in the hard half."""
-    hard = {"a": Recorded(4, 0)}
-    text = [{"a": Recorded(4, min(4, max(0, 50 - i)))} if i < 50 else hard for i in range(100)]
+    """The twin of walking: half of the text is hard, and rounds begin mostly in that half."""
+    hard = {"a": RecordedDraft(4, 0)}
+    text = [{"a": RecordedDraft(4, min(4, max(0, 50 - i)))} if i < 50 else hard for i in range(100)]
     naive = mean(1 + here["a"].accepted for here in text)
     assert walked(text, ["a"], 4).tokens_per_call < 0.6 * naive
 
@@ -178,7 +189,7 @@ def test_the_fit_is_what_was_measured() -> None:
 
 def test_the_speed_is_tokens_times_plain_over_drafting_and_verification() -> None:
     fit = fit_of(draft=0.1)
-    done = total(walked(text, DRAFT.chain, 4) for text in texts_of(0.8))
+    done = total(walked(text, DRAFT.methods, 4) for text in texts_of(0.8))
     found = speed(done, DRAFT, 4, 1, fit)
     assert found.plain_ms == pytest.approx(10, rel=0.01)
     assert found.verify_ms == pytest.approx(10 + 0.5 * done.drafts / done.rounds, rel=0.01)
@@ -189,7 +200,7 @@ def test_the_speed_is_tokens_times_plain_over_drafting_and_verification() -> Non
 
 def test_reading_the_prompt_has_its_price() -> None:
     rounds = rounds_of(draft=0.1, read=0.01)
-    done = total(walked(text, DRAFT.chain, 4) for text in texts_of(0.8, length=20))
+    done = total(walked(text, DRAFT.methods, 4) for text in texts_of(0.8, length=20))
     found = speed(done, DRAFT, 4, 1, Fit.of(rounds, random.Random(0)))
     assert found.read_ms == pytest.approx(0.1 * done.unread[0] / done.rounds, rel=0.1) and found.read_ms > 0.2
 
@@ -203,7 +214,7 @@ def test_of_many_sequences_few_ask_a_drafter_that_comes_second() -> None:
 
 def test_a_step_is_a_mean_over_who_drafts() -> None:
     fit = fit_of(draft=0.2)
-    drafting = Walk(rounds=100, tokens=200, drafting=50, drafts=200, accepted=100, asked=(100,), unread=(0,))
+    drafting = Walk(rounds=100, tokens=200, drafting=50, drafts=200, accepted=100, calls=(100,), unread=(0,))
     # 4 sequences, 2 rows of each on average
     assert fit.step_ms(4, drafting) == pytest.approx(19 + 0.5 * 4 * 2, rel=0.02)
     assert fit.step_ms(4, drafting._replace(drafting=0, drafts=0)) == fit.costs.step(4)
@@ -239,7 +250,7 @@ def test_break_even_lies_between_what_does_not_pay_and_what_does(costs: list[flo
 
 @pytest.mark.parametrize("draft", [0.1, 0.3])
 def test_a_draft_may_cost_what_makes_the_speed_one(draft: float) -> None:
-    """At the dearest draft speculation is as fast as plain: a little cheaper pays, a little dearer does not."""
+    """At that cost speculation is as fast as plain: a little cheaper pays, a little dearer does not."""
     texts = texts_of(0.7)
     most = dearest_draft(estimates(texts, [DRAFT], KS, rounds_of(draft)))
     assert 0.1 < most < 1
@@ -247,7 +258,7 @@ def test_a_draft_may_cost_what_makes_the_speed_one(draft: float) -> None:
         assert (best(estimates(texts, [DRAFT], KS, rounds_of(cost))).ratio > 1) == faster
 
 
-def test_among_equals_the_shallowest_is_best() -> None:
+def test_among_equals_the_smallest_k_is_best() -> None:
     one = estimates(texts_of(0.5, texts=2), [DRAFT], [1], rounds_of(0.1))[0]
     assert best([replace(one, k=2), one]).k == 1
 
@@ -266,10 +277,10 @@ def test_the_interval_is_wide_where_times_are_noisy() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked, name",
+    "options, name",
     [({"at_once": 3}, "at_once"), ({"k": 0}, "num_speculative_tokens"), ({"k": 65}, "num_speculative_tokens"),
      ({"concurrency": (0,)}, "concurrency"), ({"repeats": -1}, "repeats")],
 )  # fmt: skip
-def test_a_wish_that_cannot_be_is_refused(asked: dict, name: str) -> None:
+def test_a_plan_that_cannot_be_is_refused(options: dict, name: str) -> None:
     with pytest.raises(InvalidParameter, match=f"^{name} = "):
-        Wish(**asked)
+        AdvisePlan(**options)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.bench.advise_prompts import Split, read_lines
-from speculon.bench.advise_settings import as_flags, as_toml, merged, next_command, settings, whole, write
+from speculon.advise.prompts import Split, read_lines
+from speculon.advise.settings import as_flags, as_toml, merged, next_command, settings, whole, write
 from speculon.bench.workloads import Case
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.errors import BenchError, ConfigError, InvalidParameter
@@ -59,8 +59,8 @@ def test_what_is_written_loads_and_says_the_same(tmp_path: Path, monkeypatch: py
     found = settings(base, "auto", "fixed", 3, ("suffix", "draft_model"))
     path = tmp_path / "speculon.toml"
     path.write_text(
-        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n[speculation.options]\ny = 1\n'
-        "[serve]\nport = 9000\n"
+        'block_size = 32 # kept\nmodel = "old"\n[speculation]\nmethod = "ngram"\n'
+        "[speculation.options]\ny = 1\n[serve]\nport = 9000\n"
     )
     write(path, whole(EngineConfig(model="some/model", dtype="bfloat16", threads=2), found))
     read = loads(path, monkeypatch)
@@ -88,14 +88,9 @@ def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
 
 
 def test_flags_say_the_same() -> None:
-    speculation = {
-        "method": "auto",
-        "num_speculative_tokens": 3,
-        "draft": "a folder/draft",
-        "chained_drafts": False,
-    }
-    said = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
-    assert said == [
+    speculation = {"method": "auto", "num_speculative_tokens": 3, "draft": "a folder/draft", "join": False}
+    flags = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
+    assert flags == [
         "--model", "demo", "--compile", "--method", "auto", "--num-speculative-tokens", "3",
         "--draft", "a folder/draft", "--no-chained-drafts",
     ]  # fmt: skip

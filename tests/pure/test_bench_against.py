@@ -7,29 +7,28 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from io import StringIO
 from math import log
 from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from rich.console import Console
 
 from speculon.bench import against, report
-from speculon.bench.against import Against, Estimate, against_best_fixed, estimate
+from speculon.bench.against import Against, MeanRatio, against_best_fixed, estimate
 from speculon.bench.cell import Cell
 from speculon.bench.diagnosis import GATES, diagnose, gated
-from speculon.bench.plan import AGAIN, STOCK
+from speculon.bench.plan import AGAIN, TRANSFORMERS
 from speculon.bench.report import Report
 from speculon.bench.tables import against_figures, against_markdown, against_table
 from speculon.core import Reason
 from speculon.telemetry import PARTS, RequestStats
-from tests.pure.test_bench import make_cell
+from tests.pure.cells import make_cell
+from tests.pure.screens import on_screen
 
 PLAIN = [100.0] * 4
 
 
-def crowd(workload: str = "code", **speeds: list[float]) -> list[Cell]:
+def cells_of(workload: str = "code", **speeds: list[float]) -> list[Cell]:
     """The modes of one cell by their speeds per group, in one repeat; `auto` is the one whose policy is not
     fixed.
     """
@@ -52,22 +51,20 @@ def test_the_best_fixed_mode_is_picked_on_one_half_and_compared_on_the_other() -
     """`early` is fast in the first half alone, `late` in the second: what is picked on one half is slow on
     the other.
     """
-    found = one(crowd(early=[400, 400, 100, 100], late=[100, 100, 300, 300], auto=[200, 200, 200, 200]))
+    found = one(cells_of(early=[400, 400, 100, 100], late=[100, 100, 300, 300], auto=[200, 200, 200, 200]))
     assert found.picked == ("early", "late")
     assert found.over_best.ratio == pytest.approx(2) and found.over_plain.ratio == pytest.approx(2)
 
 
 def test_a_planted_choice_on_the_same_half_gives_another_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = crowd(early=[400, 400, 100, 100], late=[100, 100, 400, 400], auto=[200, 200, 200, 200])
+    cells = cells_of(early=[400, 400, 100, 100], late=[100, 100, 400, 400], auto=[200, 200, 200, 200])
     honest = one(cells).over_best
     monkeypatch.setattr(against, "other_half", lambda half: half)
     assert (honest.ratio, one(cells).over_best.ratio) == (pytest.approx(2), pytest.approx(0.5))
 
 
-def test_luck_is_no_merit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve fixed modes and a policy that differ by noise alone: picked on the same half the lucky one seems
-    better.
-    """
+def test_sampling_noise_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve fixed modes and a policy differ by noise alone; picked on the same half, one seems better."""
     monkeypatch.setattr(against, "DRAWS", 20)
     ratios: dict[str, list[float]] = {"honest": [], "planted": []}
     for seed in range(40):
@@ -75,7 +72,7 @@ def test_luck_is_no_merit(monkeypatch: pytest.MonkeyPatch) -> None:
         modes = {
             name: [100 * rng.lognormvariate(0, 0.1) for _ in range(8)] for name in [*"abcdefghijkl", "auto"]
         }
-        cells = crowd(**{"again": [100.0] * 8, **modes})
+        cells = cells_of(**{"again": [100.0] * 8, **modes})
         cells[0].speeds = [[100.0] * 8]
         ratios["honest"].append(one(cells).over_best.ratio)
         with monkeypatch.context() as patch:
@@ -87,21 +84,21 @@ def test_luck_is_no_merit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plain_decoding_is_a_fixed_mode_and_the_control_is_none() -> None:
-    found = one(crowd(slow=[50] * 4, again=[900] * 4, auto=[90] * 4))
+    found = one(cells_of(slow=[50] * 4, again=[900] * 4, auto=[90] * 4))
     assert found.picked == ("off", "off") and found.over_best.ratio == pytest.approx(0.9)
     assert found.again.ratio == pytest.approx(9)
 
 
 def test_pairs_are_those_of_a_group_and_a_repeat() -> None:
     """A group that is twice as long, and a repeat on a machine twice as slow, say nothing of a mode."""
-    cells = crowd(fast=[], auto=[])
+    cells = cells_of(fast=[], auto=[])
     weight = [[100.0, 200.0, 100.0, 50.0], [50.0, 100.0, 50.0, 25.0]]
     for cell, factor in zip(cells, (1, 2, 1.8, 1), strict=True):
         cell.speeds = [[factor * speed for speed in groups] for groups in weight]
     found = one(cells)
-    assert found.over_best == Estimate(*[pytest.approx(0.9)] * 3) and found.over_plain.ratio == pytest.approx(
-        1.8
-    )
+    assert found.over_best == MeanRatio(
+        *[pytest.approx(0.9)] * 3
+    ) and found.over_plain.ratio == pytest.approx(1.8)
 
 
 def test_the_interval_is_that_of_the_bootstrap() -> None:
@@ -111,7 +108,7 @@ def test_the_interval_is_that_of_the_bootstrap() -> None:
     found = estimate([logs])
     assert found.low is not None and found.high is not None and found.low < found.ratio < found.high
     assert found.high / found.low == pytest.approx(2.718281828 ** (2 * 1.645 * 0.2 / 200**0.5), abs=0.005)
-    assert found == estimate([logs])  # the same luck on every run
+    assert found == estimate([logs])  # the same draws on every run
 
 
 def test_few_groups_are_not_surer_than_they_are() -> None:
@@ -126,7 +123,9 @@ def test_few_groups_are_not_surer_than_they_are() -> None:
 
 
 def test_all_cells_weigh_the_same() -> None:
-    cells = crowd("code", fast=[200] * 4, auto=[400] * 4) + crowd("prose", fast=[200] * 4, auto=[50] * 4)
+    cells = cells_of("code", fast=[200] * 4, auto=[400] * 4) + cells_of(
+        "prose", fast=[200] * 4, auto=[50] * 4
+    )
     # 2 where lookups pay; 0.5 where the best fixed mode, plain or fast, is fast
     *_, whole = against_best_fixed(cells)
     assert whole.over_best.ratio == pytest.approx(
@@ -135,11 +134,11 @@ def test_all_cells_weigh_the_same() -> None:
 
 
 def test_a_single_group_has_no_other_half_and_fixed_modes_alone_no_table() -> None:
-    cells = crowd(fast=[200], auto=[300])
+    cells = cells_of(fast=[200], auto=[300])
     for cell in cells:
         cell.speeds = [cell.speeds[0][:1]]
     assert against_best_fixed(cells) == []
-    assert against_best_fixed(crowd(fast=[200] * 4)) == []
+    assert against_best_fixed(cells_of(fast=[200] * 4)) == []
 
 
 def test_a_bound_needs_two_groups_in_each_cell() -> None:
@@ -148,18 +147,18 @@ def test_a_bound_needs_two_groups_in_each_cell() -> None:
 
 
 def test_what_wrote_nothing_is_left_out() -> None:
-    cells = crowd(fast=[200] * 4, auto=[0, 100, 100, 100])
+    cells = cells_of(fast=[200] * 4, auto=[0, 100, 100, 100])
     assert one(cells).over_best.ratio == pytest.approx(0.5)
-    assert against_best_fixed(crowd(fast=[200] * 4, auto=[0] * 4)) == []
+    assert against_best_fixed(cells_of(fast=[200] * 4, auto=[0] * 4)) == []
 
 
 def test_transformers_own_loop_is_no_candidate() -> None:
-    cells = [*crowd(auto=[200] * 4), make_cell(STOCK, speeds=[[900.0] * 4])]
+    cells = [*cells_of(auto=[200] * 4), make_cell(TRANSFORMERS, speeds=[[900.0] * 4])]
     assert one(cells).picked == ("off", "off")
 
 
 @pytest.mark.parametrize(
-    ("auto", "said"),
+    ("auto", "verdict"),
     [
         pytest.param(
             [180, 181, 182, 183], "slower", id="slower than the best fixed mode, though faster than plain"
@@ -168,8 +167,8 @@ def test_transformers_own_loop_is_no_candidate() -> None:
         pytest.param([180, 220, 181, 221], "undecided", id="now this, now that"),
     ],
 )
-def test_the_report_says_who_is_slower(auto: list[float], said: str, tmp_path: Path) -> None:
-    cells = crowd(fast=[200] * 4, auto=auto)
+def test_the_report_says_who_is_slower(auto: list[float], verdict: str, tmp_path: Path) -> None:
+    cells = cells_of(fast=[200] * 4, auto=auto)
     facts = {
         "name": "x",
         "parameters": 1,
@@ -191,28 +190,20 @@ def test_the_report_says_who_is_slower(auto: list[float], said: str, tmp_path: P
     lines = (tmp_path / "bench.md").read_text().splitlines()
     for start in ("| code | 1 | auto | fast |", "| all | - | auto | - |"):
         (row,) = (line for line in lines if line.startswith(start))
-        assert f"| {said} |" in row
+        assert f"| {verdict} |" in row
     saved = json.loads((tmp_path / "bench.json").read_text())["against_best_fixed"]
     assert [each["picked"] for each in saved] == [["fast", "fast"], []]
     assert saved[0]["over_best"]["ratio"] == pytest.approx(sum(auto) / 800, rel=0.02)
 
 
-def test_the_table_is_whole_and_fits_the_terminal() -> None:
-    rows = [*against_best_fixed(crowd(**{"draft_model:4": [200.0] * 4, "auto": [300.0] * 4}))]
+def test_the_table_is_complete_and_the_terminal_has_the_verdict() -> None:
+    rows = [*against_best_fixed(cells_of(**{"draft_model:4": [200.0] * 4, "auto": [300.0] * 4}))]
     lines = against_markdown(rows).splitlines()
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
-    assert against_figures(rows[0])[:6] == (
-        "code",
-        "1",
-        "auto",
-        "draft_model:4",
-        "1.50 (1.50-1.50)",
-        "faster",
-    )
-    screen = Console(width=80, file=StringIO())
-    screen.print(against_table(rows))
-    said = screen.file.getvalue().split()  # type: ignore[attr-defined]
-    assert said.count("(1.50-1.50)") == 2 and said.count("draft_model:4") == 1 and said.count("faster") == 2
+    figures = ("code", "1", "auto", "draft_model:4", "1.50 (1.50-1.50)", "faster")
+    assert against_figures(rows[0])[:6] == figures
+    words = on_screen([against_table(rows)], 80).split()
+    assert words.count("1.50-1.50") == 2 and words.count("faster") == 2
 
 
 # diagnosis
@@ -241,7 +232,7 @@ PLAIN_STEP = part(0, 5)
 
 
 @pytest.mark.parametrize(
-    ("found", "step", "ratio", "said"),
+    ("found", "step", "ratio", "expected"),
     [
         pytest.param(stats(100, 4, 2), part(1, 6), 1.5, "pays", id="faster"),
         pytest.param(stats(2, 4, 0, no_match=98), part(0.1, 5), 1.0, "no proposals", id="nothing to look up"),
@@ -252,16 +243,16 @@ PLAIN_STEP = part(0, 5)
             stats(2, 4, 0, cost=90, no_match=8), part(0.1, 5), 1.0, "gated: cost", id="the policy saw no gain"
         ),
         pytest.param(
-            stats(0, 4, 0, load=98), part(0, 5), 0.99, "gated: load", id="memory was promised to others"
+            stats(0, 4, 0, load=98), part(0, 5), 0.99, "gated: load", id="memory is reserved for others"
         ),
         pytest.param(
             stats(40, 4, 0.3, no_match=60),
             part(0.1, 6.5),
             0.8,
             "low acceptance",
-            id="few guesses, and wrong ones",
+            id="few drafts, and wrong ones",
         ),
-        pytest.param(stats(100, 4, 1), part(3, 8), 0.7, "low acceptance", id="three of four fall"),
+        pytest.param(stats(100, 4, 1), part(3, 8), 0.7, "low acceptance", id="three of four rejected"),
         pytest.param(
             stats(100, 4, 3.8), part(20, 6), 0.9, "draft cost", id="right, but as dear as the target"
         ),
@@ -282,9 +273,9 @@ PLAIN_STEP = part(0, 5)
     ],
 )
 def test_the_diagnosis_names_what_was_measured(
-    found: RequestStats, step: dict[str, float], ratio: float, said: str
+    found: RequestStats, step: dict[str, float], ratio: float, expected: str
 ) -> None:
-    assert diagnose(found, step, PLAIN_STEP, ratio, NOISE) == said
+    assert diagnose(found, step, PLAIN_STEP, ratio, NOISE) == expected
 
 
 def test_the_noise_decides_what_pays() -> None:
@@ -293,5 +284,5 @@ def test_the_noise_decides_what_pays() -> None:
 
 
 @pytest.mark.parametrize("reason", Reason)
-def test_a_policy_may_hold_everything_back_and_a_drafter_may_not_stay_silent(reason: Reason) -> None:
+def test_a_policy_may_decide_against_all_drafts_and_a_drafter_may_not_have_none(reason: Reason) -> None:
     assert gated(RequestStats(reasons=Counter({reason.value: 3, "max_tokens": 1}))) is (reason in GATES)

@@ -6,8 +6,8 @@ import pytest
 
 from speculon.bench.cell import Cell
 from speculon.bench.chart import lay_out
-from speculon.bench.plan import AGAIN, Plan
-from tests.pure.test_bench import make_cell
+from speculon.bench.plan import AGAIN, BenchPlan
+from tests.pure.cells import make_cell
 
 
 def overlaps(cells: list[Cell], title: str) -> list[str]:
@@ -41,15 +41,15 @@ def test_a_chart_is_readable(modes: list[str], counts: tuple[int, ...]) -> None:
     assert (
         overlaps(
             cells,
-            "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so on "
-            * 2,
+            "demo widened to 500 M parameters: the same function at the call cost of a larger model, and so "
+            "on " * 2,
         )
         == []
     )
 
 
 def test_panels_of_the_usual_grid_stand_one_above_the_other() -> None:
-    plan = Plan()
+    plan = BenchPlan()
     cells = [
         make_cell(mode, workload=name, concurrency=count)
         for name in plan.workloads

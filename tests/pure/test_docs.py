@@ -295,3 +295,21 @@ def test_the_reference_shows_what_exists(page: Path) -> None:
 
 def test_a_planted_object_without_source_is_found() -> None:
     assert objects_without_source("::: speculon.llm.LLMs\n::: speculon.errors\n") == ["speculon.llm.LLMs"]
+
+
+def table_rows(lines: list[str]) -> set[tuple[str, ...]]:
+    """(method, concurrency, K, figures) of the lines of a table of speeds."""
+    return {tuple(line.split()) for line in lines if re.match(r"\S+ +\d+ +(\d+|-) .*x", line)}
+
+
+def test_the_speeds_of_the_example_are_those_of_the_record() -> None:
+    record = (ROOT / "docs" / "benchmarks" / "advise" / "advise.md").read_text(encoding="utf-8")
+    rows = {
+        (method, concurrency, *figures[:5])
+        for line in record.splitlines()
+        if re.match(r"\| \d+ \| \S+ \| (\d+|-) \| ", line)
+        for concurrency, method, *figures in [line.strip("| ").split(" | ")]
+    }
+    shown = table_rows((ROOT / "docs" / "advise.md").read_text(encoding="utf-8").splitlines())
+    assert len(shown) == 10 and shown <= rows
+    assert not table_rows(["suffix  1 8  1.71x  1.75x 1.44-2.56  1.86"]) <= rows

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from speculon.bench.simulate import Played, Text, Way, World, play
+from speculon.bench.simulate import (
+    SimulatedMethod,
+    SimulatedSequence,
+    SimulationResult,
+    SyntheticEnvironment,
+    simulate,
+)
 from speculon.control import goodput as module
 from speculon.control.acceptance import Acceptance
 from speculon.control.cost import Costs, Prices
@@ -30,19 +36,21 @@ READ = 0.022  # ms of a token that the draft model has not read
 Accept = Callable[[int, int], float]  # (round, sequence) -> P(a draft is accepted | those before it were)
 
 
-def world(accept: Accept, texts: Callable[[int], int] = lambda number: 1, **more: Any) -> World:
-    return World(STEP, {"model": Way(accept, MODEL)}, texts, **more)
+def world(
+    accept: Accept, texts: Callable[[int], int] = lambda number: 1, **more: Any
+) -> SyntheticEnvironment:
+    return SyntheticEnvironment(STEP, {"model": SimulatedMethod(accept, MODEL)}, texts, **more)
 
 
-def run(scene: Any, rounds: int, seed: int = 0, costs: Costs | None = None) -> Played:
+def run(scene: Any, rounds: int, seed: int = 0, costs: Costs | None = None) -> SimulationResult:
     """The policy in a scene, with a cost model of its own."""
     costs = costs or Costs()
-    return play(Goodput(costs), scene, rounds, seed, costs)
+    return simulate(Goodput(costs), scene, rounds, seed, costs)
 
 
-def fixed(make: Callable[[int], World], rounds: int = 2000, first: int = 200) -> float:
+def fixed(make: Callable[[int], SyntheticEnvironment], rounds: int = 2000, first: int = 200) -> float:
     """The rate of the best fixed K."""
-    return max(play(Fixed(), make(k), rounds).rate(first) for k in (1, 2, 3, 4, 6, 8, 12, 16))
+    return max(simulate(Fixed(), make(k), rounds).rate(first) for k in (1, 2, 3, 4, 6, 8, 12, 16))
 
 
 def plain(texts: int) -> float:
@@ -61,9 +69,9 @@ def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts:
 def test_a_useless_drafter_costs_next_to_nothing(texts: int) -> None:
     scene = world(lambda *_: 0.02, lambda _: texts)
     assert run(scene, 3000).rate(200) > 0.99 * plain(texts)
-    assert play(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(texts), (
-        "fixed, it does harm"
-    )
+    assert simulate(Fixed(), world(lambda *_: 0.02, lambda _: texts, most=4), 500).rate() < 0.9 * plain(
+        texts
+    ), "fixed, it does harm"
 
 
 def test_a_drafter_that_collapses_is_out_soon() -> None:
@@ -90,8 +98,8 @@ def test_sequences_that_differ_are_told_apart() -> None:
 PHASES = {1: 2500, 64: 250}  # sequences -> rounds
 
 
-def swinging(texts: Callable[[int], int], most: int = 16) -> World:
-    return World(STEP, {"model": Way(lambda *_: 0.8, DEAR)}, texts, most)
+def swinging(texts: Callable[[int], int], most: int = 16) -> SyntheticEnvironment:
+    return SyntheticEnvironment(STEP, {"model": SimulatedMethod(lambda *_: 0.8, DEAR)}, texts, most)
 
 
 def swing(first: int) -> list[float]:
@@ -104,7 +112,8 @@ def swing(first: int) -> list[float]:
     runs = [run(scene, ends[-1], seed) for seed in range(2)]
     best = {
         t: max(
-            plain(t), *(play(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4))
+            plain(t),
+            *(simulate(Fixed(), swinging(lambda _, t=t: t, k), PHASES[t]).rate() for k in (1, 2, 3, 4)),
         )
         for t in PHASES
     }  # type: ignore[misc]
@@ -161,10 +170,15 @@ def test_counting_positions_that_were_not_judged_would_be_seen(monkeypatch: pyte
     assert right > 0.96 * best and wrong < 0.93 * best
 
 
-def short(read_ms: float, most: int = 16) -> World:
+def short(read_ms: float, most: int = 16) -> SyntheticEnvironment:
     """Eight sequences of a long prompt and 16 tokens at once, one after the other."""
-    return World(
-        STEP, {"model": Way(lambda *_: 0.9, DEAR, read_ms)}, lambda _: 8, most, prompt=256, length=16
+    return SyntheticEnvironment(
+        STEP,
+        {"model": SimulatedMethod(lambda *_: 0.9, DEAR, read_ms)},
+        lambda _: 8,
+        most,
+        prompt=256,
+        length=16,
     )
 
 
@@ -178,17 +192,20 @@ def test_where_reading_is_free_the_same_sequences_are_drafted_for() -> None:
     assert best > 1.05 * plain(8) and run(short(0.0), 1200).rate(300) > 0.97 * best
 
 
-class Patchy(World):
+class Patchy(SyntheticEnvironment):
     """The lookup has nothing in every other round, and much in the others."""
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+    def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
         return (
             Draft() if method == "lookup" and number % 2 else super().draft(number, text, method, k, random)
         )
 
 
 def test_a_dear_model_fills_the_gaps_of_a_lookup_only_where_that_pays() -> None:
-    lookup, model = Way(lambda *_: 0.98, LOOKUP, lookup=True), Way(lambda *_: 0.95, DEAR)
+    lookup, model = (
+        SimulatedMethod(lambda *_: 0.98, LOOKUP, lookup=True),
+        SimulatedMethod(lambda *_: 0.95, DEAR),
+    )
     best = max(
         fixed(lambda k, ways=ways: Patchy(STEP, ways, lambda _: 1, most=k), 1500, 300)  # type: ignore[misc]
         for ways in ({"lookup": lookup, "model": model}, {"lookup": lookup})
@@ -199,26 +216,28 @@ def test_a_dear_model_fills_the_gaps_of_a_lookup_only_where_that_pays() -> None:
 def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
     asked: list[int] = []
 
-    class Empty(World):
-        def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+    class Empty(SyntheticEnvironment):
+        def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
             asked.append(number)
             return Draft()
 
-    played = run(Empty(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 8), 1200)
+    played = run(
+        Empty(STEP, {"lookup": SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 8), 1200
+    )
     early, late = (len({number for number in asked if first <= number < first + 100}) for first in (0, 1000))
     assert early > 20 and 0 < late <= 100 / 12, "they are asked together, and never given up"
     assert played.rate(600) > 0.99 * plain(8)
 
 
-class Gaps(World):
+class Gaps(SyntheticEnvironment):
     """Where the lookup has nothing the model is right, and the lookup has something behind its draft."""
 
     stands = 0.9
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
+    def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
         return Draft() if method == "lookup" else super().draft(number, text, method, min(k, 2), random)
 
-    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+    def join(self, number: int, text: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         fate = tuple(int(random.random() < self.stands) for _ in range(k))
         return draft.chain(Draft(fate, ("lookup",) * k, confidence=(0.5,) * k))
 
@@ -227,19 +246,22 @@ class Wrong(Gaps):
     stands = 0.05
 
 
-def chained(scene: type[Gaps], join: bool | None = None) -> Played:
+def chained(scene: type[Gaps], join: bool | None = None) -> SimulationResult:
     class Asking(scene):  # type: ignore[valid-type, misc]
-        def crowds(self) -> Any:
-            for running in super().crowds():
+        def batches(self) -> Any:
+            for running in super().batches():
                 for text in running:
                     text.chained = join
                 yield running
 
-    ways = {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True), "model": Way(lambda *_: 0.8, MODEL)}
+    ways = {
+        "lookup": SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True),
+        "model": SimulatedMethod(lambda *_: 0.8, MODEL),
+    }
     return run(Asking(STEP, ways, lambda _: 1), 1500)
 
 
-def tails(played: Played) -> float:
+def tails(played: SimulationResult) -> float:
     """Chained drafts per round that were verified."""
     return sum(drafted["lookup"] for drafted in played.drafted[200:]) / len(played.drafted[200:])
 
@@ -263,7 +285,12 @@ def test_a_cold_start_measures_before_it_asks_many() -> None:
 def decide(costs: Costs, accept: float, texts: int, rounds: int = 300) -> list[Decision]:
     """What is decided for so many sequences after rounds in which drafts were accepted so."""
     policy = Goodput(costs)
-    play(policy, World(STEP, {"model": Way(lambda *_: accept, DEAR)}, lambda _: texts), rounds, costs=costs)
+    simulate(
+        policy,
+        SyntheticEnvironment(STEP, {"model": SimulatedMethod(lambda *_: accept, DEAR)}, lambda _: texts),
+        rounds,
+        costs=costs,
+    )
     seqs = [make_sequence([1, 2, 3], methods=("model",)) for _ in range(texts)]
     found: list[Decision] = []
     for _ in range(40):  # probes draft now and then
@@ -291,9 +318,11 @@ def test_the_reason_is_the_one_that_keeps_a_model_out(
 def test_a_model_too_dear_for_any_acceptance_is_refused_for_its_cost() -> None:
     costs = Costs()
     policy = Goodput(costs)
-    play(
+    simulate(
         policy,
-        World(STEP, {"model": Way(lambda *_: 1.0, lambda texts, k: 9.0 * k)}, lambda _: 1),
+        SyntheticEnvironment(
+            STEP, {"model": SimulatedMethod(lambda *_: 1.0, lambda texts, k: 9.0 * k)}, lambda _: 1
+        ),
         300,
         costs=costs,
     )
@@ -316,9 +345,11 @@ def test_lookups_out_of_turn_are_a_cooldown() -> None:
     costs = Costs()
     policy = Noting(costs)
     policy.reasons = Counter()
-    play(
+    simulate(
         policy,
-        World(STEP, {"lookup": Way(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 1),
+        SyntheticEnvironment(
+            STEP, {"lookup": SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 1
+        ),
         300,
         costs=costs,
     )
@@ -331,17 +362,19 @@ def test_a_lookup_of_an_unfavourable_prompt_shows_matches_before_it_is_verified(
     favourable: bool, matches: int
 ) -> None:
     shape = PromptShape("greedy", "path" if favourable else "no_signal", favourable)
-    seen: list[Text] = []
+    seen: list[SimulatedSequence] = []
 
-    class Shaped(World):
-        def crowds(self) -> Any:
-            for running in super().crowds():
+    class Shaped(SyntheticEnvironment):
+        def batches(self) -> Any:
+            for running in super().batches():
                 for text in running:
                     text.shape = shape
                 seen[:] = running
                 yield running
 
-    played = run(Shaped(STEP, {"lookup": Way(lambda *_: 1.0, LOOKUP, lookup=True)}, lambda _: 1), 60)
+    played = run(
+        Shaped(STEP, {"lookup": SimulatedMethod(lambda *_: 1.0, LOOKUP, lookup=True)}, lambda _: 1), 60
+    )
     first = next(i for i, drafted in enumerate(played.drafted) if drafted)
     assert seen[0].cold_matches == matches and (first > 2 if matches else first <= 1)
     assert all(played.drafted[first:]), "then they are"
@@ -350,10 +383,10 @@ def test_a_lookup_of_an_unfavourable_prompt_shows_matches_before_it_is_verified(
 def test_what_was_learned_outlives_a_process() -> None:
     costs, again_costs = Costs(), Costs()
     policy, again, scene = Goodput(costs), Goodput(again_costs), world(lambda *_: 0.9)
-    play(policy, scene, 1000, costs=costs)
+    simulate(policy, scene, 1000, costs=costs)
     again.restore(policy.state())
     again_costs.restore(costs.state())
-    played, fresh = play(again, scene, 20, costs=again_costs), run(scene, 20)
+    played, fresh = simulate(again, scene, 20, costs=again_costs), run(scene, 20)
     assert all(played.drafted) and not all(fresh.drafted), "it drafts from the first round on"
     assert played.rate() > 1.1 * fresh.rate()
 

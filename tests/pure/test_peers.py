@@ -47,11 +47,11 @@ def test_what_cannot_be_compared_is_not_called_equal():
 @pytest.mark.parametrize(
     "drafted, calls, silent",
     [
-        pytest.param(6, None, False, id="drafts are told"),
-        pytest.param(0, None, True, id="none are told"),
+        pytest.param(6, None, False, id="drafts are counted"),
+        pytest.param(0, None, True, id="no drafts are counted"),
         pytest.param(None, 3, False, id="calls brought more than their number"),
         pytest.param(None, 4, True, id="calls brought one token each"),
-        pytest.param(None, None, False, id="nothing is told"),
+        pytest.param(None, None, False, id="nothing is counted"),
     ],
 )
 def test_a_mode_that_did_not_speculate_is_found(drafted: int | None, calls: int | None, silent: bool):
@@ -68,7 +68,7 @@ def test_a_text_ends_before_its_first_stop_token():
 
 
 @pytest.mark.parametrize(
-    ("method", "k", "asked"),
+    ("method", "k", "options"),
     [
         ("off", None, {"method": "off", "policy": "fixed"}),
         ("ngram", 8, {"method": "ngram", "num_speculative_tokens": 8, "policy": "fixed"}),
@@ -81,14 +81,14 @@ def test_a_text_ends_before_its_first_stop_token():
     ],
 )
 def test_our_modes_with_a_number_are_fixed(
-    method: str, k: int | None, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    method: str, k: int | None, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(ENGINES)
     ours, worker = importlib.import_module("ours"), importlib.import_module("worker")
     settings = worker.Settings(
         method, k, "some/target", "some/draft", threads=1, context=8, texts=1, eos=(0,)
     )
-    assert ours.speculation_of(settings) == {"prompt_lookup_min": 1, "suffix_pools": 0, **asked}
+    assert ours.speculation_of(settings) == {"prompt_lookup_min": 1, "suffix_pools": 0, **options}
 
 
 def test_a_worker_answers_refuses_and_keeps_its_lines_clean(tmp_path: Path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
 from speculon.bench.replay import BEYOND, OTHERS, OWN, Replay
-from speculon.bench.simulate import Played, play
+from speculon.bench.simulate import SimulationResult, simulate
+from speculon.commands.replay import read_policies, replay, show, verdict
 from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
@@ -16,6 +18,7 @@ from speculon.control.policy import Policy
 from speculon.core import Reason, SpanKind
 from speculon.errors import RecordError
 from speculon.events import Asked, Header, Recording, Round, TextRound
+from tests.pure.screens import ELLIPSIS
 
 HEADER = Header.model_construct(part=0, run="r", time=0.0)
 LENGTH = 200
@@ -30,7 +33,7 @@ def call_ms(texts: int, k: int) -> float:
 
 
 class Recorder:
-    """Plays texts with a fixed K for ever new luck, and writes the record of it."""
+    """Plays texts with a fixed K with new random numbers, and writes the record of it."""
 
     def __init__(self, k: int = 4, noise: float = 0.03, seed: int = 0):
         self.k, self.noise, self.random, self.rounds = k, noise, Random(seed), list[Round]()
@@ -42,23 +45,23 @@ class Recorder:
         written = [0] * count
         first = True
         while min(written) < length:
-            told, drafts = [], 0
+            rows, drafts = [], 0
             running = [i for i in range(count) if written[i] < length]
             for i in running:
-                told.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
-                drafts += told[-1].drafted
-                written[i] += told[-1].tokens
-            asked = [t.asked[0].k for t in told if t.asked]
+                rows.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
+                drafts += rows[-1].drafted
+                written[i] += rows[-1].tokens
+            asked = [t.asked[0].k for t in rows if t.asked]
             calls = (
                 {"model": (len(asked), max(asked), self._noisy(call_ms(len(asked), max(asked))))}
                 if asked
                 else {}
             )
             ms = {"propose": sum(ms for _, _, ms in calls.values())}
-            now = {"running": len(told), "waiting": 0, "free_pages": 1, "rows": len(told) + drafts}
-            target_ms = self._noisy(step_ms(len(told), drafts))
+            now = {"running": len(rows), "waiting": 0, "free_pages": 1, "rows": len(rows) + drafts}
+            target_ms = self._noisy(step_ms(len(rows), drafts))
             self.rounds.append(
-                Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(told))
+                Round(time=0.0, **now, target_ms=target_ms, ms=ms, proposals=calls, texts=tuple(rows))
             )
             first = False
         return self
@@ -92,14 +95,14 @@ class Recorder:
 
 def replayed(
     recording: Recording, k: int | None, policy: Policy | None = None, costs: Costs | None = None
-) -> Played:
-    return play(policy or Fixed(), Replay(recording, k), costs=costs)
+) -> SimulationResult:
+    return simulate(policy or Fixed(), Replay(recording, k), costs=costs)
 
 
 @pytest.mark.parametrize("count", [1, 8, 256])
 def test_the_same_policy_reaches_what_the_record_reached(count: int) -> None:
     recording = Recorder().texts(count, lambda at: 0.7, length=60 if count > 8 else LENGTH * 4).done()
-    played, done = replayed(recording, 4), Replay(recording).reached
+    played, done = replayed(recording, 4), Replay(recording).totals
     assert played.tokens == done.tokens and played.accepted == pytest.approx(done.accepted, rel=0.05)
     assert played.rate() == pytest.approx(done.tokens / done.ms, rel=0.04)
     assert max(texts for texts, _, _ in played.rates) == count
@@ -122,17 +125,17 @@ def test_other_numbers_of_drafts_do_as_they_would_have_done() -> None:
     """Fewer drafts than recorded: everything is known. The record of those is the truth."""
     recording = Recorder(k=8).texts(2, lambda at: 0.8, length=2000).done()
     for k in (1, 2, 4):
-        truth = Replay(Recorder(k=k, seed=7).texts(2, lambda at: 0.8, length=2000).done()).reached
+        truth = Replay(Recorder(k=k, seed=7).texts(2, lambda at: 0.8, length=2000).done()).totals
         scene = Replay(recording, k)
-        played = play(Fixed(), scene)
+        played = simulate(Fixed(), scene)
         assert played.tokens == truth.tokens and len(played.rates) == pytest.approx(truth.rounds, rel=0.05)
         assert set(scene.sources) == {OWN}
     beyond = Replay(recording, 16)
-    play(Fixed(), beyond)
-    assert beyond.sources[BEYOND] > 0.1 * beyond.sources.total(), "more than was verified is told apart"
+    simulate(Fixed(), beyond)
+    assert beyond.sources[BEYOND] > 0.1 * beyond.sources.total(), "more than was verified is counted apart"
 
 
-def halves(played: Played) -> tuple[float, float]:
+def halves(played: SimulationResult) -> tuple[float, float]:
     """Tokens per text and round in the first and in the second half of the work."""
     found, tokens = ([], []), 0.0
     for texts, new, _ in played.rates:
@@ -154,12 +157,12 @@ def test_a_replay_in_the_wrong_order_would_be_seen() -> None:
     """The twin: the same proposals, each text's in reverse."""
     recording = Recorder().texts(2, lambda at: 0.9 if at < 300 else 0.0, length=600).done()
     scene = Replay(recording, 4)
-    for past in scene.past:
-        past.seen["model"] = [
+    for past in scene.sequences:
+        past.proposals["model"] = [
             type(seen)(other.at, other.work, seen.k, seen.found, seen.judged, seen.accepted, seen.confidence)
-            for seen, other in zip(past.seen["model"], reversed(past.seen["model"]), strict=True)
+            for seen, other in zip(past.proposals["model"], reversed(past.proposals["model"]), strict=True)
         ][::-1]
-    first, second = halves(play(Fixed(), scene))
+    first, second = halves(simulate(Fixed(), scene))
     assert not (first > 2.2 and second < 1.2)
 
 
@@ -168,33 +171,33 @@ def test_texts_come_when_as_much_work_is_done_as_in_the_record() -> None:
         Recorder().texts(2, lambda at: 0.8, "a").texts(6, lambda at: 0.8, "b").texts(1, lambda at: 0.8, "c")
     )
     recording = recorder.done()
-    assert [past.begins for past in Replay(recording).past] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
+    assert [past.begins for past in Replay(recording).sequences] == [0] * 2 + [2 * LENGTH] * 6 + [8 * LENGTH]
     for k in (0, 1, 4, 16):
-        crowds = [texts for texts, _, _ in replayed(recording, k).rates]
-        assert crowds[0] == 2 and max(crowds) == 6 and crowds[-1] == 1, k
+        sizes = [texts for texts, _, _ in replayed(recording, k).rates]
+        assert sizes[0] == 2 and max(sizes) == 6 and sizes[-1] == 1, k
         assert replayed(recording, k).tokens == 9 * LENGTH
 
 
 def test_a_text_that_wanted_no_drafts_gets_none() -> None:
     recording = Recorder().texts(1, lambda at: 0.8, "on").texts(1, lambda at: 0.8, "off", off=True).done()
     scene = Replay(recording, 4)
-    assert [text.off for text in (scene.text(i) for i in range(2))] == [None, Reason.OFF_REQUEST]
-    played = play(Fixed(), scene)
+    assert [text.off for text in (scene.sequence(i) for i in range(2))] == [None, Reason.OFF_REQUEST]
+    played = simulate(Fixed(), scene)
     assert sum(bool(drafted) for drafted in played.drafted) < LENGTH < len(played.rates)
 
 
 def test_a_text_that_was_not_asked_borrows_from_others() -> None:
-    def silent(told: TextRound) -> TextRound:
+    def silent(rows: TextRound) -> TextRound:
         return (
-            told
-            if told.id == "t0"
-            else told.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
+            rows
+            if rows.id == "t0"
+            else rows.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
         )
 
     rounds = Recorder().texts(2, lambda at: 0.8).rounds
     silent_rounds = [r.model_copy(update={"texts": tuple(map(silent, r.texts))}) for r in rounds]
     scene = Replay(Recording(HEADER, silent_rounds), 4)
-    play(Fixed(), scene)
+    simulate(Fixed(), scene)
     assert 0.3 < scene.sources[OTHERS] / scene.sources.total() < 0.7
 
 
@@ -202,10 +205,10 @@ def notes(*rounds: Round, cut: bool = False) -> str:
     return "\n".join(Replay(Recording(HEADER, list(rounds), cut)).notes)
 
 
-def test_what_a_record_cannot_say_is_told() -> None:
+def test_a_note_names_what_a_record_cannot_tell() -> None:
     plain = Recorder().texts(1, lambda at: 0.5, off=True).rounds
-    assert "no replay can tell what drafts would have brought" in notes(*plain)
-    assert "what a draft costs is not known" in notes(*plain)
+    assert "what drafts would have gained is unknown" in notes(*plain)
+    assert "what a draft costs is unknown" in notes(*plain)
     rounds = Recorder().texts(1, lambda at: 0.5).rounds
     able = rounds[0].texts[0].model_copy(update={"methods": {"model": 4, "other": 4}})
     assert "other was never asked" in notes(rounds[0].model_copy(update={"texts": (able,)}), *rounds[1:])
@@ -216,9 +219,9 @@ def test_what_a_record_cannot_say_is_told() -> None:
         *[r.model_copy(update={"proposals": {}}) for r in rounds]
     )
     assert "3 rounds are not in the record" in notes(*rounds[:-1], rounds[-1].model_copy(update={"lost": 3}))
-    assert "not whole" in notes(*rounds, cut=True) and not notes(*rounds)
+    assert "not complete" in notes(*rounds, cut=True) and not notes(*rounds)
     wild = [r.model_copy(update={"target_ms": r.target_ms * (1 + 3 * (i % 2))}) for i, r in enumerate(rounds)]
-    assert "something else ran beside them" in notes(*wild)
+    assert "the machine was not quiet" in notes(*wild)
 
 
 def test_a_record_without_decoding_is_refused() -> None:
@@ -227,3 +230,18 @@ def test_a_record_without_decoding_is_refused() -> None:
     prompts = [r.model_copy(update={"prompt_rows": 3}) for r in Recorder().texts(1, lambda at: 0.5).rounds]
     with pytest.raises(RecordError, match="no round of decoding alone"):
         Replay(Recording(HEADER, prompts))
+
+
+def test_the_command_has_a_verdict_and_a_table_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = Recorder().texts(2, lambda at: 0.8).done()
+    rows = [replay(recording, name, k, 0) for name, k in read_policies("fixed:4,goodput")]
+    recorded = replace(rows[0], policy="as recorded", others=None, beyond=None)
+    for width in ("80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        show([recorded, recorded, *rows], ["a note"])
+        text = capsys.readouterr().out
+        assert text.startswith("Fastest policy: ") and ELLIPSIS not in text
+        assert "as recorded" in text and "fixed:4" in text and "a note" in text
+    assert verdict([recorded, recorded, rows[0]]) == "No policy is faster than plain decoding in this record."

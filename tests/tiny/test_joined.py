@@ -165,8 +165,8 @@ def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path)
     told = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
     assert [list(text.drafts) for text in told] == runs and any(len(text.drafts) == 2 for text in told)
     assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in told)
-    for past in Replay(recording).past:
-        assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.seen["brief"])
+    for past in Replay(recording).sequences:
+        assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.proposals["brief"])
 
 
 # faults

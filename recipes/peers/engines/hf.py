@@ -1,6 +1,6 @@
 """transformers: generate, with prompt lookup or an assistant model.
 
-Several texts at once are padded on the left.
+Batches are padded on the left.
 """
 
 from __future__ import annotations

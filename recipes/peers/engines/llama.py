@@ -1,4 +1,4 @@
-"""llama.cpp's server, asked over HTTP with token ids; it runs as a child and ends with its worker."""
+"""llama.cpp's server, used over HTTP with token ids; it runs as a child and ends with its worker."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class OpenVino:
         results = self.pipeline.generate(ids, [self.config(ask) for _ in ids])
         tokens = [list(result.m_generation_ids[0]) for result in results]
         # both accounts are of all texts together, and every result has the same
-        if told := results[0].extended_perf_metrics:
-            return Answer(tokens, told.get_num_draft_tokens(), told.get_num_accepted_tokens())
+        if metrics := results[0].extended_perf_metrics:
+            return Answer(tokens, metrics.get_num_draft_tokens(), metrics.get_num_accepted_tokens())
         return Answer(tokens, calls=len(results[0].perf_metrics.raw_metrics.m_batch_sizes))
 
     def close(self) -> None: ...

@@ -28,14 +28,14 @@ class Settings:
     draft: str
     threads: int
     context: int  # tokens of a text, prompt included
-    texts: int  # written at once, at most
+    texts: int  # the highest concurrency
     eos: tuple[int, ...]
     server: str | None = None  # a program to be started, where the engine is one
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Texts to be written at once; no seed, so that every engine samples by its usual rule."""
+    """Texts to be written in one batch; no seed, so that every engine samples by its usual rule."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -61,7 +61,7 @@ class Engine(Protocol):
 
 
 def serve(start: Callable[[Settings], Engine]) -> None:
-    """Answers until standard input ends. What an engine raises is told as its refusal, in its own words."""
+    """Answers until standard input ends. What an engine raises is its refusal."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to the log, not between the lines
 

@@ -1,4 +1,4 @@
-"""A policy against the best fixed mode, which is picked on one half of the prompts and compared on the other."""
+"""A policy against the best fixed mode, picked on one half of the prompts, compared on the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import groupby
 from math import exp, log
 from statistics import fmean
 
-from speculon.bench.cell import Cell, at_share
-from speculon.bench.plan import AGAIN, FIXED, STOCK
+from speculon.bench.cell import Cell
+from speculon.bench.plan import AGAIN, FIXED, TRANSFORMERS
+from speculon.bench.quantiles import quantile
 from speculon.proposers.registry import OFF
 
 DRAWS = 2000  # of the bootstrap
@@ -19,10 +20,8 @@ Logs = dict[int, float]  # group of prompts -> log of a ratio of speeds, mean ov
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """A geometric mean of ratios, and the 90 % interval of the bootstrap; none where a cell has a single
-    group.
-    """
+class MeanRatio:
+    """Geometric, with the 90 % interval of a bootstrap; none where a cell has a single group."""
 
     ratio: float
     low: float | None = None
@@ -37,28 +36,23 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """One mode whose policy is not fixed, in one cell or in all; ratios of speeds, paired by group of prompts
-    and repeat.
-    """
+    """A mode whose policy is not fixed, in one cell or in all; ratios are paired by group and repeat."""
 
     workload: str
     concurrency: int | None  # None: all cells
     mode: str
     picked: tuple[str, ...]  # the best fixed mode by the first half of the groups, and by the second
-    over_best: Estimate  # each half against what the other one picked
-    over_plain: Estimate
-    again: Estimate  # `off again` over `off`: the noise
+    over_best: MeanRatio  # each half against what the other one picked
+    over_plain: MeanRatio
+    again: MeanRatio  # `off again` over `off`: the noise
 
 
 def against_best_fixed(cells: list[Cell]) -> list[Against]:
-    """A row for each cell of two groups or more, then one over all cells for each mode.
-
-    `off` is a fixed mode, too.
-    """
+    """A row for each cell of two groups or more, then one over all cells; `off` is a fixed mode, too."""
     found: list[Against] = []
     samples: dict[str, list[tuple[Logs, Logs, Logs]]] = {}
     for (workload, concurrency), group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency)):
-        speeds = {cell.mode: cell for cell in group if cell.mode != STOCK}
+        speeds = {cell.mode: cell for cell in group if cell.mode != TRANSFORMERS}
         plain, again = speeds[OFF], logs_of(speeds[AGAIN], speeds[OFF])
         fixed = [cell for name, cell in speeds.items() if cell.policy == FIXED and name != AGAIN]
         for cell in speeds.values():
@@ -72,7 +66,7 @@ def against_best_fixed(cells: list[Cell]) -> list[Against]:
                 if half_of(i, len(cell.speeds[0])) == half
             }
             three = over_best, logs_of(cell, plain), again
-            if not all(three):  # nothing was written, for once
+            if not all(three):  # nothing was written
                 continue
             names = tuple(picked[other_half(half)].mode for half in (0, 1))
             found.append(
@@ -87,9 +81,7 @@ def against_best_fixed(cells: list[Cell]) -> list[Against]:
 
 
 def half_of(group: int, groups: int) -> int:
-    """The first half or the second: users come one after the other, so that no user is in both where there
-    are enough.
-    """
+    """The first half (0) or the second: users come one after the other, so few are in both."""
     return int(2 * group >= groups)
 
 
@@ -120,19 +112,18 @@ def logs_of(cell: Cell, base: Cell) -> Logs:
     return found
 
 
-def estimate(cells: list[Logs]) -> Estimate:
-    """Geometric mean over cells of those over groups; the groups of each cell are drawn again, with the same
-    seed always.
+def estimate(cells: list[Logs]) -> MeanRatio:
+    """The geometric mean over cells of those over groups; the groups of each cell are resampled.
 
-    One less is drawn than there are: else the intervals of few groups would be too narrow (Rao and Wu 1988).
+    One less is drawn than there are: the intervals of few groups would be too narrow (Rao and Wu 1988).
     """
     samples = [list(logs.values()) for logs in cells]
     ratio = exp(fmean(fmean(values) for values in samples))
     if min(map(len, samples)) < 2:
-        return Estimate(ratio)
+        return MeanRatio(ratio)
     rng = random.Random("speculon bench")
     drawn = sorted(
         fmean(fmean(rng.choices(values, k=len(values) - 1)) for values in samples) for _ in range(DRAWS)
     )
-    low, high = (exp(at_share(drawn, share)) for share in BOUNDS)
-    return Estimate(ratio, low, high)
+    low, high = (exp(quantile(drawn, share)) for share in BOUNDS)
+    return MeanRatio(ratio, low, high)

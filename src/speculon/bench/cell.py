@@ -1,4 +1,4 @@
-"""The figures of one mode: medians over pairs with plain decoding, and what the engine did meanwhile."""
+"""The figures of one mode: medians over pairs with plain decoding, and counts of the engine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 from speculon.bench.diagnosis import diagnose, gated
 from speculon.bench.measure import Measurement, loops
 from speculon.bench.plan import AGAIN, Mode
-from speculon.bench.rounds import Need, Rounds, decoding, mean_step_ms, needs, reached, rounds_of
+from speculon.bench.quantiles import quartiles
+from speculon.bench.rounds import Requirement, RoundCosts, decoding, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
 from speculon.errors import BenchError
 from speculon.proposers.registry import OFF
-from speculon.telemetry import PARTS, RequestStats
+from speculon.telemetry import PARTS, RequestStats, SpeculationStats
 
 if TYPE_CHECKING:
     from speculon.llm import LLM
 
-TIE_TOP = 20  # candidates looked at for a tie
+TIE_TOP = 20  # candidates considered for a tie
 
 
 @dataclass(slots=True)
 class Cell:
-    """One mode of one workload at one concurrency; medians over the repeats unless said otherwise."""
+    """One mode of one workload at one concurrency; medians over the repeats unless noted."""
 
     workload: str
     concurrency: int
@@ -39,123 +40,150 @@ class Cell:
     ratio: float  # to `off`, median over the pairs of (group, repeat)
     ratio_quartiles: tuple[float, float]
     decode_ratio: float | None
-    # the same over the texts that do not loop; None with several texts at once
-    ratio_without_loops: float | None
+    ratio_without_loops: float | None  # over texts that do not loop; None above concurrency 1
     texts_without_loops: int  # how many those are
     tokens_per_target_call: float | None
     acceptance_rate: float | None
     per_position: list[float]
-    sources: dict[str, float]  # who drafted -> share of the accepted tokens
-    # sampled drafts may be accepted by rejection: then texts differ, their distribution does not
-    rejection: bool
-    rounds: Rounds | None  # the split of a call that verified drafts
+    sources: dict[str, float]  # method -> share of the accepted tokens
+    rejection: bool  # sampled drafts are judged by rejection: texts differ, distributions do not
+    rounds: RoundCosts | None  # the split of a call that verified drafts
     reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
-    needed: list[Need]  # at concurrency 1
+    needed: list[Requirement]  # at concurrency 1
     ms_by_rows: dict[int, tuple[float, int]]  # rows of a decoding call -> (median ms, calls)
     profile: dict[str, float]  # part of a decoding step -> mean ms
     overhead: float | None  # share of a decoding step spent neither in the target nor on drafting
     looping: float  # share of texts whose end repeats itself and is not the right answer
     exact: float | None  # share of texts equal to the reference
     different: int  # texts of all repeats that are not those of `off`
-    # how close the two candidates were where a greedy text parted, in the target's own words
-    tie_nats: list[float]
+    tie_nats: list[float]  # gap of the two candidates where a greedy text differs
     reasons: dict[str, int]
-    diagnosis: str | None  # why it did not help, or that it pays; None where nothing was to be drafted
+    diagnosis: str | None  # why it did not help, or that it pays; None: it does not speculate
     per_repeat: list[float]  # tokens per second
     speeds: list[list[float]]  # repeat -> group of prompts -> tokens per second
 
 
-Runs = dict[str, list[list[Measurement]]]  # mode -> repeat -> group
+Repeats = list[list[Measurement]]  # repeat -> group
+Runs = dict[str, Repeats]  # by mode
 
 
 def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: list[Case], llm: LLM) -> Cell:
     repeats, plain = runs[mode.label], runs[OFF]
-    everything = [one for groups in repeats for one in groups]
     stats = RequestStats()
-    for one in everything:
+    for one in flat(repeats):
         stats.add(one.stats)
-    done = stats.speculation()
+    at = f"in {workload} at concurrency {concurrency}"
     if mode.speculates and not stats.rounds and not gated(stats):
         raise BenchError(
-            f"{mode.label} ran no speculative round in {workload} at concurrency {concurrency}, so there is nothing to compare; "
+            f"{mode.label} ran no speculative round {at}, so there is nothing to compare; "
             f"reasons: {dict(stats.reasons)}"
         )
     ratios = ratios_of(repeats, plain)
     if not ratios:
-        raise BenchError(f"{mode.label} or {OFF} wrote no token in {workload} at concurrency {concurrency}")
-    decode = paired(
-        [(one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)]
-    )
-    texts = [tokens for one in repeats[0] for tokens in one.token_ids]
-    asked = [
-        (one.texts[i], case.reference)
-        for (one, i), case in zip(slots(repeats[0]), cases, strict=True)
-        if case.reference
-    ]
-    looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
-    free = without_loops(repeats, plain, cases)
-    split, plain_ms = rounds_of(everything), mean_step_ms([one for groups in plain for one in groups])
+        raise BenchError(f"{mode.label} or {OFF} wrote no token {at}")
+    calls = per_text(flat(repeats)), per_text(flat(plain))
     rule = mode.speculation.get("acceptance") or llm.config.speculation.acceptance
-    call, plain_call = per_text(everything), per_text([one for groups in plain for one in groups])
-    apart = [
-        where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)
-    ]
-    speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
     return Cell(
         workload=workload,
         concurrency=concurrency,
         mode=mode.label,
         policy=mode.policy(llm.config.speculation.policy),
-        texts=len(texts),
-        tokens=sum(map(len, texts)),
-        tokens_per_second=median(speeds),
-        decode_tokens_per_second=median_or_none([one.decode_tokens_per_second for one in everything]),
         ratio=median(ratios),
         ratio_quartiles=quartiles(ratios),
-        decode_ratio=median_or_none(decode),
-        ratio_without_loops=median_or_none([ratio for ratios in free.values() for ratio in ratios]),
-        texts_without_loops=len(free),
         tokens_per_target_call=stats.emitted / stats.target_calls if stats.target_calls else None,
-        acceptance_rate=done.acceptance_rate if done else None,
-        per_position=done.per_position if done else [],
-        sources={who: n["accepted"] / max(1, done.accepted) for who, n in done.by_source.items()}
-        if done
-        else {},
         rejection=mode.speculates and rule == "rejection" and not all(case.params.greedy for case in cases),
-        rounds=split,
-        reached=reached(done) if done else None,
-        needed=needs(split, plain_ms, len(done.per_position))
-        if done and split and plain_ms and concurrency == 1
-        else [],
-        ms_by_rows=ms_by_rows(everything),
-        profile=profile(everything),
-        overhead=overhead(everything),
-        looping=sum(looping) / len(texts),
-        exact=sum(text.strip() == right for text, right in asked) / len(asked) if asked else None,
-        different=len(apart),
-        tie_nats=[gap for i, mine, base in apart if (gap := tie_gap(llm, cases[i], mine, base)) is not None],
         reasons=dict(stats.reasons),
-        diagnosis=diagnose(stats, call, plain_call, median(ratios), noise_of(runs))
-        if mode.speculates
-        else None,
-        per_repeat=speeds,
-        speeds=[[one.tokens_per_second for one in groups] for groups in repeats],
+        diagnosis=diagnose(stats, *calls, median(ratios), noise_of(runs)) if mode.speculates else None,
+        **speed_fields(repeats, plain, cases),
+        **draft_fields(stats.speculation(), repeats, plain, concurrency),
+        **text_fields(repeats, plain, cases, llm),
     )
 
 
-def ratios_of(repeats: list[list[Measurement]], plain: list[list[Measurement]]) -> list[float]:
+def speed_fields(repeats: Repeats, plain: Repeats, cases: list[Case]) -> dict[str, Any]:
+    """The speeds of a cell, and where its time went."""
+    speeds = [sum(one.tokens for one in groups) / sum(one.seconds for one in groups) for groups in repeats]
+    decode = [
+        (one.decode_tokens_per_second, base.decode_tokens_per_second) for one, base in pairs(repeats, plain)
+    ]
+    free = without_loops(repeats, plain, cases)
+    return {
+        "tokens_per_second": median(speeds),
+        "decode_tokens_per_second": median_or_none([mine for mine, _ in decode]),
+        "decode_ratio": median_or_none(paired(decode)),
+        "ratio_without_loops": median_or_none([ratio for ratios in free.values() for ratio in ratios]),
+        "texts_without_loops": len(free),
+        "ms_by_rows": ms_by_rows(flat(repeats)),
+        "profile": profile(flat(repeats)),
+        "overhead": overhead(flat(repeats)),
+        "per_repeat": speeds,
+        "speeds": [[one.tokens_per_second for one in groups] for groups in repeats],
+    }
+
+
+def draft_fields(
+    done: SpeculationStats | None, repeats: Repeats, plain: Repeats, concurrency: int
+) -> dict[str, Any]:
+    """What became of the drafts of a cell; `done` is None where there were none."""
+    costs, plain_ms = rounds_of(flat(repeats)), mean_step_ms(flat(plain))
+    if done is None:
+        return {
+            "acceptance_rate": None,
+            "per_position": [],
+            "sources": {},
+            "rounds": costs,
+            "reached": None,
+            "needed": [],
+        }
+    needed = needs(costs, plain_ms, len(done.per_position)) if costs and plain_ms and concurrency == 1 else []
+    return {
+        "acceptance_rate": done.acceptance_rate,
+        "per_position": done.per_position,
+        "sources": {name: n["accepted"] / max(1, done.accepted) for name, n in done.by_source.items()},
+        "rounds": costs,
+        "reached": reached(done),
+        "needed": needed,
+    }
+
+
+def text_fields(repeats: Repeats, plain: Repeats, cases: list[Case], llm: LLM) -> dict[str, Any]:
+    """What a cell wrote: lengths, loops, right answers, differences from plain decoding."""
+    texts = [tokens for one in repeats[0] for tokens in one.token_ids]
+    looping = [stuck(one, i, case) for (one, i), case in zip(slots(repeats[0]), cases, strict=True)]
+    answers = [
+        one.texts[i].strip() == case.reference
+        for (one, i), case in zip(slots(repeats[0]), cases, strict=True)
+        if case.reference
+    ]
+    different = [
+        where for groups, others in zip(repeats, plain, strict=True) for where in differences(groups, others)
+    ]
+    gaps = [tie_gap(llm, cases[i], mine, base) for i, mine, base in different]
+    return {
+        "texts": len(texts),
+        "tokens": sum(map(len, texts)),
+        "looping": sum(looping) / len(texts),
+        "exact": sum(answers) / len(answers) if answers else None,
+        "different": len(different),
+        "tie_nats": [gap for gap in gaps if gap is not None],
+    }
+
+
+def flat(repeats: Repeats) -> list[Measurement]:
+    return [one for groups in repeats for one in groups]
+
+
+def ratios_of(repeats: Repeats, plain: Repeats) -> list[float]:
     return paired([(one.tokens_per_second, base.tokens_per_second) for one, base in pairs(repeats, plain)])
 
 
 def noise_of(runs: Runs) -> tuple[float, float]:
-    """Half of the pairs of plain decoding with itself lie within; 1 does, too."""
+    """The range of half of the pairs of plain decoding with itself, extended to 1."""
     low, high = quartiles(ratios_of(runs[AGAIN], runs[OFF]))
     return min(1.0, low), max(1.0, high)
 
 
-def pairs(
-    repeats: list[list[Measurement]], plain: list[list[Measurement]]
-) -> Iterator[tuple[Measurement, Measurement]]:
+def pairs(repeats: Repeats, plain: Repeats) -> Iterator[tuple[Measurement, Measurement]]:
     for groups, others in zip(repeats, plain, strict=True):
         yield from zip(groups, others, strict=True)
 
@@ -174,11 +202,10 @@ def stuck(one: Measurement, i: int, case: Case) -> bool:
     return loops(one.token_ids[i]) and one.texts[i].strip() != case.reference
 
 
-def without_loops(
-    repeats: list[list[Measurement]], plain: list[list[Measurement]], cases: list[Case]
-) -> dict[int, list[float]]:
-    """Ratios by case, of measurements of one text where neither side loops: most drafts of a loop are
-    accepted.
+def without_loops(repeats: Repeats, plain: Repeats, cases: list[Case]) -> dict[int, list[float]]:
+    """Ratios by case, where neither text loops: most drafts of a loop are accepted.
+
+    Of measurements of one text alone.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for groups, others in zip(repeats, plain, strict=True):
@@ -198,8 +225,9 @@ def differences(
 
 
 def tie_gap(llm: LLM, case: Case, mine: list[int], base: list[int]) -> float | None:
-    """Nats between the two candidates where a greedy text parts; None when sampled, or where one of the texts
-    ended.
+    """Nats between the two candidates where a greedy text differs.
+
+    None when sampled, or where one of the texts ended.
     """
     at = next((i for i, (m, b) in enumerate(zip(mine, base, strict=False)) if m != b), None)
     if at is None or not case.params.greedy:
@@ -226,7 +254,7 @@ def profile(measurements: list[Measurement]) -> dict[str, float]:
 
 
 def per_text(measurements: list[Measurement]) -> dict[str, float]:
-    """The ms of the decoding steps by the number of texts in them, which falls as the texts of a batch end."""
+    """ms of the decoding steps per text in them: a batch shrinks as its texts end."""
     steps = decoding(measurements)
     texts = sum(step.spans for step in steps)
     return {part: sum(step.profile[part] for step in steps) / texts for part in PARTS} if texts else {}
@@ -240,16 +268,3 @@ def overhead(measurements: list[Measurement]) -> float | None:
 def median_or_none(values: list[Any]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return at_share(ordered, 0.25), at_share(ordered, 0.75)
-
-
-def at_share(ordered: list[float], share: float) -> float:
-    """Linear between neighbours."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -26,7 +26,7 @@ COLOURS = (
 )
 HIGH, LINE = 4.9, 0.17  # inches: of a chart, and of each line of its title
 PANEL, BAR = 4.4, 0.36  # inches: the narrowest panel, and a bar with its number above it
-BESIDE = 30  # inches: beyond, panels stand one above the other
+BESIDE = 30  # inches: beyond, panels are stacked
 LEGEND_CHAR, TITLE_CHAR, HANDLE = 0.085, 0.078, 0.55  # inches, at the sizes used
 WIDTH = 0.8  # of all bars of a workload together
 
@@ -101,6 +101,6 @@ def draw_panel(panel: Any, count: int, cells: list[Cell]) -> None:
                 zorder=3,
             )
     panel.set_xticks(range(len(workloads)), workloads)
-    panel.set_title(f"{count} at once" if count > 1 else "one at a time", fontsize=10)
+    panel.set_title(f"concurrency {count}", fontsize=10)
     panel.set_xlim(-0.6, len(workloads) - 0.4)
     panel.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Why a mode did not help, in a word, from what was measured."""
+"""Why a mode did not help, from what was measured."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ Profile = Mapping[str, float]  # part of a decoding call -> its mean ms for each
 
 
 def gated(stats: RequestStats) -> bool:
-    """Whether a policy kept drafters from drafting."""
+    """Whether a policy decided against drafts."""
     return any(stats.reasons[gate] for gate in GATES)
 
 
 def diagnose(
     stats: RequestStats, call: Profile, plain: Profile, ratio: float, noise: tuple[float, float]
 ) -> str:
-    """Of a mode whose mean decoding call took `call` for each text, beside plain decoding's; `noise` is what
-    plain decoding measured twice differs by.
+    """`call`, `plain`: mean ms of a decoding call per text; `noise`: of plain decoding over itself.
 
-    Where most calls carried no draft, and little was lost, nobody drafted, and the reason is named. Otherwise
-    the largest of three losses is, in ms per call: rejected drafts (each would have saved a plain call),
-    drafting, verifying.
+    Where most calls had no draft and little was lost, it is the reason for that. Otherwise it is the largest
+    of three losses, in ms per call: rejected drafts (each a plain call), drafting, verifying.
     """
     low, high = noise
     if ratio > high:
@@ -54,7 +52,7 @@ def diagnose(
 
 
 def losses_of(stats: RequestStats, call: Profile, plain: Profile) -> dict[str, float]:
-    """Ms per call that went where they brought nothing; none where nothing was decoded, or drafted."""
+    """ms per call that were spent in vain; empty where nothing was decoded, or drafted."""
     drafted = stats.drafted_at.total()
     if not (call and plain and drafted):
         return {}

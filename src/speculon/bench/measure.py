@@ -1,4 +1,4 @@
-"""One measurement: a group of cases written at once, and what the engine did step by step."""
+"""One measurement: a group of cases in one batch, and what the engine did step by step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Step:
     """One target call."""
 
     rows: int
-    spans: int  # texts that it went on with
-    tokens: int  # that it brought
+    spans: int  # sequences in it
+    tokens: int  # committed
     decoding: bool  # no prompt tokens in it
     profile: Mapping[str, float]  # part of the step -> ms
 
@@ -43,13 +43,13 @@ class Step:
 
     @property
     def drafted(self) -> int:
-        """Drafts in the batch; a text without drafts has one row."""
+        """Drafts in the batch; a sequence without drafts has one row."""
         return self.rows - self.spans if self.decoding else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was written, and how long it took from submission to the last token, prompts included."""
+    """What was written, and the time from submission to the last token, prompts included."""
 
     seconds: float
     token_ids: list[list[int]]
@@ -73,9 +73,10 @@ class Measurement:
 
 
 def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: str = "") -> Measurement:
-    """Writes all cases at once in one mode. What a user was answered is remembered under the name of this
-    `time` alone: each case is written many times, and no mode may find what it, or another one, wrote
-    before."""
+    """Runs all cases in one batch, in one mode.
+
+    Pools are named after `time`: each case runs many times, and no run may draft from an earlier one.
+    """
     each = [{**speculation, "pool": case.user and f"{case.user}, {time}"} for case in cases]
     with recording(llm.engine) as steps:
         began = perf_counter()
@@ -93,7 +94,7 @@ def measure(llm: LLM, cases: list[Case], speculation: Mapping[str, Any], time: s
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[list[Step]]:
-    """Notes every step from the engine's counters, which only grow; the engine itself is not changed."""
+    """Records every step by the engine's counters, which only grow; the engine is not changed."""
     steps: list[Step] = []
     stepped, scheduler, counters = engine.step, engine.scheduler, engine.counters
 
@@ -116,7 +117,7 @@ def recording(engine: Engine) -> Iterator[list[Step]]:
 
 @contextmanager
 def in_place(engine: Engine, **parts: Any) -> Iterator[None]:
-    """Other objects in the place of an engine's own, for as long as something is measured."""
+    """Other objects in the place of an engine's own, while something is measured."""
     before = {name: vars(engine)[name] for name in parts}
     vars(engine).update(parts)
     try:

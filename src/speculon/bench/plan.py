@@ -14,7 +14,7 @@ from speculon.errors import InvalidParameter
 from speculon.proposers.registry import OFF, check_method
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
-STOCK = "transformers"
+TRANSFORMERS = "transformers"
 FIXED = "fixed"  # the policy that others are compared with
 FIXED_MODES = (
     OFF,
@@ -38,7 +38,7 @@ class Mode:
 
     @property
     def speculates(self) -> bool:
-        return self.label not in (OFF, AGAIN, STOCK)
+        return self.label not in (OFF, AGAIN, TRANSFORMERS)
 
     def policy(self, default: str) -> str:
         """The policy of its requests in an engine that is set to `default`."""
@@ -46,7 +46,7 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What to compare. Raises `InvalidParameter` or `UnknownMethod` for what cannot be."""
 
     workloads: tuple[str, ...] = tuple(workloads.WORKLOADS)
@@ -73,7 +73,7 @@ class Plan:
         for count in self.concurrency:
             if not 1 <= count <= self.prompts:
                 raise InvalidParameter(
-                    "concurrency", count, f"goes from 1 to the number of prompts, {self.prompts}"
+                    "concurrency", count, f"must be from 1 to the number of prompts, {self.prompts}"
                 )
         for name in self.workloads:
             workloads.parse(name)
@@ -86,25 +86,27 @@ class Plan:
             parse_mode(mode)
 
     def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
-        """Plain decoding twice, the modes asked for, and transformers where it does the same: greedy, one at
-        a time.
+        """Plain decoding twice, the modes of the plan, and transformers where it is comparable.
+
+        That is: greedy, at concurrency 1.
         """
-        asked = [parse_mode(mode) for mode in self.modes if mode != OFF]
+        modes = [parse_mode(mode) for mode in self.modes if mode != OFF]
         _, temperature = workloads.parse(workload)
-        stock = [Mode(STOCK)] if self.with_transformers and concurrency == 1 and temperature == 0 else []
-        return [parse_mode(OFF), *asked, *stock, Mode(AGAIN, parse_mode(OFF).speculation)]
+        if self.with_transformers and concurrency == 1 and temperature == 0:
+            modes.append(Mode(TRANSFORMERS))
+        return [parse_mode(OFF), *modes, Mode(AGAIN, parse_mode(OFF).speculation)]
 
     def size(self, context: int) -> Size:
         return Size(self.prompts, self.max_tokens, context, max(self.concurrency))
 
     def groups(self, workload: str, concurrency: int) -> int:
-        """How many times so many cases are written at once, in each mode and repeat."""
+        """Batches that are measured in each mode and repeat."""
         each = self.size(context=0).edits if workloads.in_loops(workload) else 1
         return self.prompts // each // concurrency * each
 
     @property
     def users(self) -> int:
-        """Whose answers are remembered at a time: each mode's."""
+        """Pools that are in use at a time: each mode has its own."""
         return max(self.concurrency) * len(self.modes)
 
     @property
@@ -116,8 +118,8 @@ class Plan:
             for count in self.concurrency
         )
 
-    def at_hand(self, lacking: Callable[[str], object]) -> Plan:
-        """Without the modes that nothing drafts for; `lacking` says of a method why nothing does."""
+    def at_hand(self, lacking: Callable[[str], object]) -> BenchPlan:
+        """Without the modes that have no drafter; `lacking` gives the reason, by method."""
         return replace(
             self,
             modes=tuple(mode for mode in self.modes if not lacking(parse_mode(mode).speculation["method"])),
@@ -127,8 +129,8 @@ class Plan:
 def parse_mode(text: str) -> Mode:
     """`off`, `auto`, `ngram:8`, `auto:8/solo`, `draft_model:4/rejection`: METHOD[:K][/POLICY][/RULE].
 
-    A mode that names K and no policy is `fixed`; one that names neither runs under the policy that the engine
-    is set to. Raises `UnknownMethod` or `InvalidParameter`.
+    A mode with K and without a policy is `fixed`; one with neither runs under the engine's policy. Raises
+    `UnknownMethod` or `InvalidParameter`.
     """
     found = FORM.fullmatch(text)
     if found is None:
@@ -143,14 +145,13 @@ def parse_mode(text: str) -> Mode:
     rule = names.pop(0) if names and names[0] in RULES else None
     if names or (k and not 1 <= int(k) <= MAX_DRAFTS):
         raise wrong(text)
-    asked = {"num_speculative_tokens": k and int(k), "policy": policy, "acceptance": rule}
-    return Mode(
-        text, {"method": method, **{name: value for name, value in asked.items() if value is not None}}
-    )
+    options = {"num_speculative_tokens": k and int(k), "policy": policy, "acceptance": rule}
+    given = {name: value for name, value in options.items() if value is not None}
+    return Mode(text, {"method": method, **given})
 
 
 def wrong(text: str) -> InvalidParameter:
-    """The error of a mode that is none."""
+    """The error of a mode of another form."""
     policies, rules = ", ".join(USUAL_DRAFTS), ", ".join(RULES)
-    form = f"is not METHOD[:K][/POLICY][/RULE]: K goes from 1 to {MAX_DRAFTS}, policies are {policies}, rules {rules}"
-    return InvalidParameter("modes", text, form)
+    form = f"is not METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
+    return InvalidParameter("modes", text, f"{form}, policies are {policies}, rules {rules}")

@@ -1,4 +1,4 @@
-"""Where the time of a round goes, and what a round must bring to pay for itself."""
+"""What a round costs, and how many tokens it has to yield to pay."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ CORRECTED = (SpanKind.TAIL, SpanKind.EARLY, SpanKind.EARLY_STOP)
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
-    """The decoding calls that verified drafts, all repeats together; a draft model reads the prompt in a
-    text's first.
-    """
+class RoundCosts:
+    """Decoding calls that verified drafts; in the first of a text a draft model reads the prompt."""
 
     calls: int
     step_ms: float  # mean
@@ -29,15 +27,15 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a round must bring for decoding to be `speed` times as fast as plain."""
+class Requirement:
+    """What a round has to yield for decoding to be `speed` times as fast as plain."""
 
     speed: float
     tokens_per_target_call: float
     acceptance: float | None  # the same at every position; None: impossible, even if every draft is accepted
 
 
-def rounds_of(measurements: list[Measurement]) -> Rounds | None:
+def rounds_of(measurements: list[Measurement]) -> RoundCosts | None:
     """None when no decoding call verified a draft."""
     steps = [step for step in decoding(measurements) if step.drafted]
     if not steps:
@@ -46,7 +44,7 @@ def rounds_of(measurements: list[Measurement]) -> Rounds | None:
         sum(ms)
         for ms in zip(*((step.step_ms, step.draft_ms, step.forward_ms) for step in steps), strict=True)
     )
-    return Rounds(
+    return RoundCosts(
         calls=len(steps),
         step_ms=whole / len(steps),
         draft=draft / whole,
@@ -57,23 +55,20 @@ def rounds_of(measurements: list[Measurement]) -> Rounds | None:
     )
 
 
-def needs(rounds: Rounds, plain_ms: float, k: int) -> list[Need]:
-    """Tokens per target call, and acceptance, for each of `SPEEDS`, from measured costs of one text at a
-    time.
+def needs(rounds: RoundCosts, plain_ms: float, k: int) -> list[Requirement]:
+    """Tokens per target call, and acceptance, for each of `SPEEDS`, from costs at batch size 1.
 
-    A plain step costs c_1 = `plain_ms` and brings one token; a round that drafts costs c_K = `rounds.step_ms`
-    and brings tau. Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1.
+    A plain step costs c_1 = `plain_ms` and yields one token; a round that drafts costs c_K = `rounds.step_ms`
+    and yields tau. Decoding is s times as fast as plain where tau / c_K = s / c_1, so tau = s * c_K / c_1.
     When each of K drafts is accepted with probability a, given that those before it are, tau = sum_{i=0..K}
     a^i (Leviathan 2023, eq. 1), which is solved for a.
     """
     needed = [(speed, speed * rounds.step_ms / plain_ms) for speed in SPEEDS]
-    return [Need(speed, tokens, equal_acceptance(tokens, k)) for speed, tokens in needed]
+    return [Requirement(speed, tokens, equal_acceptance(tokens, k)) for speed, tokens in needed]
 
 
 def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
-    """The a of sum_{i=0..K} a^i = tokens per call, by bisection; None beyond K + 1, and 0 where one token is
-    enough.
-    """
+    """The a of sum_{i=0..K} a^i = tokens per call, by bisection; None beyond K + 1, 0 up to one token."""
     if tokens_per_call > k + 1:
         return None
     low, high = 0.0, 1.0
@@ -86,9 +81,7 @@ def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
 
 
 def reached(done: SpeculationStats) -> float:
-    """Accepted drafts among those whose predecessors were all accepted: in a round with a correction that is
-    one more.
-    """
+    """Accepted drafts among those whose predecessors were accepted: with a correction that is one more."""
     missed = sum(done.span_kinds.get(kind, 0) for kind in CORRECTED)
     return done.accepted / max(1, done.accepted + missed)
 

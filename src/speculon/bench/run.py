@@ -1,6 +1,4 @@
-"""Modes against each other: alternated within one run, each group of cases paired with its own plain
-decoding.
-"""
+"""Modes alternated in one run; each group of cases is paired with its own plain decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import TYPE_CHECKING
 from speculon.bench import workloads
 from speculon.bench.cell import Cell, Runs, summarise
 from speculon.bench.measure import Measurement, in_place, measure
-from speculon.bench.plan import AGAIN, STOCK, Mode, Plan, parse_mode
+from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan, Mode, parse_mode
 from speculon.bench.workloads import Case
 from speculon.control.policies import Policies
 from speculon.errors import InvalidParameter
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    llm: LLM, plan: Plan, advance: Callable[[int], None] = lambda n: None
+    llm: LLM, plan: BenchPlan, advance: Callable[[int], None] = lambda n: None
 ) -> tuple[list[Cell], dict[str, list[Case]]]:
     """All cells, and the cases of each workload. A mode that ran no speculative round in a cell raises
     `BenchError`.
@@ -42,7 +40,7 @@ def run(
     cells: list[Cell] = []
     for name in plan.workloads:
         for count in plan.concurrency:
-            groups = workloads.side_by_side(cases[name], count)
+            groups = workloads.groups_of(cases[name], count)
             modes = plan.modes_of(name, count)
             for mode in modes:  # warm-up, discarded
                 write(groups[0], mode, f"warm-up of {name}, {count}")
@@ -58,7 +56,7 @@ def run(
     return cells, cases
 
 
-def check_drafters(llm: LLM, plan: Plan) -> None:
+def check_drafters(llm: LLM, plan: BenchPlan) -> None:
     """Raises before anything is measured where a mode has nothing that could draft."""
     for mode in map(parse_mode, plan.modes):
         method = mode.speculation["method"]
@@ -68,18 +66,18 @@ def check_drafters(llm: LLM, plan: Plan) -> None:
             )
 
 
-def check_pools(llm: LLM, plan: Plan, cases: dict[str, list[Case]]) -> None:
-    """Raises where the users of one mode would have their answers forgotten while the other modes write."""
+def check_pools(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
+    """Raises where the pools of one mode would be evicted while the other modes run."""
     looping = any(case.user for some in cases.values() for case in some)
-    pools, wanted = llm.config.speculation.suffix_pools, plan.users
-    if looping and 0 < pools < wanted:
+    pools, needed = llm.config.speculation.suffix_pools, plan.users
+    if looping and 0 < pools < needed:
         raise InvalidParameter(
-            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {wanted}"
+            "suffix_pools", pools, f"{max(plan.concurrency)} users in {len(plan.modes)} modes take {needed}"
         )
 
 
 def widen(llm: LLM, millions: int, fused: bool) -> None:
-    """The target to this many million parameters; what the engine knew of costs is measured again."""
+    """The target to this many million parameters; costs that were known are measured again."""
     from speculon.bench.widen import widen_target
     from speculon.engine.warm_up import warm_up
     from speculon.models.fuse import fuse
@@ -92,17 +90,13 @@ def widen(llm: LLM, millions: int, fused: bool) -> None:
         warm_up(llm.engine)
 
 
-def policies_of(llm: LLM, plan: Plan) -> dict[str, Policies]:
-    """Each mode's own policies: they know the costs that the engine has measured, and learn from rounds of
-    this mode alone.
-    """
+def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
+    """Each mode's policies: with the engine's measured costs, updated by rounds of this mode alone."""
     return {label: llm.engine.policy.with_costs_alone() for label in (OFF, AGAIN, *plan.modes)}
 
 
-def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measurement]:
-    """Writes cases in a mode; a user's answers are remembered within one mode and one time, which the last
-    argument names.
-    """
+def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
+    """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
     policies = policies_of(llm, plan)
 
     def ours(cases: list[Case], mode: Mode, time: str) -> Measurement:
@@ -111,18 +105,19 @@ def writer(llm: LLM, plan: Plan) -> Callable[[list[Case], Mode, str], Measuremen
 
     if not plan.with_transformers:
         return ours
-    from speculon.bench.stock import Stock
+    from speculon.bench.baseline import TransformersBaseline
 
-    stock = Stock(llm, plan.widen)
-    return lambda cases, mode, time: stock.measure(cases) if mode.label == STOCK else ours(cases, mode, time)
+    stock = TransformersBaseline(llm, plan.widen)
+    return lambda cases, mode, time: (
+        stock.measure(cases) if mode.label == TRANSFORMERS else ours(cases, mode, time)
+    )
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:
-    """All modes in turn, so that a drift of the machine affects them alike; no mode always follows the same
-    one.
+    """All modes in turn, so that a drift of the machine affects them alike.
 
-    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); one of an
-    odd number of modes needs its mirror image, too.
+    Rows of a Latin square in which each mode follows each other one equally often (Williams 1949); with an
+    odd number of modes the mirror image is needed, too.
     """
     n = len(modes)
     # 0, n-1, 1, n-2, ...: each step of another width

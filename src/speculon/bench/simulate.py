@@ -1,8 +1,7 @@
-"""A world without a model: how often each method's drafts stand and what everything costs is given, a policy
-plays in it.
+"""Policies without a model: acceptance and costs are given, a policy decides round by round.
 
-So policies are compared in seconds, on costs that were measured, at any load, with drafters that change in
-the middle. `World` is made of formulas; `bench.replay` makes one of a record.
+So policies are compared in seconds, on measured costs, at any load, with drafters that change on the way.
+`SyntheticEnvironment` is made of formulas; `bench.replay` makes an environment of a record.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from speculon.core import (
 from speculon.sequence import Span
 
 ENDLESS = 1 << 30
-# tokens of drafts; what is generated is ACCEPTED, so that all can be judged
+# tokens of drafts; generated tokens are ACCEPTED
 REJECTED, ACCEPTED, UNKNOWN = range(3)
 
 
 @dataclass(slots=True, eq=False)
-class Text:
-    """What a policy, and a span, see of a sequence."""
+class SimulatedSequence:
+    """What a policy, and a span, read of a sequence."""
 
     id: int
     limits: Mapping[str, int]  # methods in the order they are asked -> most drafts of a round
-    room: int = ENDLESS  # tokens it may still write
+    room: int = ENDLESS  # tokens it may still generate
     off: Reason | None = None
     chained: bool | None = None
     shape: PromptShape = PromptShape()
@@ -51,7 +50,7 @@ class Text:
     lookups: frozenset[str] = frozenset()
     drafted: dict[str, int] = field(default_factory=dict)
     written: int = 0
-    tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # those of its prompt among them
+    tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # prompt included
 
     @property
     def num_output(self) -> int:
@@ -62,109 +61,107 @@ class Text:
         return tuple(self.limits)
 
     @property
-    def request(self) -> Text:
+    def request(self) -> SimulatedSequence:
         """It has the fields of its request that a policy reads."""
         return self
 
 
-class Scene(Protocol):
-    """What a policy plays in. Times in ms."""
+class Environment(Protocol):
+    """Sequences, acceptance and costs. Times in ms."""
 
     noise: float  # standard deviation of a measured time of the target, as a share of it
 
-    def crowds(self) -> Iterator[list[Text]]:
-        """Who runs, round by round; it goes by what the texts have written meanwhile."""
+    def batches(self) -> Iterator[list[SimulatedSequence]]:
+        """The sequences of each round; it may depend on what they have generated so far."""
         ...
 
-    def step_ms(self, texts: int, drafting: int, drafts: int, /) -> float:
-        """Of a step of the target: of so many texts, those that draft, and rows of drafts in all."""
+    def step_ms(self, sequences: int, drafting: int, drafts: int, /) -> float:
+        """Of a step of the target, by sequences, sequences with drafts, and drafts in all."""
         ...
 
-    def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
-        """Of one proposal, with at most `k` drafts for each text, and so many tokens of them that it reads
-        first.
-        """
+    def proposal_ms(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
+        """Of a proposal of at most `k` drafts for each sequence; `unread` tokens are read first."""
         ...
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        """What a method guesses in round `number`, as REJECTED, ACCEPTED and UNKNOWN."""
+    def draft(self, number: int, seq: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
+        """A method's draft in round `number`, of REJECTED, ACCEPTED and UNKNOWN."""
         ...
 
-    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
-        """The draft, and up to `k` tokens that a lookup puts behind it."""
+    def join(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
+        """The draft, continued by a lookup by up to `k` tokens."""
         ...
 
-    def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
-        """P(the draft at `position` stands | those before it did)."""
+    def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
+        """P(the draft at `position` is accepted | those before it were)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A method of drafting. All are there in every round; which are asked is the policy's choice."""
+class SimulatedMethod:
+    """A method of drafting. Which methods are asked in a round is the policy's choice."""
 
-    accept: Callable[[int, int], float]  # (round, text) -> P(a draft stands | those before it did)
-    ms: Callable[[int, int], float]  # (texts, most drafts of one) -> of a proposal
-    read_ms: float = 0.0  # of a token of a text that it has not seen yet
+    accept: Callable[[int, int], float]  # (round, sequence) -> P(accepted | those before it were)
+    ms: Callable[[int, int], float]  # (sequences, most drafts of one) -> of a proposal
+    read_ms: float = 0.0  # of a token that it has not read yet
     lookup: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """A scene of formulas."""
+class SyntheticEnvironment:
+    """An environment made of formulas."""
 
-    step: Callable[[int, int], float]  # (texts, rows of drafts in all) -> ms of the target
-    ways: Mapping[str, Way]
-    texts: Callable[[int], int]  # round -> texts that run
-    most: int = 16  # drafts of a text in a round
-    prompt: int = 1  # tokens of each text
-    length: int = 0  # tokens that each text writes; another takes its place then. 0: it has no end
+    step: Callable[[int, int], float]  # (sequences, drafts in all) -> ms of the target
+    methods: Mapping[str, SimulatedMethod]
+    concurrency: Callable[[int], int]  # round -> sequences
+    most: int = 16  # drafts of a sequence in a round
+    prompt: int = 1  # tokens
+    length: int = 0  # tokens of each sequence, which another one then replaces; 0: no end
     noise: float = 0.05
 
-    def crowds(self) -> Iterator[list[Text]]:
-        running: list[Text] = []
+    def batches(self) -> Iterator[list[SimulatedSequence]]:
+        running: list[SimulatedSequence] = []
         ids = count()
         for number in count():
-            wanted = self.texts(number)
-            running = [text for text in running if text.room][:wanted]
-            running += [self._text(next(ids)) for _ in range(len(running), wanted)]
+            size = self.concurrency(number)
+            running = [seq for seq in running if seq.room][:size]
+            running += [self._sequence(next(ids)) for _ in range(len(running), size)]
             yield running
 
-    def step_ms(self, texts: int, drafting: int, drafts: int, /) -> float:
-        return self.step(texts, drafts)
+    def step_ms(self, sequences: int, drafting: int, drafts: int, /) -> float:
+        return self.step(sequences, drafts)
 
-    def _text(self, number: int) -> Text:
+    def _sequence(self, number: int) -> SimulatedSequence:
         room = self.length or ENDLESS
-        lookups = frozenset(name for name, way in self.ways.items() if way.lookup)
-        limits = dict.fromkeys(self.ways, self.most)
-        return Text(number, limits, room, tokens=[ACCEPTED] * self.prompt, lookups=lookups)
+        lookups = frozenset(name for name, method in self.methods.items() if method.lookup)
+        limits, prompt = dict.fromkeys(self.methods, self.most), [ACCEPTED] * self.prompt
+        return SimulatedSequence(number, limits, room, tokens=prompt, lookups=lookups)
 
-    def proposal_ms(self, method: str, texts: int, k: int, unread: int = 0) -> float:
-        return self.ways[method].ms(texts, k) + self.ways[method].read_ms * unread
+    def proposal_ms(self, method: str, sequences: int, k: int, unread: int = 0) -> float:
+        return self.methods[method].ms(sequences, k) + self.methods[method].read_ms * unread
 
-    def draft(self, number: int, text: Text, method: str, k: int, random: Random) -> Draft:
-        chance = self.ways[method].accept(number, text.id)
+    def draft(self, number: int, seq: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
+        chance = self.methods[method].accept(number, seq.id)
         return Draft(
             tuple(ACCEPTED if random.random() < chance else REJECTED for _ in range(k)), (method,) * k
         )
 
-    def join(self, number: int, text: Text, draft: Draft, k: int, random: Random) -> Draft:
+    def join(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         return draft
 
-    def chance(self, number: int, text: Text, draft: Draft, position: int) -> float:
+    def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
         return float(draft.tokens[position])
 
 
 @dataclass(slots=True)
-class Played:
-    """What came of it, in all and round by round."""
+class SimulationResult:
+    """The outcome, in total and by round."""
 
     tokens: int = 0
     ms: float = 0.0
     # per round: method -> drafts that were verified
     drafted: list[Counter[str]] = field(default_factory=list)
     accepted: int = 0
-    rates: list[tuple[int, float, float]] = field(default_factory=list)  # per round: texts, tokens, ms
+    rates: list[tuple[int, float, float]] = field(default_factory=list)  # per round: sequences, tokens, ms
 
     def rate(self, first: int = 0, last: int | None = None) -> float:
         """Tokens per ms of some rounds."""
@@ -172,33 +169,37 @@ class Played:
         return sum(tokens for _, tokens, _ in rounds) / sum(ms for _, _, ms in rounds)
 
 
-def play(
-    policy: Policy, scene: Scene, rounds: int | None = None, seed: int = 0, costs: Costs | None = None
-) -> Played:
-    """Lets the policy decide for `rounds` rounds, or until all texts have ended; equal seeds draw alike.
+def simulate(
+    policy: Policy,
+    environment: Environment,
+    rounds: int | None = None,
+    seed: int = 0,
+    costs: Costs | None = None,
+) -> SimulationResult:
+    """Lets the policy decide for `rounds` rounds, or until all sequences have ended.
 
-    `costs` is the policy's cost model, where it has one: it is told what each round took.
+    `costs`: the policy's cost model, if it has one; it observes each round.
     """
-    played, random, before = Played(), Random(seed), list[Text]()
-    for number, running in enumerate(islice(scene.crowds(), rounds)):
-        for gone in (text for text in before if text not in running):
+    result, random, before = SimulationResult(), Random(seed), list[SimulatedSequence]()
+    for number, running in enumerate(islice(environment.batches(), rounds)):
+        for gone in (seq for seq in before if seq not in running):
             policy.forget(cast(Any, gone))
         before = list(running)
         decisions = policy.decide(cast(Any, running), Load(len(running), 0, 1 << 20))
-        drafts, proposals = propose(policy, scene, number, running, decisions, random)
+        drafts, proposals = propose(policy, environment, number, running, decisions, random)
         lengths = [len(draft.tokens) for draft in drafts]
-        target_ms = scene.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
-            0.5, random.gauss(1, scene.noise)
+        target_ms = environment.step_ms(len(running), sum(map(bool, lengths)), sum(lengths)) * max(
+            0.5, random.gauss(1, environment.noise)
         )
         verdicts = [
-            judge(draft, text, number, scene, random) for draft, text in zip(drafts, running, strict=True)
+            judge(draft, seq, number, environment, random) for draft, seq in zip(drafts, running, strict=True)
         ]
-        for text, verdict in zip(running, verdicts, strict=True):
-            text.written += len(verdict.tokens)
-            text.tokens += verdict.tokens
-            text.room -= len(verdict.tokens)
-            text.drafted = {method: min(done, len(text.tokens) - 1) for method, done in text.drafted.items()}
-        spans = [Span(cast(Any, text), 0, 1, draft) for text, draft in zip(running, drafts, strict=True)]
+        for seq, verdict in zip(running, verdicts, strict=True):
+            seq.written += len(verdict.tokens)
+            seq.tokens += verdict.tokens
+            seq.room -= len(verdict.tokens)
+            seq.drafted = {method: min(done, len(seq.tokens) - 1) for method, done in seq.drafted.items()}
+        spans = [Span(cast(Any, seq), 0, 1, draft) for seq, draft in zip(running, drafts, strict=True)]
         timing = Timing(target_ms, proposals)
         if costs is not None:
             costs.observe(spans, timing)
@@ -207,42 +208,49 @@ def play(
             sum(len(verdict.tokens) for verdict in verdicts),
             target_ms + sum(call.ms for call in proposals.values()),
         )
-        played.tokens, played.ms = played.tokens + tokens, played.ms + ms
-        played.accepted += sum(verdict.accepted for verdict in verdicts)
-        played.rates.append((len(running), tokens, ms))
-        played.drafted.append(Counter(source for draft in drafts for source in draft.sources))
-    return played
+        result.tokens, result.ms = result.tokens + tokens, result.ms + ms
+        result.accepted += sum(verdict.accepted for verdict in verdicts)
+        result.rates.append((len(running), tokens, ms))
+        result.drafted.append(Counter(source for draft in drafts for source in draft.sources))
+    return result
 
 
 def propose(
-    policy: Policy, scene: Scene, number: int, running: list[Text], decisions: list[Decision], random: Random
+    policy: Policy,
+    environment: Environment,
+    number: int,
+    running: list[SimulatedSequence],
+    decisions: list[Decision],
+    random: Random,
 ) -> tuple[list[Draft], dict[str, Proposal]]:
-    """As the engine asks: one method after the other, until one has a draft that is kept."""
+    """As in the engine: one method after the other, until one has a draft that is kept."""
     drafts = [NO_DRAFT] * len(running)
-    asked: dict[str, list[int]] = {}
+    calls: dict[str, list[int]] = {}
     unread: Counter[str] = Counter()
 
     def ask(method: str, rooms: dict[int, int]) -> list[int]:
         ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), list(rooms.values()))
         for i, k in ((i, k) for i, k in zip(rooms, ks, strict=True) if k):
-            asked.setdefault(method, []).append(k)
+            calls.setdefault(method, []).append(k)
             if method not in running[i].lookups:
                 unread[method] += len(running[i].tokens) - running[i].drafted.get(method, 0) - 1
-            draft = scene.draft(number, running[i], method, k, random)
+            draft = environment.draft(number, running[i], method, k, random)
             running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
             if draft.tokens and (room := decisions[i].chained - len(draft.tokens)) > 0:
-                draft = scene.join(number, running[i], draft, room, random)
+                draft = environment.join(number, running[i], draft, room, random)
             drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         return [i for i in rooms if drafts[i].tokens]
 
     ask_in_turn({i: decision.asks for i, decision in enumerate(decisions) if decision.asks}, ask)
-    calls = ((method, len(ks), max(ks), unread[method]) for method, ks in asked.items())
-    return drafts, {call[0]: Proposal(*call[1:3], scene.proposal_ms(*call), call[3]) for call in calls}
+    sizes = ((method, len(ks), max(ks), unread[method]) for method, ks in calls.items())
+    return drafts, {size[0]: Proposal(*size[1:3], environment.proposal_ms(*size), size[3]) for size in sizes}
 
 
-def judge(draft: Draft, text: Text, number: int, scene: Scene, random: Random) -> Verdict:
+def judge(
+    draft: Draft, seq: SimulatedSequence, number: int, environment: Environment, random: Random
+) -> Verdict:
     k, accepted = len(draft.tokens), 0
-    while accepted < k and random.random() < scene.chance(number, text, draft, accepted):
+    while accepted < k and random.random() < environment.chance(number, seq, draft, accepted):
         accepted += 1
     kind = None if not k else SpanKind.FULL if accepted == k else SpanKind.EARLY
     return Verdict((ACCEPTED,) * (accepted + 1), accepted, kind)

@@ -1,7 +1,6 @@
-"""A small model at the cost of a larger one: its MLPs get columns that do their work and add nothing to the
-output.
+"""A small model at the cost of a larger one: its MLPs get columns that are computed and add nothing.
 
-It tells what speculation would bring if calls of the target cost more, with acceptance as it is; it says
+So speculation is measured at the costs of a larger target, with the acceptance of the small one. It says
 nothing about a larger model's text.
 """
 
@@ -25,9 +24,7 @@ MILLION = 1_000_000
 
 
 def widen_target(target: Target, millions: int) -> None:
-    """Widens the model in place; one whose logits change by it is refused (an MLP that ranks its own columns,
-    for one).
-    """
+    """Widens the model in place; refuses one whose logits change, as with an MLP that ranks its columns."""
     if target.fusion is not None:
         raise ConfigError(
             f"{target.name}: a fused target cannot be widened; load it with fuse=False and fuse it then"
@@ -38,15 +35,14 @@ def widen_target(target: Target, millions: int) -> None:
     limit = TOLERANCE.get(target.dtype, LOOSE)
     if not error <= limit:  # a NaN is refused too
         raise UnsupportedModel(
-            f"{target.name}: widening changed the logits by {error:.2g} of the largest one, allowed is {limit:.2g}"
+            f"{target.name}: widening changed the logits by {error:.2g} of the largest one, allowed is "
+            f"{limit:.2g}"
         )
     target.count()
 
 
 def widen(model: nn.Module, millions: int, name: str) -> None:
-    """Adds the same number of columns to every gated MLP, in place, until the model has about that many
-    parameters.
-    """
+    """Adds the same number of columns to every gated MLP, up to about that many parameters; in place."""
     mlps = list(gated_mlps(model))
     if not mlps:
         raise UnsupportedModel(

@@ -1,12 +1,11 @@
-"""What is written in a benchmark: files the demo model never saw, the same on every run.
+"""What a benchmark writes: held-out files, the same on every run.
 
 code: a held-out file of the standard library is continued, greedily.
-edit: a held-out function is to be repeated with one name changed, through the chat template, greedily.
+edit: a held-out function is repeated with one name changed, through the chat template, greedily.
 prose: a held-out docstring is continued at temperature 1, each case with a seed of its own.
 mixed: the first cases of these three, in turn.
-warm: users have a held-out function edited again and again, each right answer is the next prompt's source,
-and what a user was
-    answered before may be drafted from.
+warm: users have a held-out function edited several times; each right answer is the next prompt's source, and
+    a user's earlier answers may be drafted from.
 NAME@T: the same cases at another temperature.
 """
 
@@ -29,7 +28,7 @@ from speculon.text import Tokenizer
 PROMPT_TOKENS = 256  # of a file that is continued
 FEWEST_TOKENS = 24  # of a docstring's beginning, and of an answer
 DOCSTRING_CHARS = 160
-EDITS = 4  # of one user, where so many users can be served at once
+EDITS = 4  # of one user, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +37,17 @@ class Case:
     prompt: list[int]
     params: SamplingParams
     reference: str | None = None  # the one right answer, where there is one
-    user: str = ""  # whose earlier answers it may be drafted from; none: nobody's
+    user: str = ""  # whose earlier answers it may be drafted from; "": no pool
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is asked of a workload."""
+    """How many cases, and how long."""
 
     cases: int
     max_tokens: int
     context: int
-    crowd: int = 1  # most cases written at once
+    concurrency: int = 1  # the highest
 
     @property
     def prompt_tokens(self) -> int:
@@ -56,8 +55,8 @@ class Size:
 
     @property
     def edits(self) -> int:
-        """Of each user of an edit loop: fewer where there would not be enough users for the crowd."""
-        return max(1, min(EDITS, self.cases // self.crowd))
+        """Of each user of an edit loop: fewer where there would not be a user for each sequence."""
+        return max(1, min(EDITS, self.cases // self.concurrency))
 
 
 T = TypeVar("T")
@@ -65,21 +64,22 @@ Builder = Callable[[Tokenizer, Size], Iterator[Case]]
 
 
 def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
-    """The first cases of a workload that fit the context; fewer than asked for is an error."""
+    """The first cases of a workload that fit the context; too few are an error."""
     find, temperature = parse(name)
     if size.prompt_tokens < 1:
         raise InvalidParameter("max_tokens", size.max_tokens, f"the context is {size.context} tokens")
     cases = [at(temperature, case, i) for i, case in enumerate(islice(find(tokenizer, size), size.cases))]
     if len(cases) < size.cases:
         raise BenchError(
-            f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in {corpus.stdlib_root()}"
+            f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in "
+            f"{corpus.stdlib_root()}"
             f" for {size.max_tokens} new tokens in a context of {size.context}"
         )
     return cases
 
 
-def side_by_side(cases: list[Case], crowd: int) -> list[list[Case]]:
-    """Groups of `crowd` cases to be written at once; full ones only.
+def groups_of(cases: list[Case], concurrency: int) -> list[list[Case]]:
+    """Full groups of cases that run in one batch.
 
     The cases of one user stay in order, one at a time.
     """
@@ -88,14 +88,13 @@ def side_by_side(cases: list[Case], crowd: int) -> list[list[Case]]:
         by_user[case.user or f"{i}"].append(case)
     longest = max(map(len, by_user.values()))
     queues = [queue for queue in by_user.values() if len(queue) == longest]
-    rows = (queues[i : i + crowd] for i in range(0, len(queues) - crowd + 1, crowd))
+    starts = range(0, len(queues) - concurrency + 1, concurrency)
+    rows = (queues[i : i + concurrency] for i in starts)
     return [list(group) for row in rows for group in zip(*row, strict=True)]
 
 
 def parse(text: str) -> tuple[Builder, float | None]:
-    """Who finds the cases of `NAME` or `NAME@T`, and at which temperature they are written; None: each at its
-    own.
-    """
+    """The builder of `NAME` or `NAME@T`, and the temperature; None: each case has its own."""
     name, at_sign, number = text.partition("@")
     if name not in WORKLOADS:
         raise InvalidParameter("workloads", text, f"known are {', '.join(WORKLOADS)}")
@@ -109,10 +108,7 @@ def parse(text: str) -> tuple[Builder, float | None]:
 
 
 def at(temperature: float | None, case: Case, number: int) -> Case:
-    """The case at a temperature.
-
-    Without a seed of its own it gets one, so that every mode samples the same text.
-    """
+    """The case at a temperature, with a seed, so that every mode samples the same text."""
     if temperature is None:
         return case
     seed = number if temperature and case.params.seed is None else case.params.seed
@@ -124,8 +120,7 @@ def code(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
     for path, source in shuffled("code", held_out_sources()):
         lines = source.splitlines(keepends=True)
         start = random.Random(f"code {path}").randrange(max(1, len(lines) - 60))
-        # a character is at most a few bytes, and a token at least one: enough text for the prompt, not the
-        # whole file
+        # enough text for the prompt, not the whole file
         tokens = tokenizer.encode("".join(lines[start:])[: size.prompt_tokens * 12])
         if len(tokens) >= size.prompt_tokens:
             yield Case(f"{path}:{start + 1}", tokens[: size.prompt_tokens], params)
@@ -211,7 +206,7 @@ WORKLOADS: dict[str, tuple[Builder, float | None]] = {  # usual temperature; Non
 
 
 def in_loops(name: str) -> bool:
-    """Whether its users ask several times, one time after the other."""
+    """Whether its users have several requests, one after the other."""
     return parse(name)[0] is warm
 
 
@@ -249,9 +244,9 @@ def shuffled(name: str, things: Iterable[T]) -> list[T]:
 
 
 def fingerprint(cases: list[Case]) -> str:
-    """Tells whether two benchmarks wrote the same: the standard library differs between versions of Python.
+    """Whether two benchmarks wrote the same: the standard library differs between versions of Python.
 
-    The temperature stands in the workload's name.
+    The temperature is in the workload's name.
     """
     digest = hashlib.sha256()
     for case in cases:

@@ -161,12 +161,12 @@ def advise(
     given: Given = {},  # noqa: B006
 ) -> None:
     """Measure which method, K and concurrency are fastest here, check the result, and write the settings."""
-    from speculon.commands.advise import Task, run
+    from speculon.commands.advise import Prompts, run
     from speculon.commands.bench import numbers, words
 
     requested = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
     run(
-        Task(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
+        Prompts(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
         {name: value for name, value in requested.items() if value is not None},
         write,
         out,
@@ -215,7 +215,7 @@ def check(
 
     Exit code 0 when it passes, 1 when it fails, 2 for bad input.
     """
-    from speculon.commands.check import Task, run
+    from speculon.commands.check import CheckOptions, run
 
     sizes = {
         "max_tokens": max_tokens,
@@ -225,5 +225,7 @@ def check(
         "seeds": seeds,
         "seed": seed,
     }
-    task = Task(prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out)
+    task = CheckOptions(
+        prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out
+    )
     run(task, given, speculative_config, as_json)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from speculon.bench import report, tables
-from speculon.bench.plan import FIXED, Plan, parse_mode
+from speculon.bench.plan import FIXED, BenchPlan, parse_mode
 from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, errors, loading, print_json
@@ -20,32 +20,18 @@ FOLDER = Path("speculon-bench")
 QUICK: dict[str, Any] = {"prompts": 8, "max_tokens": 64, "repeats": 1, "concurrency": (1, 4)}
 
 
-def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
-    # else a later mode would find the prompt's pages
+def run(options: dict[str, Any], quick: bool, out: Path | None, given: Given, as_json: bool) -> None:
+    # with a prefix cache a later mode would find the prompt's pages
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
-    config = EngineConfig(**settings)  # what is wrong is told before torch is imported
-    plan = Plan(
-        **{
-            **(QUICK if quick else {}),
-            **{k: v for k, v in asked.items() if v is not None},
-            "fuse": config.fuse,
-        }
-    )
-    if "suffix_pools" not in config.speculation.model_fields_set:
-        pools = max(config.speculation.suffix_pools, plan.users)
-        settings["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
-    if plan.widen:
-        settings["fuse"] = False  # until it is wide
-    if config.warmup is None:  # whatever the engine is set to: a mode may name another policy
-        settings["warmup"] = any(
-            parse_mode(mode).policy(config.speculation.policy) != FIXED for mode in plan.modes
-        )
-    with loading(as_json) as tell:
-        tell("importing torch")
+    config = EngineConfig(**settings)  # bad input is refused before torch is imported
+    plan = make_plan(options, quick, config)
+    settings |= needed_settings(settings, config, plan)
+    with loading(as_json) as stage:
+        stage("importing torch")
         from speculon.llm import LLM
 
-        llm = LLM(progress=tell, **settings)
-    if asked["modes"] is None:
+        llm = LLM(progress=stage, **settings)
+    if options["modes"] is None:
         plan = plan.at_hand(llm.engine.proposers.lacking)
     with counting(as_json, "measuring", plan.measurements, still=True) as advance:
         cells, cases = compare(llm, plan, advance)
@@ -54,25 +40,51 @@ def run(asked: dict[str, Any], quick: bool, out: Path | None, given: Given, as_j
     files = report.write(made, out) if out else []
     if as_json:
         return print_json(made.to_dict())
+    show(made)
+    show_files(files, with_chart=3)
+
+
+def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
+    named = {name: value for name, value in options.items() if value is not None}
+    return BenchPlan(**{**(QUICK if quick else {}), **named, "fuse": config.fuse})
+
+
+def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchPlan) -> dict[str, Any]:
+    """The engine's settings that follow from the plan, where nobody set them."""
+    found: dict[str, Any] = {}
+    if "suffix_pools" not in config.speculation.model_fields_set:
+        pools = max(config.speculation.suffix_pools, plan.users)
+        found["speculation"] = {**settings.get("speculation", {}), "suffix_pools": pools}
+    if plan.widen:
+        found["fuse"] = False  # until it is wide
+    if config.warmup is None:  # a mode may name another policy than the engine's
+        policies = {parse_mode(mode).policy(config.speculation.policy) for mode in plan.modes}
+        found["warmup"] = policies != {FIXED}
+    return found
+
+
+def show(made: report.Report) -> None:
+    """The result as a sentence, then the speed of each mode, then the policies."""
     console = Console(highlight=False)
-    for some in tables.by_cell(cells):
-        console.print(tables.table(some))
-        for note in (note for cell in some for note in tables.notes(cell)):
-            console.print(f"  {note}", style="dim", markup=False)
-        console.print()
-    console.print(f"{tables.LEGEND}.\n", style="dim", markup=False)
+    console.print(tables.verdict(made.cells, made.against_best_fixed), style="bold", markup=False)
+    for cells in tables.by_cell(made.cells):
+        console.print("", tables.speed_table(cells), sep="\n")
+        for line in filter(None, map(tables.difference, cells)):
+            console.print(f"  {line}", style="dim", markup=False)
+    console.print(f"\n{tables.TERMINAL_LEGEND}.\n", style="dim", markup=False)
     if made.against_best_fixed:
         console.print(tables.against_table(made.against_best_fixed))
-        console.print(f"{tables.AGAINST_LEGEND}.\n", style="dim", markup=False)
-    console.print(tables.profile_table(cells))
-    console.print(f"{tables.PROFILE_LEGEND}.\n", style="dim", markup=False)
+        console.print(f"{tables.AGAINST_TERMINAL_LEGEND}.\n", style="dim", markup=False)
     console.print(report.heading(made), style="dim", markup=False, soft_wrap=True)
+
+
+def show_files(files: list[Path], with_chart: int) -> None:
+    """On stderr; `with_chart` files are written where matplotlib is installed."""
     for file in files:
         errors().print(f"wrote {file}", style="dim", markup=False)
-    if files and len(files) < 3:
-        errors().print(
-            "no chart: matplotlib is missing (pip install 'speculon[bench]')", style="yellow", markup=False
-        )
+    if files and len(files) < with_chart:
+        missing = "no chart: matplotlib is missing (pip install 'speculon[bench]')"
+        errors().print(missing, style="bold", markup=False)
 
 
 def words(name: str, text: str | None) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""`speculon replay`: what a record of rounds reached, and what other policies would have made of it."""
+"""`speculon replay`: the speed of a record of rounds, and of other policies on the same requests."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
-from rich.table import Table
 
+from speculon.bench.render import terminal_table
 from speculon.bench.replay import BEYOND, OTHERS, Replay
-from speculon.bench.simulate import play
+from speculon.bench.simulate import simulate
 from speculon.commands.screen import print_json
 from speculon.config import MAX_DRAFTS, SpeculationConfig
 from speculon.control.policies import POLICIES, Policies
 from speculon.errors import InvalidParameter
-from speculon.events import read
+from speculon.events import Recording, read
 
 PLAIN = "plain"
 FITTED = "at fitted costs"
 FIXED = "fixed"
 SEVERAL = (1, 2, 4, 8, 16)  # K of `fixed` alone
 ALWAYS = (
-    "Prompts are left out on both sides; what a policy takes to decide is the record's own. Texts begin after as much work as "
-    "in the record. Free pages, and what a drafter learns from other drafts, are not replayed."
+    "Prompts are left out on both sides; the time in which a policy decides is the record's. Sequences begin "
+    "after as much work as in the record. Free pages, and what a drafter learns from other drafts, are not "
+    "replayed."
 )
+LEGEND = (
+    "others': share of the proposals taken from other sequences, since this one was not asked at that time; "
+    "beyond: share of those longer than what the record verified, where acceptance is the mean of the "
+    "position."
+)
+COLUMNS = ("policy", "tok/s", "tokens", "rounds", "drafts", "accepted", "others'", "beyond")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PolicyRow:
     """One policy, or the record itself."""
 
     policy: str
@@ -38,55 +45,48 @@ class Line:
     rounds: int
     drafted: int
     accepted: int
-    others: float = 0.0  # share of its proposals that were taken from other texts
-    beyond: float = 0.0  # share that goes beyond what was verified
-    seconds: float = 0.0  # that the simulation took
+    others: float | None = None  # share of its proposals that come from other sequences
+    beyond: float | None = None  # share that is longer than what was verified
+    seconds: float = 0.0  # of the simulation
 
-    @property
-    def acceptance(self) -> str:
-        return f"{self.accepted / self.drafted:.0%}" if self.drafted else "-"
+    def cells(self) -> tuple[str, ...]:
+        shares = (self.accepted / self.drafted, self.others, self.beyond) if self.drafted else (None,) * 3
+        counts = (f"{self.tokens_per_second:.1f}", self.tokens, self.rounds, self.drafted)
+        return (self.policy, *map(str, counts), *("-" if one is None else f"{one:.0%}" for one in shares))
 
 
 def run(file: Path, policies: str, seed: int, as_json: bool) -> None:
-    asked = list(read_policies(policies))
+    named = list(read_policies(policies))
     recording = read(file)
-    scene = Replay(recording)
-    done = scene.reached
-    counts = (done.tokens, done.rounds, done.drafted, done.accepted)
-    lines = [
-        Line(name, 1e3 * done.tokens / ms, *counts)
-        for name, ms in (("as recorded", done.ms), (FITTED, done.fitted_ms))
-    ]
-    for name, k in asked:
-        began, scene = perf_counter(), Replay(recording, k)
-        own = Policies(SpeculationConfig())
-        played = play(own.of(FIXED if name == PLAIN else name), scene, seed=seed, costs=own.costs)
-        proposals = max(1, scene.sources.total())
-        shares = {"others": scene.sources[OTHERS] / proposals, "beyond": scene.sources[BEYOND] / proposals}
-        drafted = sum(drafted.total() for drafted in played.drafted)
-        label = name if k in (0, None) else f"{name}:{k}"
-        rate, rounds = 1e3 * played.tokens / played.ms, len(played.rates)
-        lines.append(
-            Line(
-                label,
-                rate,
-                played.tokens,
-                rounds,
-                drafted,
-                played.accepted,
-                **shares,
-                seconds=perf_counter() - began,
-            )
-        )
+    recorded = Replay(recording)
+    total = recorded.totals
+    counts = (total.tokens, total.rounds, total.drafted, total.accepted)
+    times = (("as recorded", total.ms), (FITTED, total.fitted_ms))
+    rows = [PolicyRow(name, 1e3 * total.tokens / ms, *counts) for name, ms in times]
+    rows += [replay(recording, name, k, seed) for name, k in named]
     if as_json:
-        return print_json(
-            {
-                "record": recording.header.model_dump(),
-                "policies": [asdict(one) for one in lines],
-                "notes": scene.notes,
-            }
-        )
-    show(lines, [*scene.notes, ALWAYS])
+        record = recording.header.model_dump()
+        return print_json({"record": record, "policies": list(map(asdict, rows)), "notes": recorded.notes})
+    show(rows, [*recorded.notes, ALWAYS])
+
+
+def replay(recording: Recording, name: str, k: int | None, seed: int) -> PolicyRow:
+    began, environment = perf_counter(), Replay(recording, k)
+    own = Policies(SpeculationConfig())
+    policy = own.of(FIXED if name == PLAIN else name)
+    found = simulate(policy, environment, seed=seed, costs=own.costs)
+    proposals = max(1, environment.sources.total())
+    return PolicyRow(
+        name if k in (0, None) else f"{name}:{k}",
+        1e3 * found.tokens / found.ms,
+        found.tokens,
+        len(found.rates),
+        sum(drafted.total() for drafted in found.drafted),
+        found.accepted,
+        environment.sources[OTHERS] / proposals,
+        environment.sources[BEYOND] / proposals,
+        perf_counter() - began,
+    )
 
 
 def read_policies(text: str) -> Iterator[tuple[str, int | None]]:
@@ -97,35 +97,25 @@ def read_policies(text: str) -> Iterator[tuple[str, int | None]]:
             raise InvalidParameter("policy", name, f"known are {', '.join(POLICIES)}")
         if colon and not (k.isdecimal() and 0 < int(k) <= MAX_DRAFTS):
             raise InvalidParameter("policy", f"{name}:{k}", f"K is a number from 1 to {MAX_DRAFTS}")
-        yield from (
-            ((name, several) for several in SEVERAL)
-            if name == FIXED and not colon
-            else [(name, int(k) if colon else None)]
-        )
+        if name == FIXED and not colon:
+            yield from ((name, several) for several in SEVERAL)
+        else:
+            yield name, int(k) if colon else None
 
 
-def show(lines: list[Line], notes: list[str]) -> None:
-    table = Table("policy", box=None, header_style="bold")
-    for column in ("tok/s", "tokens", "rounds", "drafts", "accepted", "others'", "beyond"):
-        table.add_column(column, justify="right")
-    for one in lines:
-        shares = (
-            (f"{one.others:.0%}", f"{one.beyond:.0%}") if one.drafted and one not in lines[:2] else ("-", "-")
-        )
-        cells = (
-            f"{one.tokens_per_second:.1f}",
-            str(one.tokens),
-            str(one.rounds),
-            str(one.drafted),
-            one.acceptance,
-        )
-        table.add_row(one.policy, *cells, *shares)
+def show(rows: list[PolicyRow], notes: list[str]) -> None:
     console = Console(highlight=False)
-    console.print(table)
-    console.print(
-        "others': share of the proposals taken from other texts, as the text itself was never asked then; beyond: share of those "
-        "that go further than the record verified, where acceptance is that of the position everywhere.",
-        style="dim",
-    )
-    for note in notes:
-        console.print(note, style="dim", markup=False)
+    console.print(verdict(rows), style="bold", markup=False)
+    console.print("", terminal_table("", COLUMNS, [row.cells() for row in rows]), sep="\n")
+    for line in (LEGEND, *notes):
+        console.print(line, style="dim", markup=False)
+
+
+def verdict(rows: list[PolicyRow]) -> str:
+    """The fastest policy, over plain decoding; both at fitted costs."""
+    plain = next(row for row in rows if row.policy == PLAIN)
+    best = max((row for row in rows[2:]), key=lambda row: row.tokens_per_second)
+    if best is plain:
+        return "No policy is faster than plain decoding in this record."
+    ratio = best.tokens_per_second / plain.tokens_per_second
+    return f"Fastest policy: {best.policy}, {ratio:.2f}x plain decoding."

@@ -1,0 +1,62 @@
+"""The baseline: transformers' generate, with the same checkpoint, dtype and threads."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from speculon.bench.measure import Measurement
+from speculon.bench.widen import widen
+from speculon.bench.workloads import Case
+from speculon.checkpoints.locate import locate
+from speculon.llm import LLM
+from speculon.models.load import quiet
+from speculon.text import Tokenizer
+
+
+class TransformersBaseline:
+    """A second copy of the weights, with the library's attention, DynamicCache and loop."""
+
+    def __init__(self, llm: LLM, widened_to: int | None = None):
+        target = llm.engine.target
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.eos_ids = sorted(target.eos_ids)
+        with quiet():
+            folder = locate(llm.config.model)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=target.dtype, local_files_only=True
+            )
+        self.model.eval().to(target.device)
+        if widened_to:
+            widen(self.model, widened_to, target.name)  # with the same random columns
+
+    @torch.inference_mode()
+    def measure(self, cases: list[Case]) -> Measurement:
+        """One greedy case after the other."""
+        assert all(case.params.greedy for case in cases)
+        ids = [torch.tensor([case.prompt], device=self.model.device) for case in cases]
+        began = perf_counter()
+        with quiet():
+            wholes = [self._write(row, case) for row, case in zip(ids, cases, strict=True)]
+        seconds = perf_counter() - began
+        outputs = [
+            self._without_stop(whole[0, len(case.prompt) :].tolist())
+            for whole, case in zip(wholes, cases, strict=True)
+        ]
+        return Measurement(seconds, outputs, [self.tokenizer.decode(output) for output in outputs])
+
+    def _write(self, row: torch.Tensor, case: Case) -> torch.Tensor:
+        return self.model.generate(
+            row,
+            attention_mask=torch.ones_like(row),
+            do_sample=False,
+            repetition_penalty=1.0,  # some checkpoints have another default
+            max_new_tokens=case.params.max_tokens,
+            eos_token_id=self.eos_ids or None,
+            pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
+        )
+
+    def _without_stop(self, tokens: list[int]) -> list[int]:
+        return tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens

@@ -1,0 +1,242 @@
+"""Texts that should be the plain ones token for token: greedy ones, and sampled ones of the same seed.
+
+Batches of other shapes add up floats in another order, so a text may differ where two tokens are nearly
+equal. That is judged by one fresh forward over the common part, as a prompt: regret = log p(best) - log
+p(token). A fault of the speculation would also hit tokens that are far apart. Only the first difference of a
+text is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, log
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from speculon.check.arms import Advance, ArmStats, Texts, write
+from speculon.check.plan import CheckPlan
+from speculon.config import MAX_LOGPROBS, SamplingParams
+from speculon.core import TokenLogprobs
+from speculon.proposers.registry import OFF
+from speculon.sampling import exponential, row_key, uniform
+
+if TYPE_CHECKING:
+    from speculon.llm import LLM
+
+TIE_NATS = 1e-4  # fp32, law 6 of docs/architecture.md
+TOP = 8  # guess: the second best token of a batch is among so many of another
+# drafts from pooled plain texts would never be wrong, and show nothing
+NO_POOL = {"pool": ""}
+PLAIN = {**NO_POOL, "method": OFF}
+MATCHING = {**NO_POOL, "acceptance": "matching"}  # the rule under which a seed fixes the text
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a text first differs from the plain one, and the regrets of the two tokens."""
+
+    text: int
+    at: int  # output position
+    plain: int | None  # token; None where the text had ended
+    token: int | None
+    regret: float | None  # nat; None where there is nothing to compare
+    regret_of_plain: float | None
+
+
+@dataclass(slots=True)
+class ExactResult:
+    """One arm's texts against the plain ones."""
+
+    label: str
+    role: str  # plain | speculation | control
+    texts: int
+    tokens: int
+    work: ArmStats
+    limit: float
+    divergences: list[Divergence]
+
+    @property
+    def failures(self) -> list[Divergence]:
+        return [one for one in self.divergences if one.regret is None or one.regret > self.limit]
+
+    @property
+    def ties(self) -> list[Divergence]:
+        return [one for one in self.divergences if one.regret is not None and one.regret <= self.limit]
+
+    @property
+    def identical(self) -> int:
+        return self.texts - len(self.divergences)
+
+
+@dataclass(slots=True)
+class Margin:
+    """How far plain decoding differs from itself when the batch has another shape, in nat."""
+
+    # of the gap between the two best tokens, decoded and in one forward
+    moved: list[float] = field(repr=False)
+    half: bool  # a dtype of less than 32 bits
+
+    @property
+    def largest(self) -> float:
+        return max(self.moved, default=0.0)
+
+    @property
+    def limit(self) -> float:
+        """The largest regret of a tie: measured where the dtype is coarse, the law's 1e-4 in fp32."""
+        return max(self.largest, TIE_NATS) if self.half else TIE_NATS
+
+
+def greedy(
+    llm: LLM, plan: CheckPlan, prompts: list[list[int]], advance: Advance
+) -> tuple[Margin, list[ExactResult]]:
+    """Plain at batch size 1 against: plain batched, speculation at batch size 1 and batched, the control."""
+    top = min(TOP, MAX_LOGPROBS, llm.engine.target.vocab_size)
+    params = [SamplingParams(temperature=0, max_tokens=plan.max_tokens)] * len(prompts)
+    scored = [params[0].model_copy(update={"logprobs": top})] * len(prompts)
+
+    def run(params: list[SamplingParams], speculation: Mapping[str, Any], **more: Any) -> Texts:
+        return write(llm, prompts, params, speculation, advance=advance, **more)
+
+    plain, batched = run(scored, PLAIN, alone=True), run(scored, PLAIN)
+    moved = [nats for texts in (plain, batched) for nats in movements(llm, prompts, texts, top)]
+    margin = Margin(moved, half=llm.engine.target.dtype.itemsize < 4)
+    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("greedy")}
+    arms = {
+        ("greedy, plain batched", "plain"): batched,
+        ("greedy, batch size 1", "speculation"): run(params, NO_POOL, alone=True),
+        ("greedy, batched", "speculation"): run(params, NO_POOL),
+        ("greedy, planted errors", "control"): run(params, NO_POOL, **planted),
+    }
+    return margin, [
+        result_of(*arm, texts, margin, judge(llm, prompts, plain.tokens, texts.tokens))
+        for arm, texts in arms.items()
+    ]
+
+
+def seeded(
+    llm: LLM, plan: CheckPlan, prompts: list[list[int]], margin: Margin, advance: Advance
+) -> list[ExactResult]:
+    """Sampled texts of the same seeds, with speculation and with planted errors, against the plain ones."""
+    blocks = [(i, sampler) for i, j in plan.sampled if judged(sampler := plan.samplers[j]) or not margin.half]
+    if not blocks:
+        return []
+    params = [
+        sampler.model_copy(
+            update={"max_tokens": plan.max_tokens, "n": plan.seeds, "seed": seed_of(plan, block)}
+        )
+        for block, (_, sampler) in enumerate(blocks)
+    ]
+    many = [prompts[i] for i, _ in blocks]
+    plain = write(llm, many, params, PLAIN, advance=advance)
+    planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("seeded")}
+    arms = {
+        ("same seed", "speculation"): write(llm, many, params, MATCHING, advance=advance),
+        ("same seed, planted errors", "control"): write(
+            llm, many, params, MATCHING, advance=advance, **planted
+        ),
+    }
+    prompt_of = [prompt for prompt in many for _ in range(plan.seeds)]
+    drawn = [(each, n) for each in params for n in range(plan.seeds)]
+    return [
+        result_of(*arm, texts, margin, judge(llm, prompt_of, plain.tokens, texts.tokens, drawn))
+        for arm, texts in arms.items()
+    ]
+
+
+def seed_of(plan: CheckPlan, block: int) -> int:
+    return plan.chance("seeded", block).getrandbits(63)
+
+
+def result_of(
+    label: str, role: str, texts: Texts, margin: Margin, divergences: Iterator[Divergence]
+) -> ExactResult:
+    tokens = sum(map(len, texts.tokens))
+    return ExactResult(label, role, len(texts.tokens), tokens, texts.work, margin.limit, list(divergences))
+
+
+def judged(sampler: SamplingParams) -> bool:
+    """Whether p and the noise determine the token: filters and penalties depend on more."""
+    return sampler.model_fields_set <= {"temperature", "seed", "n", "max_tokens"}
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), None if len(a) == len(b) else shorter)
+
+
+def judge(
+    llm: LLM,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    texts: list[list[int]],
+    drawn: list[tuple[SamplingParams, int]] | None = None,
+) -> Iterator[Divergence]:
+    """Every text that differs.
+
+    `drawn`: parameters and sample number of each sampled text; None: they are greedy.
+    """
+    for i, (mine, base) in enumerate(zip(texts, plain, strict=True)):
+        at = first_difference(mine, base)
+        if at is None:
+            continue
+        token, other = at_or_none(mine, at), at_or_none(base, at)
+        regrets: tuple[float, float] | None = None
+        # a text that was cut off, or filtered, is explained by no tie
+        if token is not None and other is not None and (drawn is None or judged(drawn[i][0])):
+            sampled = None if drawn is None else drawn[i]
+            regrets = regrets_of(llm, [*prompts[i], *base[:at]], at, (token, other), sampled)
+        yield Divergence(i, at, other, token, *(regrets or (None, None)))
+
+
+def regrets_of(
+    llm: LLM,
+    context: list[int],
+    at: int,
+    tokens: tuple[int, int],
+    sampled: tuple[SamplingParams, int] | None,
+) -> tuple[float, float] | None:
+    """Of both tokens after the context, in nat; None where one of them has probability 0."""
+    scores = [score(llm, context, token) for token in tokens]
+    if sampled is None:
+        regrets = [one.top[0][1] - one.logprob for one in scores]
+    else:
+        params, sample = sampled
+        chances = noise(params.seed or 0, sample, at, *tokens)
+        noisy = [one.logprob - params.temperature * log(e) for one, e in zip(scores, chances, strict=True)]
+        regrets = [max(noisy) - each for each in noisy]
+    return (regrets[0], regrets[1]) if all(map(isfinite, regrets)) else None
+
+
+def at_or_none(tokens: list[int], at: int) -> int | None:
+    return tokens[at] if at < len(tokens) else None
+
+
+def score(llm: LLM, context: list[int], token: int) -> TokenLogprobs:
+    """log p of a token after a context, and of the best one, from one forward without a cache."""
+    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    scored = llm.generate([[*context, token]], ask, speculation=PLAIN)[0].prompt_logprobs
+    assert scored is not None and scored[-1] is not None
+    return scored[-1]
+
+
+def noise(seed: int, sample: int, position: int, *tokens: int) -> list[float]:
+    """The exponential noise E of a seed for these tokens; the largest p^(1/T) / E is drawn."""
+    low, high = torch.tensor([row_key(seed, sample, position)], dtype=torch.int32).chunk(2, 1)
+    return exponential(uniform(low, high, torch.tensor(tokens, dtype=torch.int32)))[0].tolist()
+
+
+def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Iterator[float]:
+    """The change of the gap between the two best tokens in one forward over each text, by position."""
+    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=top)
+    for prompt, text, logprobs in zip(prompts, texts.tokens, texts.logprobs, strict=True):
+        if not logprobs:
+            continue
+        output = llm.generate([[*prompt, *text[: len(logprobs)]]], ask, speculation=PLAIN)[0]
+        again = (output.prompt_logprobs or [])[len(prompt) :]
+        for decoded, fresh in zip(logprobs, again, strict=True):
+            if fresh is not None and len(decoded.top) > 1:
+                (a, best), (b, second) = decoded.top[:2]
+                known, beyond = dict(fresh.top), fresh.top[-1][1]
+                yield abs((best - second) - (known.get(a, beyond) - known.get(b, beyond)))

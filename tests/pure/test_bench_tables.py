@@ -1,0 +1,185 @@
+"""A benchmark's tables, and their width: a terminal of 80 columns cuts nothing off."""
+
+from __future__ import annotations
+
+import pytest
+from rich.table import Table
+
+from speculon.bench.against import Against, MeanRatio
+from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS
+from speculon.bench.render import terminal_table
+from speculon.bench.tables import (
+    against_table,
+    by_cell,
+    by_position,
+    difference,
+    figures,
+    markdown,
+    profile_markdown,
+    rounds_markdown,
+    speed_table,
+    terminal_figures,
+    verdict,
+)
+from speculon.telemetry import PARTS
+from tests.pure.cells import NO_ROUNDS, make_cell
+from tests.pure.screens import READABLE, colours, cut_off, on_screen
+
+LONG = "draft_model:16/adaptive/rejection"
+
+
+# figures
+
+
+def test_a_table_has_the_number_of_texts_that_differ() -> None:
+    cells = (make_cell("off"), make_cell(), make_cell(different=1))
+    assert [figures(cell)[6] for cell in cells] == ["-", "all", "15/16"]
+    assert [terminal_figures(cell)[4] for cell in cells] == ["-", "all", "15/16"]
+
+
+def test_a_difference_is_explained() -> None:
+    assert difference(make_cell()) is None
+    assert difference(make_cell(different=1, tie_nats=[2e-6])) == (
+        "ngram:4: 1 of 16 texts differ from those of off; where greedy ones differ, the candidates are at "
+        "most "
+        "2e-06 nat apart"
+    )
+    line = difference(make_cell("draft_model:4/rejection", different=5, rejection=True))
+    assert line and line.endswith(
+        "5 of 16 texts differ from those of off, as rejection may: the distribution is the same"
+    )
+
+
+def test_acceptance_by_position() -> None:
+    assert [by_position(make_cell(per_position=shares)) for shares in ([0.8, 0.5], [])] == ["80 50 %", "-"]
+
+
+def test_where_a_steps_time_goes_is_shown_in_shares_that_add_up() -> None:
+    cells = [make_cell("off"), make_cell(), make_cell(TRANSFORMERS, profile={})]
+    head, _, *rows = profile_markdown(cells).splitlines()
+    assert len(rows) == 2 and all(part in head for part in PARTS)
+    assert "| code | 1 | ngram:4 | 10.00 | 1.0% | 0.0% | 12.0% | 83.0% | 3.0% | 0.0% | 1.0% |" in rows
+
+
+def test_the_markdown_table_has_a_row_per_cell_and_no_ragged_one() -> None:
+    lines = markdown([make_cell("off"), make_cell(), make_cell(AGAIN, ratio=0.99)]).splitlines()
+    assert len(lines) == 5
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| 2.00 | 1.80 (6) | 2.50 | 6.0 (3) 7.0 (5) | 5.0% | all | - | 25% | pays | 80 50 % |" in lines[3]
+    assert "| 25% | - |" in lines[2]
+
+
+def test_the_table_of_rounds_has_a_row_per_mode_that_drafted() -> None:
+    batched = make_cell("auto:4", concurrency=8, needed=[], sources={"ngram": 0.25, "draft_model": 0.75})
+    lines = rounds_markdown([make_cell("off", **NO_ROUNDS), make_cell(), batched]).splitlines()
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+    assert lines[2].endswith(
+        "| 12.5 | 40% | 55% | 5% | 1.25 | 2.50 (75%) | 1.25 (21%) | 1.88 (50%) | 3.50 (impossible) | ngram "
+        "100% |"
+    )
+    assert lines[3].endswith("| 2.50 (75%) | - | - | - | ngram 25%, draft_model 75% |")
+
+
+def test_a_ratio_without_loops_is_shown_only_where_there_is_one() -> None:
+    cells = (make_cell(), make_cell(ratio_without_loops=None, texts_without_loops=0))
+    assert [figures(cell)[2] for cell in cells] == ["1.80 (6)", "-"]
+
+
+# sentences
+
+
+def against(mode: str, ratio: float, spread: float | None, **more: object) -> Against:
+    bounds = () if spread is None else (ratio - spread, ratio + spread)
+    one = MeanRatio(ratio, *bounds)
+    place = {"workload": "all", "concurrency": None, **more}
+    return Against(**place, mode=mode, picked=(), over_best=one, over_plain=one, again=MeanRatio(1.0))
+
+
+def test_the_result_is_a_sentence() -> None:
+    cells = [
+        make_cell(mode, workload=workload, ratio=ratio)
+        for workload in ("code", "prose")
+        for mode, ratio in (("off", 1.0), ("ngram:4", 2.0), ("auto", 4.5), (AGAIN, 1.02))
+    ]
+    assert verdict(cells, []) == (
+        "Fastest mode: auto, 4.50x plain decoding (plain decoding against itself: 1.02x)."
+    )
+    with_policies = verdict(cells, [against("auto", 1.5, 0.1), against("auto/solo", 0.9, None)])
+    assert with_policies.endswith(
+        "auto against the best fixed mode: 1.50x, 90 % 1.40-1.60: faster. auto/solo against the best fixed "
+        "mode: 0.90x."
+    )
+
+
+def test_the_mean_over_cells_is_geometric_and_a_mode_of_some_cells_alone_is_not_compared() -> None:
+    cells = [
+        make_cell(mode, workload=workload, ratio=ratio)
+        for workload, ratios in (
+            ("code", {"off": 1, "a": 4.0, "b": 2.1, AGAIN: 1, TRANSFORMERS: 9}),
+            ("prose", {"off": 1, "a": 1.0, "b": 2.1, AGAIN: 1}),
+        )
+        for mode, ratio in ratios.items()
+    ]
+    assert verdict(cells, []).startswith("Fastest mode: b, 2.10x")
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.02])
+def test_a_mode_that_is_not_faster_than_the_noise_is_not_called_fast(ratio: float) -> None:
+    cells = [make_cell("off", ratio=1.0), make_cell(ratio=ratio), make_cell(AGAIN, ratio=1.03)]
+    assert verdict(cells, []) == (
+        f"No mode is faster than plain decoding. The best of them, ngram:4, reached {ratio:.2f}x "
+        "(plain decoding against itself: 1.03x)."
+    )
+    assert verdict([cells[0], cells[2]], []).startswith("No mode is faster than plain decoding. (plain")
+
+
+# the terminal
+
+
+def worst_cells() -> list[list]:
+    """The usual modes and a long one, with figures as wide as they get."""
+    wide = {"tokens_per_second": 123456.0, "ratio": 12.34, "tokens_per_target_call": 16.99, "texts": 128}
+    cells = [
+        make_cell(
+            mode, workload=workload, concurrency=64, different=100, diagnosis="gated: low_acceptance", **wide
+        )
+        for workload in ("prose@0.75", "mixed")
+        for mode in ("off", *MODES, LONG, AGAIN)
+    ]
+    return by_cell(cells)
+
+
+def wide_against() -> list[Against]:
+    rows = [against(mode, 1.234, 0.111, workload="prose@0.75", concurrency=64) for mode in (LONG, "auto")]
+    return [*rows, against("auto/adaptive", 0.987, None)]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_table_is_cut_off(width: int) -> None:
+    tables = [*map(speed_table, worst_cells()), against_table(wide_against())]
+    assert len(tables) == 3 and cut_off(tables, width) == []
+    text = on_screen(tables, width)
+    assert "prose@0.75, concurrency 64" in text and "156/256" in text and "low_acceptance" in text
+    assert "1.12-1.34" in text and "undecided" in text
+
+
+def test_a_planted_table_that_is_too_wide_is_found() -> None:
+    table = Table(*("a column of figures",) * 10)
+    for column in table.columns:
+        column.no_wrap = True
+    table.add_row(*["1234567"] * 10)
+    assert cut_off([table], 80) == [0] and cut_off([table], 250) == []
+
+
+def test_a_column_of_words_wraps_and_one_of_figures_never_does() -> None:
+    rows = [["word " * 30, "1234567", "a sentence " * 5]]
+    text = on_screen([terminal_table("title", ("words", "figures", "more"), rows, words=("more",))], 80)
+    assert text.count("word") >= 30 and text.count("sentence") == 5 and "1234567" in text
+
+
+def test_colours_are_readable_on_dark_and_on_light() -> None:
+    assert 1 < len(colours([*map(speed_table, worst_cells()), against_table(wide_against())]) & READABLE)
+    assert colours([*map(speed_table, worst_cells()), against_table(wide_against())]) <= READABLE
+    planted = terminal_table("title", ("a",), [["1"]], styles=["yellow"])
+    assert 33 in colours([planted]) - READABLE

@@ -1,0 +1,249 @@
+"""`speculon bench` on a random model: what it writes, shows and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from speculon import LLM
+from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan
+from speculon.bench.run import run
+from speculon.cli import app
+from speculon.errors import BenchError
+from tests.pure.screens import ELLIPSIS
+from tests.tiny.bench.plans import bench, sizes, small
+
+PROMPTS, TOKENS = 2, 48
+
+
+def test_it_measures_writes_and_draws(folder: Path, tmp_path: Path) -> None:
+    # the last ones count
+    few = [*sizes(PROMPTS, TOKENS), "--concurrency", "1,2", "--workloads", "code,edit,prose,mixed"]
+    code, out, err = bench(
+        folder, *few, "--modes", "ngram:4", "--with-transformers", "--out", str(tmp_path / "new"), "--json"
+    )
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["against_best_fixed"] == [] and all(cell["policy"] == "fixed" for cell in report["cells"])
+    assert json.loads((tmp_path / "new" / "bench.json").read_text()) == report
+    assert (tmp_path / "new" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "| code | 1 | ngram:4 |" in (tmp_path / "new" / "bench.md").read_text()
+
+    cells = {(cell["workload"], cell["concurrency"], cell["mode"]): cell for cell in report["cells"]}
+    greedy = [
+        (name, 1, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", TRANSFORMERS, AGAIN)
+    ]
+    batched = [(name, 2, mode) for name in ("code", "edit") for mode in ("off", "ngram:4", AGAIN)]
+    prose = [
+        (name, count, mode)
+        for name in ("prose", "mixed")
+        for count in (1, 2)
+        for mode in ("off", "ngram:4", AGAIN)
+    ]
+    assert set(cells) == {*greedy, *batched, *prose}
+    assert all(cell["different"] == 0 for cell in cells.values())  # fp32: the same text everywhere
+    assert all(cell["ratio"] == 1 for (_, _, mode), cell in cells.items() if mode == "off")
+    assert all(
+        0.9 < cell["tokens_per_target_call"] <= 1
+        for (_, _, mode), cell in cells.items()
+        if mode in ("off", AGAIN)
+    )
+    ngram = cells["code", 1, "ngram:4"]
+    assert (
+        ngram["tokens_per_target_call"] > 1 and len(ngram["per_position"]) == 4 and "5" in ngram["ms_by_rows"]
+    )
+    assert 0 < ngram["overhead"] < 1 and ngram["diagnosis"] and cells["code", 1, "off"]["diagnosis"] is None
+    assert [cells[name, 1, "off"]["exact"] for name in ("code", "edit", "prose", "mixed")] == [
+        None,
+        0,
+        None,
+        0,
+    ]
+    assert [len(cells["code", count, "off"]["speeds"][0]) for count in (1, 2)] == [2, 1]
+
+    assert ngram["sources"] == {"ngram": 1} and 0 < ngram["reached"] <= 1
+    split = ngram["rounds"]
+    assert split["draft"] + split["target"] + split["rest"] == pytest.approx(1) and min(split.values()) > 0
+    assert split["tokens_per_target_call"] >= ngram["tokens_per_target_call"]  # which counts plain calls, too
+    assert [need["speed"] for need in ngram["needed"]] == [1, 1.5, 2]
+    assert cells["code", 1, "off"]["rounds"] is None and cells["code", 2, "ngram:4"]["needed"] == []
+    for (name, count, mode), cell in cells.items():  # greedy texts of this model loop, sampled ones do not
+        free = round(cell["texts"] * (1 - cell["looping"])) if count == 1 else 0
+        assert cell["texts_without_loops"] == free and (cell["ratio_without_loops"] is None) == (free == 0), (
+            name,
+            mode,
+        )
+
+    assert report["command"].split()[0] == "speculon"
+    assert {"torch", "transformers", "python"} <= set(report["versions"])
+    assert {"cpu", "cores", "platform", "memory_gib"} <= set(report["machine"])
+    assert report["model"]["prefix_cache"] is False and report["model"]["name"] == "model"
+
+
+def test_a_policy_is_compared_with_the_best_fixed_mode(folder: Path, tmp_path: Path) -> None:
+    few = sizes(prompts=2, max_tokens=48)
+    out = tmp_path / "new"
+    code, text, _ = bench(
+        folder,
+        *few,
+        "--modes",
+        "ngram:4,suffix:8,suffix,auto/solo",
+        "--policy",
+        "goodput",
+        "--out",
+        str(out),
+    )
+    assert code == 0 and "policies against the best fixed mode" in text
+    report = json.loads((out / "bench.json").read_text())
+    fixed = dict.fromkeys(("off", "ngram:4", "suffix:8", AGAIN), "fixed")
+    assert {cell["mode"]: cell["policy"] for cell in report["cells"]} == {
+        **fixed,
+        "suffix": "goodput",
+        "auto/solo": "solo",
+    }
+    assert [row["mode"] for row in report["against_best_fixed"]] == ["suffix", "auto/solo"] * 2
+    one = report["against_best_fixed"][0]
+    assert set(one["picked"]) <= {"off", "ngram:4", "suffix:8"}
+    assert one["over_best"]["low"] <= one["over_best"]["ratio"] <= one["over_best"]["high"]
+    assert "## policies against the best fixed mode" in (out / "bench.md").read_text()
+
+
+def test_without_options_the_modes_are_those_that_something_drafts_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plans: list[BenchPlan] = []
+
+    def stop(llm: LLM, plan: BenchPlan, advance: object) -> None:
+        plans.append(plan)
+        raise BenchError("seen")
+
+    monkeypatch.setattr("speculon.commands.bench.compare", stop)
+    assert bench(folder)[0] == 2 and bench(folder, "--draft", str(folder))[0] == 2
+    assert [sum("draft_model" in mode for mode in plan.modes) for plan in plans] == [0, 2]
+    assert plans[1].modes == tuple(mode for mode in BenchPlan().modes if "eagle3" not in mode)
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_it_shows_a_verdict_and_tables(folder: Path, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    few = sizes(prompts=1, max_tokens=32)
+    code, out, _ = bench(folder, *few, "--modes", "ngram:2")
+    assert code == 0
+    assert {path.name for path in Path("speculon-bench").iterdir()} == {"bench.json", "bench.md", "bench.png"}
+    assert "code, concurrency 1" in out and "off again" in out and "medians of 1 alternated repeats" in out
+    assert out.startswith(("Fastest mode: ngram:2", "No mode is faster")) and ELLIPSIS not in out
+
+
+def test_a_mode_that_ran_no_round_is_an_error(folder: Path) -> None:
+    # no draft for the second token, which is the last
+    code, out, _ = bench(folder, *sizes(max_tokens=2), "--modes", "ngram:4", "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"]) == (2, "BenchError")
+    assert "ngram:4 ran no speculative round in code" in error["message"] and "max_tokens" in error["message"]
+
+
+def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path) -> None:
+    few = sizes(prompts=1, max_tokens=24)
+    modes = ["--modes", "draft_model:3,auto:3", "--draft", str(folder), "--out", str(tmp_path / "new")]
+    code, out, err = bench(folder, *few, *modes, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    cells = {cell["mode"]: cell for cell in report["cells"]}
+    own, both = cells["draft_model:3"], cells["auto:3"]
+    assert own["per_position"] == [1, 1, 1] and own["reached"] == 1 and own["different"] == 0
+    # three calls of the same model
+    assert own["sources"] == {"draft_model": 1} and own["rounds"]["draft"] > 0.3
+    assert sum(both["sources"].values()) == pytest.approx(1) and set(both["sources"]) <= {
+        "suffix",
+        "draft_model",
+    }
+    assert report["model"]["drafts"] == {"draft_model": "model"} and report["model"]["widened_to"] is None
+    text = (tmp_path / "new" / "bench.md").read_text()
+    assert "draft_model model;" in text and "| draft_model 100% |" in text
+
+
+def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "--help"], terminal_width=200)
+    assert (
+        done.exit_code == 0
+        and "--draft " in done.stdout
+        and "--acceptance" in done.stdout
+        and "--method" not in done.stdout
+    )
+
+
+@pytest.mark.parametrize("modes", ["draft_model:4", "ngram:4,draft_model:4/rejection"])
+def test_a_mode_without_its_drafter_fails_before_anything_is_measured(
+    folder: Path, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: pytest.fail("measured"))
+    code, out, _ = bench(folder, "--modes", modes, "--json")
+    error = json.loads(out)["error"]
+    assert (code, error["type"]) == (2, "InvalidParameter")
+    assert (
+        f"modes = {modes.rpartition(',')[2]!r}: no_drafter: draft_model needs a checkpoint, given with "
+        "--draft" in error["message"]
+    )
+
+
+def test_a_plain_measurement_does_hit_the_planted_failure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above: with a drafter at hand the same trap springs."""
+    monkeypatch.setattr("speculon.bench.run.measure", lambda *_: (_ for _ in ()).throw(ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        run(llm, small(modes=("ngram:4",)))
+
+
+def test_a_widened_bench_says_so_everywhere_and_writes_the_same(folder: Path, tmp_path: Path) -> None:
+    few = sizes(prompts=1, max_tokens=24)
+    modes = ["--modes", "draft_model:3", "--draft", str(folder), "--with-transformers"]
+    reports = []
+    for name, more in (("as it is", []), ("wide", ["--widen", "3"])):
+        code, out, err = bench(folder, *few, *modes, *more, "--out", str(tmp_path / name), "--json")
+        assert (code, err) == (0, "")
+        reports.append(json.loads(out))
+    plain, wide = reports
+    assert wide["model"]["widened_to"] == 3_000_000 and abs(wide["model"]["parameters"] - 3e6) < 2e4
+    assert plain["model"]["widened_to"] is None and plain["model"]["parameters"] < 1e5
+    assert all(cell["different"] == 0 for cell in wide["cells"])  # transformers' own among them
+    assert [cell["tokens_per_target_call"] for cell in wide["cells"]] == [
+        cell["tokens_per_target_call"] for cell in plain["cells"]
+    ]
+    forward = [
+        next(c["ms_by_rows"]["1"][0] for c in report["cells"] if c["mode"] == "off") for report in reports
+    ]
+    assert forward[1] > forward[0]
+    text = "model widened to 3 M parameters: the same function at the call cost of a larger model, 3.0 M"
+    assert (
+        text in (tmp_path / "wide" / "bench.md").read_text()
+        and "widened" not in (tmp_path / "as it is" / "bench.md").read_text()
+    )
+
+
+def test_the_chart_says_that_the_target_is_widened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    titles = []
+    monkeypatch.setattr("speculon.bench.chart.draw", lambda cells, title, path: titles.append(title) or path)
+    few = sizes(prompts=1, max_tokens=8)
+    modes = ["--modes", "draft_model:2", "--draft", str(folder)]
+    assert bench(folder, *few, *modes, "--widen", "1", "--out", str(tmp_path), "--json")[0] == 0
+    assert len(titles) == 1 and "widened to 1 M parameters: the same function at the call cost" in titles[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--modes", "zzz:3"],
+        ["--modes", "ngram:0"],
+        ["--modes", "auto+auto"],
+        ["--concurrency", "x"],
+        ["--workloads", ","],
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_before_anything_is_loaded(folder: Path, arguments: list[str]) -> None:
+    code, out, err = bench(folder / "none", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(("InvalidParameter: ", "UnknownMethod: "))

@@ -1,0 +1,155 @@
+"""Each mode has policies of its own: with the costs of the warm-up, and its own rounds alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon import LLM
+from speculon.bench.measure import Measurement, in_place, measure
+from speculon.bench.plan import AGAIN, BenchPlan
+from speculon.bench.run import run, widen
+from speculon.bench.workloads import Case
+from speculon.control.policies import COSTS, Policies
+from speculon.core import Timing, Verdict
+from speculon.engine.engine import Engine
+from speculon.errors import BenchError
+from speculon.sequence import Span
+from tests.tiny.bench.plans import bench, small
+
+Observed = dict[int, set[str | None]]  # policies object -> methods of the sequences whose rounds it observed
+
+
+def policies_in_a_run(
+    llm: LLM, plan: BenchPlan, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, list[Policies]], Observed]:
+    """The policies in place in each measurement, by mode, and what each of them observed."""
+    in_place: dict[str, list[Policies]] = {}
+    observed: Observed = {}
+    observe = Policies.observe
+
+    def watched(llm: LLM, cases: list[Case], speculation: dict[str, Any], time: str = "") -> Measurement:
+        in_place.setdefault(time.partition(", ")[0], []).append(llm.engine.policy)
+        return measure(llm, cases, speculation, time)
+
+    def observing(self: Policies, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
+        observed.setdefault(id(self), set()).update(span.seq.method for span in spans)
+        observe(self, spans, verdicts, timing)
+
+    monkeypatch.setattr("speculon.bench.run.measure", watched)
+    monkeypatch.setattr(Policies, "observe", observing)
+    run(llm, plan)
+    return in_place, observed
+
+
+METHODS = {"off": None, AGAIN: None, "ngram:4": "ngram", "suffix:4": "suffix", "auto": "auto"}
+
+
+def not_its_own(in_place: dict[str, list[Policies]], observed: Observed) -> list[str]:
+    """Modes whose policies changed during the run, or observed rounds of another mode."""
+    return [
+        mode
+        for mode, some in in_place.items()
+        if len(set(map(id, some))) > 1 or observed.get(id(some[0]), set()) != {METHODS[mode]}
+    ]
+
+
+def learning(policies: Policies) -> list[str]:
+    return [name for name, _ in policies.state() if name != COSTS]
+
+
+ISOLATED: dict[str, Any] = {
+    "modes": ("ngram:4", "auto", "suffix:4"),
+    "prompts": 2,
+    "max_tokens": 24,
+    "repeats": 2,
+}
+
+
+def test_policies_observe_their_own_mode_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
+    before = llm.engine.policy
+    plan = small(**ISOLATED)
+    in_place, observed = policies_in_a_run(llm, plan, monkeypatch)
+    assert {mode: len(some) for mode, some in in_place.items()} == dict.fromkeys(
+        METHODS, plan.measurements // len(METHODS)
+    )
+    assert not_its_own(in_place, observed) == []
+    assert len({id(some[0]) for some in in_place.values()} | {id(before)}) == len(METHODS) + 1
+    assert {mode: learning(some[0]) for mode, some in in_place.items()} == {
+        **dict.fromkeys(METHODS, []),
+        "auto": ["goodput"],
+    }
+    assert llm.engine.policy is before and id(before) not in observed
+
+
+def test_planted_policies_that_are_shared_are_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
+    monkeypatch.setattr(Policies, "with_costs_alone", lambda self: self)
+    in_place, observed = policies_in_a_run(llm, small(**ISOLATED), monkeypatch)
+    assert set(not_its_own(in_place, observed)) == set(METHODS)
+    assert learning(in_place["ngram:4"][0]) == ["goodput"]
+
+
+def test_planted_policies_that_are_made_anew_each_time_are_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "goodput"})
+
+    class Anew(dict[str, Policies]):
+        def __getitem__(self, label: str) -> Policies:
+            return llm.engine.policy.with_costs_alone()
+
+    monkeypatch.setattr("speculon.bench.run.policies_of", lambda llm, plan: Anew())
+    assert set(not_its_own(*policies_in_a_run(llm, small(**ISOLATED), monkeypatch))) == set(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warmed"),
+    [
+        pytest.param(["--modes", "ngram:4,suffix/fixed"], False, id="fixed modes alone"),
+        pytest.param(["--modes", "ngram:4,suffix:4/goodput"], True, id="a mode with a policy"),
+        pytest.param(["--modes", "suffix", "--policy", "goodput"], True, id="the engine's policy"),
+        pytest.param(["--modes", "suffix", "--policy", "goodput", "--no-warmup"], False, id="as set"),
+    ],
+)
+def test_costs_are_known_at_start_where_a_policy_needs_them(
+    folder: Path, arguments: list[str], warmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[bool] = []
+
+    def stop(llm: LLM, plan: BenchPlan, advance: object) -> None:
+        known.append(llm.engine.policy.costs.known)
+        raise BenchError("seen")
+
+    monkeypatch.setattr("speculon.commands.bench.compare", stop)
+    assert bench(folder, *arguments)[0] == 2
+    assert known == [warmed]
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_the_costs_of_the_target_as_it_was_are_forgotten_when_it_is_widened(
+    folder: Path, warmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=warmed)
+    before, sizes = llm.engine.policy.costs, []
+
+    def warm_up(engine: Engine) -> None:
+        sizes.append(engine.target.num_parameters)
+        assert not engine.policy.costs.known
+
+    monkeypatch.setattr("speculon.engine.warm_up.warm_up", warm_up)
+    widen(llm, 1, fused=True)
+    assert (len(sizes), llm.engine.policy.costs is before) == (warmed, not warmed)
+    assert all(size > 900_000 for size in sizes)
+
+
+def test_an_object_in_the_place_of_the_engines_own_goes_afterwards(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False, warmup=False)
+    before, other = llm.engine.policy, llm.engine.policy.with_costs_alone()
+    with pytest.raises(ZeroDivisionError), in_place(llm.engine, policy=other):
+        assert llm.engine.policy is other
+        raise ZeroDivisionError
+    assert llm.engine.policy is before

@@ -1,0 +1,216 @@
+"""A run of a benchmark: pools, rules of acceptance, recordings of steps, transformers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import LLM, SamplingParams
+from speculon.bench.baseline import TransformersBaseline
+from speculon.bench.cell import tie_gap
+from speculon.bench.measure import Measurement, measure, recording
+from speculon.bench.plan import BenchPlan, parse_mode
+from speculon.bench.run import run
+from speculon.bench.widen import gated_mlps, widen_target
+from speculon.bench.workloads import Case
+from speculon.config import SpeculationConfig
+from speculon.control.goodput import Goodput
+from speculon.core import NO_DRAFT, Decision, Draft, Needs, Reason
+from speculon.errors import BenchError, InvalidParameter
+from speculon.proposers import registry
+from speculon.proposers.base import TargetFacts
+from speculon.proposers.pools import key_of
+from speculon.proposers.suffix import Suffix
+from speculon.sequence import Sequence
+from tests.tiny.bench.plans import small
+
+Pooled = list[tuple[str, int, int, int]]
+
+
+def watch_pools(
+    llm: LLM, plan: BenchPlan, monkeypatch: pytest.MonkeyPatch, pool: Callable[[str], str] = str
+) -> Pooled:
+    """Every measurement of a run."""
+    seen: Pooled = []
+    found = llm.engine.proposers.find("suffix")
+    assert isinstance(found, Suffix)
+
+    def held(cases: list[Case], time: str) -> int:
+        return sum(
+            found.pools.sizes.get(str(key_of(f"{case.user}, {time}", case.prompt)), 0) for case in cases
+        )
+
+    def watched(llm: LLM, cases: list[Case], speculation: dict[str, Any], time: str = "") -> Measurement:
+        before = held(cases, pool(time))
+        done = measure(llm, cases, speculation, pool(time))
+        seen.append((time, before, held(cases, pool(time)), len(found.pools.sizes)))
+        return done
+
+    monkeypatch.setattr("speculon.bench.run.measure", watched)
+    run(llm, plan)
+    return seen
+
+
+def not_cold(seen: Pooled, edits: int) -> list[str]:
+    """Times in which a user's first edit found something, or a later one nothing."""
+    times: dict[str, list[int]] = {}
+    for time, before, _, _ in seen:
+        times.setdefault(time, []).append(before)
+    return [
+        time for time, held in times.items() if any((n > 0) != (i % edits > 0) for i, n in enumerate(held))
+    ]
+
+
+WARM: dict[str, Any] = {
+    "workloads": ("warm",),
+    "prompts": 4,
+    "max_tokens": 40,
+    "repeats": 2,
+    "concurrency": (1, 2),
+}
+
+
+def test_pools_are_empty_at_a_users_first_edit_in_every_mode_and_repeat_and_not_after_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
+    plan = small(modes=("suffix:4", "ngram:4", "suffix:8"), **WARM)
+    seen = watch_pools(llm, plan, monkeypatch)
+    assert len(seen) == plan.measurements
+    assert not_cold([each for each in seen if each[0].startswith("suffix")], edits=2) == []
+    assert all((after > before) == time.startswith("suffix") for time, before, after, _ in seen)
+
+
+def test_a_planted_pool_that_is_the_same_every_time_is_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
+    seen = watch_pools(llm, small(modes=("suffix:4",), **WARM), monkeypatch, pool=lambda time: "always")
+    assert "suffix:4, repeat 0 of warm, 1" in not_cold(
+        [each for each in seen if each[0].startswith("suffix")], edits=2
+    )
+
+
+def test_other_workloads_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "method": "suffix"})
+    plan = small(workloads=("code", "edit", "prose", "mixed"), modes=("suffix:4",), prompts=3, max_tokens=40)
+    assert {pools for *_, pools in watch_pools(llm, plan, monkeypatch)} == {0}
+
+
+def test_users_whose_pools_would_be_evicted_are_refused(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False, speculation={"policy": "fixed", "suffix_pools": 3})
+    plan = small(
+        workloads=("warm",), modes=("suffix:4", "suffix:8"), concurrency=(2,), prompts=4, max_tokens=40
+    )
+    with pytest.raises(InvalidParameter, match="suffix_pools = 3: 2 users in 2 modes take 4"):
+        run(llm, plan)
+
+
+def test_a_policy_without_a_draft_is_no_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Goodput, "decide", lambda self, seqs, load: [Decision.plain(Reason.COST)] * len(seqs))
+    cells, _ = run(llm, small(modes=("ngram:4/goodput",)))
+    found = {cell.mode: cell.diagnosis for cell in cells}
+    # pays: by noise, which one text cannot exclude
+    assert found["ngram:4/goodput"] in ("gated: cost", "pays")
+
+
+def test_rules_of_acceptance_are_modes(drafting: LLM) -> None:
+    """A draft that agrees with the target exactly is accepted under both; by matching the text is the plain
+    one.
+    """
+    modes = ("draft_model:3/matching", "draft_model:3/rejection")
+    cells, _ = run(drafting, small(workloads=("prose@0.7",), modes=modes, prompts=2, max_tokens=24))
+    by_mode = {cell.mode: cell for cell in cells}
+    matching, rejection = (by_mode[mode] for mode in modes)
+    assert (matching.different, matching.rejection) == (0, False)
+    assert rejection.rejection and matching.reached == rejection.reached == 1
+
+
+def test_transformers_gets_the_same_columns(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False, fuse=False, warmup=False)
+    assert TransformersBaseline(llm).model.num_parameters() == llm.engine.target.num_parameters
+    widen_target(llm.engine.target, 1)
+    stock = TransformersBaseline(llm, 1).model
+    assert stock.num_parameters() == llm.engine.target.num_parameters > 900_000
+    assert torch.equal(
+        next(gated_mlps(stock)).up_proj.weight, next(gated_mlps(llm.engine.target.model)).up_proj.weight
+    )
+
+
+class Mute:
+    """Never drafts."""
+
+    needs = Needs()
+
+    def __init__(self, config: SpeculationConfig, target: TargetFacts):
+        pass
+
+    def admit(self, seq: Sequence) -> None: ...
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: object) -> list[Draft]:
+        return [NO_DRAFT] * len(seqs)
+
+    def observe(self, seqs: object, verdicts: object, taps: object) -> None: ...
+
+    def release(self, seq: Sequence) -> None: ...
+
+
+def test_a_drafter_that_never_drafts_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {"mute": Mute})
+    with pytest.raises(BenchError, match=r"mute:4 ran no speculative round .*'no_match': 14"):
+        run(llm, small(modes=("mute:4",)))
+
+
+def test_a_recording_sees_every_step_and_leaves_the_engine_as_it_was(llm: LLM) -> None:
+    case = Case(
+        "x",
+        llm.tokenizer.encode("class Stack:"),
+        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    )
+    one = measure(llm, [case, case], {"method": "off"})
+    assert [step.decoding for step in one.steps] == [False] + [True] * 9
+    assert [step.rows for step in one.steps] == [2 * len(case.prompt)] + [2] * 9
+    assert sum(step.tokens for step in one.steps) == one.tokens == 20
+    assert all(0 < step.forward_ms < step.step_ms for step in one.steps)
+    assert [step.spans for step in one.steps] == [2] * 10 and not any(step.drafted for step in one.steps)
+    with pytest.raises(ZeroDivisionError), recording(llm.engine):
+        raise ZeroDivisionError
+    assert "step" not in vars(llm.engine)
+
+
+def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -> None:
+    case = Case(
+        "x",
+        drafting.tokenizer.encode("class Stack:"),
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    )
+    before = drafting.engine.counters.profile["propose"]
+    one = measure(drafting, [case, case], parse_mode("draft_model:3").speculation)
+    assert [(step.drafted, step.spans, step.tokens) for step in one.steps] == [
+        (0, 2, 2),
+        (6, 2, 8),
+        (6, 2, 8),
+    ]
+    assert all(0 < step.draft_ms < step.step_ms - step.forward_ms for step in one.steps[1:])
+    assert sum(step.draft_ms for step in one.steps) == pytest.approx(
+        drafting.engine.counters.profile["propose"] - before
+    )
+    plain = measure(drafting, [case], {"method": "off"})
+    # of one step a busy machine says little
+    usual = [median(step.draft_ms for step in some.steps[1:]) for some in (plain, one)]
+    assert usual[0] < usual[1]
+
+
+def test_the_gap_where_two_texts_differ(llm: LLM) -> None:
+    case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=6))
+    output = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=6, logprobs=2))[0]
+    assert output.logprobs is not None
+    (_, best), (second, less) = output.logprobs[3].top
+    other = [*output.token_ids[:3], second, 9, 9]
+    assert tie_gap(llm, case, other, output.token_ids) == pytest.approx(best - less, abs=1e-5)
+    assert tie_gap(llm, case, output.token_ids[:4], output.token_ids) is None

@@ -1,0 +1,162 @@
+"""`speculon check` passes a sound engine and fails for every planted fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon import LLM, SamplingParams
+from speculon import verify as verifying
+from speculon.batch import Batch
+from speculon.check import run as gate
+from speculon.check.exact import Margin
+from speculon.check.plan import CheckPlan
+from speculon.check.run import Findings, check
+from speculon.core import Verdict
+from speculon.engine import engine as engine_module
+from speculon.sampling import Draw, Row, sample
+from speculon.sequence import Span
+from tests.tiny.check.plans import SMALL, TINY, credulous
+
+match = verifying.match
+
+
+def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> verifying.Outcomes:
+    """The correction is read from the row before, where there is one."""
+    outcomes, first = match(spans, logits, draw), 0
+    tokens = sample(*verifying.rows_of(spans, logits), draw) if spans else []
+    for span in spans:
+        kept, accepted = outcomes[span.row]
+        if 0 < accepted < len(span.draft.tokens):
+            outcomes[span.row] = (*kept[:-1], tokens[first + accepted - 1]), accepted
+        first += len(span.draft.tokens) + 1
+    return outcomes
+
+
+def test_a_sound_engine_passes(sound: Findings) -> None:
+    assert (sound.outcome, sound.problems, sound.gaps) == ("passed", [], [])
+    kinds = [one.role for one in sound.exact]
+    assert kinds == ["plain", "speculation", "speculation", "control", "speculation", "control"]
+    for one in sound.exact:
+        assert one.texts == (3 if one.label.startswith("greedy") else 4)
+        assert bool(one.failures) == (one.role == "control"), one.label
+        assert one.identical + len(one.ties) + len(one.failures) == one.texts
+    null, matching, matching_control, rejection, rejection_control = sound.sampled
+    assert not null.confirmed and not matching.confirmed and not rejection.confirmed
+    assert matching_control.found and rejection_control.found
+    assert (
+        min(
+            matching.work.rounds,
+            matching.work.accepted,
+            rejection.work.by_rejection,
+            rejection_control.work.planted,
+        )
+        > 0
+    )
+    assert matching.work.by_rejection == null.work.rounds == matching.work.planted == 0
+    assert matching.runs == (128, 64) and matching.cells == 5 == CheckPlan(**SMALL).cells
+
+
+@pytest.mark.parametrize(("fault", "in_distribution"), [(credulous, True), (one_off, False)])
+def test_a_wrong_match_fails(
+    llm: LLM, fault: Any, in_distribution: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifying, "match", fault)
+    found = check(llm, CheckPlan(**SMALL if in_distribution else TINY))
+    assert found.outcome == "failed"
+    text = " ".join(found.problems)
+    assert "greedy, batch size 1: " in text and "greedy, batched: " in text and "same seed: " in text
+    assert "matching: " in text or not in_distribution
+    assert "plain" not in text
+
+
+def test_a_coin_that_always_accepts_fails_in_distribution_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """q in place of p, and only where drafts are judged by rejection."""
+    monkeypatch.setattr(verifying, "flip", lambda p, q, rows: torch.ones_like(p, dtype=torch.bool))
+    found = check(llm, CheckPlan(**SMALL))
+    assert found.outcome == "failed" and len(found.problems) == 1
+    assert (
+        found.problems[0].startswith("rejection: another distribution, twice: ")
+        and "p = " in found.problems[0]
+    )
+    assert found.sampled[3].again is not None and found.sampled[3].again.cells == len(
+        found.sampled[3].rejected
+    )
+
+
+def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row's distribution is right, and its token is not the seed's."""
+    position = Row.position.fget
+    assert position is not None
+    monkeypatch.setattr(Row, "position", property(lambda row: position(row) + 50 * bool(row.prefix)))
+    found = check(llm, CheckPlan(**TINY))
+    assert (
+        found.outcome == "failed" and len(found.problems) == 1 and found.problems[0].startswith("same seed: ")
+    )
+
+
+def test_plain_decoding_that_departs_from_itself_is_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch_is_worse(batch: Batch, logits: Tensor, *rest: Any) -> list[Verdict]:
+        verdicts = verify(batch, logits, *rest)
+        spoilt = len(verdicts) > 1 and all(span.samples and not span.draft.tokens for span in batch.spans)
+        return (
+            [replace(v, tokens=tuple((t + 1) % 100 for t in v.tokens)) for v in verdicts]
+            if spoilt
+            else verdicts
+        )
+
+    verify = engine_module.verify
+    monkeypatch.setattr(engine_module, "verify", batch_is_worse)
+    found = check(llm, CheckPlan(**TINY))
+    assert any(line.startswith("greedy, plain batched: 3 of 3 texts differ") for line in found.problems)
+
+
+def test_no_speculation_is_no_pass(folder: Path) -> None:
+    idle = LLM(
+        str(folder),
+        speculation={"method": "ngram", "policy": "fixed", "prompt_lookup_min": 32, "prompt_lookup_max": 32},
+    )
+    found = check(idle, CheckPlan(**TINY))
+    assert found.outcome == "inconclusive" and not found.problems
+    assert (
+        sum("no round was speculative (reasons: no_match" in line for line in found.gaps)
+        == len(found.gaps)
+        > 5
+    )
+
+
+def test_a_control_that_is_not_found_is_no_pass(llm: LLM) -> None:
+    found = check(llm, CheckPlan(**{**SMALL, "runs": 16, "positions": 3, "control": 0.2}))
+    assert found.outcome == "inconclusive" and not found.problems
+    assert any("planted errors were not found; ask for more runs" in line for line in found.gaps)
+
+
+def test_drafts_that_are_always_right_leave_nothing_to_plant(folder: Path) -> None:
+    itself = LLM(str(folder), speculation={"method": "draft_model", "policy": "fixed", "draft": str(folder)})
+    found = check(itself, CheckPlan(**TINY))
+    assert found.outcome == "inconclusive" and any("every draft was right" in line for line in found.gaps)
+
+
+def test_a_margin_that_says_nothing_is_no_pass() -> None:
+    assert gate.margin_gaps(Margin([1.5], half=True)) and not gate.margin_gaps(Margin([0.5], half=True))
+
+
+def test_half_precision_is_judged_by_what_was_measured(folder: Path, draft: Path) -> None:
+    fixed = {"method": "draft_model", "policy": "fixed", "draft": str(draft)}
+    coarse = LLM(str(folder), dtype="bfloat16", speculation=fixed)
+    found = check(
+        coarse,
+        CheckPlan(**{**TINY, "samplers": (SamplingParams(top_p=0.9), SamplingParams(temperature=0.8))}),
+    )
+    assert found.margin.half and found.margin.limit == found.margin.largest > 1e-3
+    assert not found.problems
+    assert found.exact[4].texts == 4  # of the sampler without a filter: rounding at a filter's edge is no tie

@@ -1,0 +1,145 @@
+"""The parts of a check: regret, noise, seeds, plans, planted errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from speculon import LLM, SamplingParams
+from speculon.check import sampled as check_sampled
+from speculon.check.arms import watched, whole
+from speculon.check.chart import lay_out
+from speculon.check.exact import Divergence, Margin, judge, noise
+from speculon.check.plan import CheckPlan, named
+from speculon.check.run import Findings, check, count_tokens
+from speculon.check.tables import terminal
+from speculon.errors import InvalidParameter, TooLong
+from speculon.llm import Completion
+from tests.pure.screens import cut_off, on_screen
+from tests.tiny.check.plans import PROMPTS, SMALL, TINY
+
+
+def test_the_margin_in_fp32_is_the_law_and_what_moves_is_measured(sound: Findings) -> None:
+    assert not sound.margin.half and sound.margin.limit == 1e-4
+    assert 0 < sound.margin.largest < 1e-4 and len(sound.margin.moved) > 60
+    assert Margin([0.01, 0.3], half=True).limit == 0.3 and Margin([], half=True).limit == 1e-4
+
+
+def test_a_changed_token_is_judged_by_its_regret(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    plain = llm.generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=2), speculation={"method": "off"}
+    )[0]
+    assert plain.logprobs
+    (best, high), (second, low) = plain.logprobs[5].top
+    texts = [[*plain.token_ids[:5], second, *plain.token_ids[6:]], plain.token_ids[:7], plain.token_ids]
+    wrong, short = judge(llm, [prompt] * 3, [plain.token_ids] * 3, texts)
+    assert (wrong.text, wrong.at, wrong.plain, wrong.token) == (0, 5, best, second)
+    assert wrong.regret == pytest.approx(high - low, abs=1e-4) and wrong.regret_of_plain == pytest.approx(
+        0, abs=1e-6
+    )
+    assert short == Divergence(1, 7, plain.token_ids[7], None, None, None)
+
+
+def test_the_noise_of_a_seed_is_what_the_engine_draws_with(llm: LLM) -> None:
+    """argmax p / E over the likeliest tokens, computed here, is the token that was written."""
+    prompt = llm.tokenizer.encode(PROMPTS[1])
+    params = SamplingParams(temperature=0.7, max_tokens=6, seed=11, n=2, logprobs=100)
+    for n, one in enumerate(llm.generate([prompt], params, speculation={"method": "off"})[0].outputs):
+        for position, logprobs in enumerate(one.logprobs or ()):
+            tokens, logp = zip(*logprobs.top, strict=True)
+            race = torch.tensor(logp) - 0.7 * torch.tensor(noise(11, n, position, *tokens)).log()
+            assert tokens[int(race.argmax())] == one.token_ids[position]
+
+
+def test_a_stop_token_belongs_to_the_text() -> None:
+    assert whole(Completion(token_ids=[5, 6], stop=2)) == [5, 6, 2]
+    assert whole(Completion(token_ids=[5, 6], stop="\n")) == whole(Completion(token_ids=[5, 6])) == [5, 6]
+
+
+def test_planting_ends_with_its_arm(llm: LLM) -> None:
+    before = dict(vars(llm.engine))
+    with pytest.raises(ZeroDivisionError), watched(llm.engine, 1.0, CheckPlan().chance("x")):
+        assert "ask_target" in vars(llm.engine)
+        raise ZeroDivisionError
+    assert vars(llm.engine).keys() == before.keys()
+
+
+def test_no_two_arms_share_a_seed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+    generate = llm.generate
+
+    def spy(prompts: Any, params: Any, **rest: Any) -> Any:
+        if isinstance(params, list) and params[0].max_tokens == SMALL["positions"]:
+            seen.extend(p.seed for p in params)
+        return generate(prompts, params, **rest)
+
+    monkeypatch.setattr(llm, "generate", spy)
+    monkeypatch.setattr(check_sampled, "MAX_SAMPLES", 12)
+    check(llm, CheckPlan(**TINY))
+    assert len(seen) == len(set(seen)) >= 6 * 2 and None not in seen
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"runs": 15},
+        {"positions": 1},
+        {"seeds": 65},
+        {"prompts": ("a", "a")},
+        {"prompts": ("",)},
+        {"samplers": (SamplingParams(temperature=0),)},
+        {"samplers": (SamplingParams(seed=3),)},
+        {"control": 0.0},
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter):
+        CheckPlan(**wrong)
+
+
+def test_a_plan_in_words_and_numbers() -> None:
+    plan = CheckPlan()
+    assert plan.cells == 4 * 3 * 13 and 1 / (1 + plan.permutations) < 0.05 / plan.cells
+    assert named(plan.samplers[1]) == "T 0.8, top_p 0.95" and len(set(plan.prompts)) == 16
+    assert plan.chance("a").random() == plan.chance("a").random() != plan.chance("b").random()
+    assert CheckPlan(seed=1).chance("a").random() != plan.chance("a").random()
+
+
+def test_what_is_written_is_what_was_announced(llm: LLM) -> None:
+    done: list[int] = []
+    plan = CheckPlan(**TINY)
+    found = check(llm, plan, done.append)
+    again = 16 * 4 * sum((2 if one.role == "plain" else 3) for one in found.sampled if one.again)
+    assert sum(done) == count_tokens(plan) + again
+
+
+def test_the_picture_shows_every_arm(sound: Findings) -> None:
+    left, right = lay_out(sound, "a title").axes
+    labels = [text.get_text() for text in left.get_legend().get_texts()]
+    assert labels[0] == "chance" and sorted(labels[1:]) == sorted(one.label for one in sound.sampled)
+    planted = sum(
+        p.regret is not None for one in sound.exact if one.role == "control" for p in one.divergences
+    )
+    assert f"planted errors: {planted}" in [text.get_text() for text in right.get_legend().get_texts()]
+
+
+def test_too_long_a_prompt_is_refused_before_anything_is_written(llm: LLM) -> None:
+    with pytest.raises(TooLong, match="positions 12 "):
+        check(llm, CheckPlan(prompts=("x " * 510,), max_tokens=2, positions=12))
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_table_is_cut_off(sound: Findings, width: int) -> None:
+    """With a repetition below what it repeats, and counts as wide as they get."""
+    exact = [replace(one, texts=12345, tokens=1234567) for one in sound.exact]
+    work = replace(sound.sampled[3].work, rounds=123456, accepted=1234567, wrong=123456, planted=123456)
+    sampled = [
+        replace(one, work=work, again=replace(one, label=f"{one.label}, again")) for one in sound.sampled
+    ]
+    tables = [table for table, _ in terminal(replace(sound, exact=exact, sampled=sampled))]
+    assert [table.row_count for table in tables] == [6, 10, 13] and cut_off(tables, width) == []
+    assert "rejection, planted errors, again" in on_screen(tables, 200)
