@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import sys
-import textwrap
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -111,28 +110,20 @@ def first_line(error: Exception) -> str:
 def as_markdown(report: dict[str, Any]) -> str:
     types = report["types"]
     counts = Counter(row["outcome"] for row in types.values())
-    names = [name for name, row in types.items() if row["outcome"] == "supported"]
-    rows = [
-        f"| {name} | {row['outcome']} | {row['reason'].replace('|', '/')} |"
-        for name, row in types.items()
-        if row["outcome"] != "supported"
-    ]
+    order = sorted(types.items(), key=lambda item: (item[1]["outcome"] != "supported", item[0]))
     lines = [
         "# Supported causal types of transformers",
         "",
-        f"`{report['command']}`, {report['date']}: transformers {report['transformers']}.",
+        f"`{report['command']}`,",
+        f"{report['date']}, transformers {report['transformers']}.",
         "A random small model of each type goes through the checks of a checkpoint.",
         "",
         f"**{counts['supported']} of {len(types)} types are supported**, {counts['refused']} are refused",
         f"with a reason, {counts['not tested']} were not tested.",
         "",
-        *textwrap.wrap(
-            f"Supported: {', '.join(f'`{name}`' for name in names)}.", 110, break_on_hyphens=False
-        ),
-        "",
         "| type | outcome | reason |",
         "|---|---|---|",
-        *rows,
+        *(f"| {name} | {row['outcome']} | {row['reason'].replace('|', '/')} |" for name, row in order),
     ]
     return "\n".join(lines) + "\n"
 
