@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 MAX_WORDS = 35
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -84,13 +83,3 @@ def private_words(text: str, allowed: tuple[str, ...] = ()) -> list[tuple[int, s
         for rule, pattern in PRIVATE.items()
         if rule not in allowed and re.search(pattern, line, re.IGNORECASE)
     ]
-
-
-def listing(root: Path, folders: tuple[str, ...], suffixes: tuple[str, ...]) -> list[Path]:
-    """Files below the folders, or the files themselves."""
-    return sorted(
-        path
-        for name in folders
-        for path in ([root / name] if (root / name).is_file() else (root / name).rglob("*"))
-        if path.suffix in suffixes
-    )

@@ -1,0 +1,154 @@
+"""Texts and names use the field's words, and sentences are short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+from tests.prose import MAX_WORDS, PRIVATE, long_sentences, private_words, words_of
+
+# Widen these when a folder is clean; `LATER` is what still has to be cleaned within them.
+CLEAN = (
+    "README.md",
+    "docs",
+    "recipes/architectures",
+    "recipes/charts",
+    "tests/documents.py",
+    "tests/pure/test_docs.py",
+)
+SHORT = ("README.md", "docs")
+LATER = tuple(
+    f"docs/{name}.md"
+    for name in ("advise", "bench", "chat", "check", "configuration", "drafters", "serving", "training")
+)
+RECORDED = "docs/benchmarks"  # written by a run; only its README.md files are written by hand
+# file or folder -> rules that an ordinary use of the word breaks there
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "docs/events.md": ("kind",),  # a field of the record
+    "docs/architecture.md": (
+        "sheet, dialect",
+        "wire, pulse, news",
+        "rehearsal",
+        "course, student",
+        "prove, race",
+    ),
+}
+
+
+def files(names: tuple[str, ...], *suffixes: str) -> list[Path]:
+    found = [
+        file
+        for name in names
+        for file in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
+    ]
+    later = {ROOT / name for name in LATER}
+    return sorted(
+        file for file in found if file.suffix in suffixes and not is_recorded(file) and file not in later
+    )
+
+
+def is_recorded(file: Path) -> bool:
+    return file.is_relative_to(ROOT / RECORDED) and file.name != "README.md"
+
+
+def allowed_in(file: Path) -> tuple[str, ...]:
+    name = str(file.relative_to(ROOT))
+    return tuple(rule for place, rules in ALLOWED.items() if name.startswith(place) for rule in rules)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", files(CLEAN, ".md", ".py"), ids=named)
+def test_no_private_word(file: Path) -> None:
+    assert private_words(file.read_text(encoding="utf-8"), allowed_in(file)) == []
+
+
+@pytest.mark.parametrize("document", files(SHORT, ".md"), ids=named)
+def test_sentences_are_short(document: Path) -> None:
+    assert long_sentences(document.read_text(encoding="utf-8")) == []
+
+
+def test_exceptions_are_needed() -> None:
+    for name, rules in ALLOWED.items():
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files((name,), ".md", ".py"))
+        assert {rule for _, rule in private_words(text)} >= set(rules), name
+
+
+PLANTED = {
+    "guess": "the model guesses two tokens",
+    "stands, fell": "a draft stands while it equals the sample",
+    "crowd": "alone or in a crowd",
+    "texts at once": "eight texts at once",
+    "luck": "a run of bad luck",
+    "hope": "the policy hopes for four tokens",
+    "promise": "memory is promised to it",
+    "awake, rest": "a drafter that has rested",
+    "rehearsal": "the rehearsal takes two seconds",
+    "kind": "verdict.kind",
+    "trust, doubt": "self.trust",
+    "worth, wanted, came": "wanted = 4",
+    "grade": "the grade of a draft",
+    "join": "--join",
+    "sheet, dialect": "the sheet of a head",
+    "course, student": "the course of a student",
+    "door, house": "refused at the door",
+    "wire, pulse, news": "the wire of the engine",
+    "prove, race": "models/prove.py",
+    "scout": "the scouts of a grammar",
+    "said, told, asked": "asked = 3",
+    "carried": "what is not carried is refused",
+    "look-up": "a look-up takes 10 us",
+}
+ORDINARY = [
+    "MAX = 8  # guess",
+    "of course the race condition is gone",
+    "the rest of the tokens; trust_remote_code; a hopper",
+    "improve, provenance, trace, brace, embrace, grader",
+    "the two joined, ', '.join(names), a joint call",
+    "told apart, worth the cost, as asked",
+    "indoor, warehouse, newsletter, wired, impulse",
+    "a kind of layer; mankind",
+]
+
+
+@pytest.mark.parametrize("rule", PRIVATE)
+def test_a_planted_private_word_is_found(rule: str) -> None:
+    assert rule in [found for _, found in private_words(f"first line\n{PLANTED[rule]}\n")]
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_words_are_not(text: str) -> None:
+    assert private_words(text) == []
+
+
+LONG = " ".join(["word"] * (MAX_WORDS + 1))
+HALF = " ".join(["Word"] * (MAX_WORDS // 2 + 1))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [f"{LONG}.", f"Short. {LONG}\n\nShort.", f"- {LONG}\n- short", f"| short | {LONG} |", f"> {LONG}"],
+)
+def test_a_planted_long_sentence_is_found(planted: str) -> None:
+    assert len(long_sentences(planted)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```\n{LONG}\n```",
+        f"`{LONG}`",
+        f"[short](https://example.org/{'x' * 99})",
+        f"{HALF}. {HALF}",
+    ],
+)
+def test_code_and_addresses_are_not_sentences(text: str) -> None:
+    assert long_sentences(text) == []
+
+
+def test_a_sign_is_no_word() -> None:
+    assert words_of("a [link text](there.md) = 3 - b") == ["a", "link", "text", "3", "b"]
