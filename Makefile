@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test soak gpu lint types layers check clean
+.PHONY: help setup demo bench docs test soak gpu lint types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,13 @@ demo: $(STAMP) ## the shipped model continues code, with and without speculation
 
 bench: $(STAMP) ## compare modes on workloads, with a chart
 	$(BIN)/speculon bench $(ARGS)
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1

@@ -132,6 +132,30 @@ def fault_of_speculon(arguments: list[str]) -> str | None:
     return fault_of_values(context.params) if takes_settings else None
 
 
+def variables() -> set[str]:
+    """Every variable of the environment that is a setting."""
+    tables = {"": EngineConfig, "SPECULATION__": SpeculationConfig, "SERVE__": ServeConfig}
+    return {"SPECULON_CONFIG"} | {
+        f"SPECULON_{table}{name.upper()}" for table, model in tables.items() for name in model.model_fields
+    }
+
+
+def flags() -> set[str]:
+    """Every flag of every command."""
+    found, open_groups = set(), [get_command(app)]
+    while open_groups:
+        group: Any = open_groups.pop()
+        for parameter in group.params:
+            found.update([*parameter.opts, *parameter.secondary_opts])
+        open_groups += getattr(group, "commands", {}).values()
+    return found | {"--help"}
+
+
+def flags_shown(document: Path) -> list[str]:
+    """The flags that inline code names, `--flag` or `--flag VALUE`."""
+    return re.findall(r"`(--[a-z][a-z-]*)[^`]*`", document.read_text(encoding="utf-8"))
+
+
 def fault_of_values(given: dict[str, Any]) -> str | None:
     """The first value that its setting refuses; a placeholder such as MODEL or FILE is no value."""
     for settings in SETTINGS:

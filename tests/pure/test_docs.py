@@ -20,7 +20,19 @@ from speculon.errors import ConfigError, InvalidParameter
 from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from tests.builders import make_sequence
-from tests.documents import GUIDES, ROOT, blocks, calls_in, commands, fault_of, faults_in_python
+from tests.documents import (
+    GUIDES,
+    ROOT,
+    blocks,
+    calls_in,
+    commands,
+    fault_of,
+    faults_in_python,
+    flags,
+    flags_shown,
+    has_name,
+    variables,
+)
 
 DOCUMENTS = sorted({*GUIDES, *ROOT.glob("docs/**/*.md")})
 
@@ -117,6 +129,17 @@ def test_a_planted_wrong_command_is_found(planted: str, fault: str, tmp_path: Pa
     assert fault in "\n".join(faults(page))
 
 
+@pytest.mark.parametrize("document", [path for path in GUIDES if "recipes" not in path.parts], ids=named)
+def test_flags_exist(document: Path) -> None:
+    assert [flag for flag in flags_shown(document) if flag not in flags()] == []
+
+
+def test_a_planted_wrong_flag_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("set `--block-size 32`, `--policy` or `--polizy NAME`", encoding="utf-8")
+    assert [flag for flag in flags_shown(page) if flag not in flags()] == ["--polizy"]
+
+
 def test_the_wheel_has_the_version() -> None:
     assert f"speculon-{__version__}-py3-none-any.whl" in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -147,7 +170,12 @@ def test_a_planted_wrong_setting_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("document", GUIDES, ids=named)
 def test_variables_exist(document: Path) -> None:
     shown = re.findall(r"\bSPECULON_[A-Z_]+[A-Z]", document.read_text(encoding="utf-8"))
-    assert [name for name in shown if name not in EngineConfig._env_names()] == []
+    assert [name for name in shown if name not in variables()] == []
+
+
+def test_a_planted_variable_is_none() -> None:
+    assert {"SPECULON_BLOCK_SIZE", "SPECULON_SERVE__PORT"} <= variables()
+    assert "SPECULON_BLOCK_SIZES" not in variables()
 
 
 # Python
@@ -227,3 +255,36 @@ def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
     document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
     assert untold([f"`{record['command']}`", *record["answer"], record["toml"]], document) == []
     assert untold([record["answer"][0].replace("x", "y")], document) != []
+
+
+# The site
+
+
+def pages_in(navigation: str) -> set[str]:
+    return set(re.findall(r"[\s\[]([\w/-]+\.md)\b", navigation))
+
+
+def objects_without_source(reference: str) -> list[str]:
+    """The objects that a reference page shows and no module of the package has."""
+    shown = re.findall(r"^::: (\S+)$", reference, re.MULTILINE)
+    return [name for name in shown if not has_name(*name.rpartition(".")[::2])]
+
+
+def test_the_site_has_every_guide() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("*.md")}
+    written |= {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs" / "reference").glob("*.md")}
+    assert written - pages_in(navigation) == set()
+    outside = {"overview.md", "contributing.md", "changelog.md"}
+    assert [page for page in pages_in(navigation) - outside if not (ROOT / "docs" / page).is_file()] == []
+    assert pages_in("  - Chat: nowhere.md\n") == {"nowhere.md"}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=named)
+def test_the_reference_shows_what_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert objects_without_source(text) == [] and "\n::: " in text
+
+
+def test_a_planted_object_without_source_is_found() -> None:
+    assert objects_without_source("::: speculon.llm.LLMs\n::: speculon.errors\n") == ["speculon.llm.LLMs"]

@@ -1,0 +1,97 @@
+"""Python and commands that the documents show run, on the demo model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from speculon.cli import app
+from speculon.proposers import registry
+from tests.documents import GUIDES, ROOT, blocks, calls_in, commands
+
+# What a document takes for granted.
+BEFORE = {
+    "README.md": "",
+    "docs/guide.md": "",
+    "docs/policies.md": (
+        "from transformers import AutoModelForCausalLM\n"
+        "from speculon import SpeculativeDecoder\n"
+        "from speculon.models.load import SHIPPED\n"
+        "model = AutoModelForCausalLM.from_pretrained(SHIPPED['demo'], dtype='float32')\n"
+        "decoder, ids = SpeculativeDecoder(model, method='ngram'), [5, 6, 7, 5, 6]\n"
+    ),
+    "docs/proposers.md": "",
+}
+# Not run: serving.md needs a server, training.md a target of your own. tests/pure/test_docs.py checks names.
+SLOW = {"advise", "bench", "chat", "check", "demo", "serve", "train"}  # parsed only
+ELSEWHERE = ("...", "auto", "bigram")  # a placeholder; a search for drafters; a plug-in
+FILES = {
+    "area.py": "def area(width, height):\n    return width * height\n",
+    "ask.txt": "Write a function that adds two numbers.",
+    "old.py": "def add(a, b):\n    return a + b\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_registered", {})
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+
+
+def run_python(document: Path, before: str) -> dict[str, Any]:
+    """Its blocks one after another, in one namespace."""
+    names: dict[str, Any] = {}
+    exec(compile(before, "before", "exec"), names)
+    for source in blocks(document, "python"):
+        exec(compile(source, str(document), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_python_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_python(ROOT / name, BEFORE[name])
+    assert names["out"].token_ids and capsys.readouterr().out
+
+
+def test_a_planted_wrong_keyword_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nfrom speculon import LLM\n```\n\n```python\nLLM('demo', modell='x')\n```\n")
+    with pytest.raises(Exception, match="modell"):
+        run_python(page, "")
+
+
+def runnable() -> list[list[str]]:
+    """Commands of seconds, whose models and files are here."""
+    found: dict[str, list[str]] = {}
+    for document in GUIDES:
+        for command in commands(document):
+            for call in calls_in(command.replace('"$(cat ask.txt)"', "'Write a function.'")):
+                words = call[1:]
+                strange = any("/" in word or word.isupper() or word in ELSEWHERE for word in words)
+                whole = len(words) > 1 and (words[0] != "generate" or {"-p", "--prompt"} & set(words))
+                if call[0] == "speculon" and whole and words[0] not in SLOW and not strange:
+                    found.setdefault(command, words)
+    return list(found.values())
+
+
+def run_command(words: list[str]) -> int:
+    given = list(words)
+    if given[0] == "generate" and "--max-tokens" not in given:
+        given += ["--max-tokens", "16"]
+    return CliRunner().invoke(app, given, catch_exceptions=False).exit_code
+
+
+def test_commands_run() -> None:
+    """In the order of the documents: a record is written before it is replayed."""
+    shown = runnable()
+    assert len(shown) >= 6 and {words[0] for words in shown} >= {"generate", "inspect", "replay"}
+    assert [words for words in shown if run_command(words) != 0] == []
+
+
+def test_a_planted_wrong_command_fails() -> None:
+    assert run_command(["generate", "--model", "nowhere", "--prompt", "x"]) != 0
