@@ -6,11 +6,26 @@ import re
 from collections.abc import Iterator
 
 MAX_WORDS = 35
+MAX_COLUMNS = 110
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 BLOCK = re.compile(r"^\s*(?:[-*+]|\d+\.|>|#+)\s+|^\s*\|")
 SENTENCE_END = re.compile(r"(?<=[.!?])[\")*]*\s+(?=[\"(*\[]*[`A-Z0-9$])")
+
+
+def wide_lines(document: str) -> list[str]:
+    """Lines of text, Python and commands beyond the width; tables, links and recorded output may be wider."""
+    shown = FENCE.sub(
+        lambda fence: fence[0] if re.match(r" *```(python|bash|toml)", fence[0]) else "", document
+    )
+    return [
+        line
+        for line in shown.splitlines()
+        if len(line) > MAX_COLUMNS
+        and not line.lstrip().startswith("|")
+        and not re.search(r"\]\([^)]|https?:", line)
+    ]
 
 
 def blocks(document: str) -> Iterator[str]:
@@ -67,7 +82,9 @@ PRIVATE = {
     "course, student": r"(?<!of )\bcourses?\b|\b[Ss]tudents?\b",  # trainer, drafter
     "door, house": r"\b[Dd]oors?\b|\bhouse\b",  # middleware, admission, app state
     "wire, pulse, news": r"\bwire\b|\bpulse\b|\bnews\b",  # messages, statistics, outputs
-    "prove, race": r"\bprov(?:e|es|en|ing)\b|(?<!data )\brac(?:e|es|ed|ing)\b(?! condition)",
+    "prove, race": (  # load check, autotune; not the exponential race of sampling
+        r"\bprov(?:e|es|en|ing)\b|(?<!data )(?<!exponential )\brac(?:e|es|ed|ing)\b(?! condition|\()"
+    ),
     "scout": r"\bscouts?\b",  # look-ahead matcher
     "said, told, asked": r"\b(?:said|told|asked)\s*=(?!=)|\b(?:said|told|asked)[.\[]\w",  # payload, requested
     "carried": r"\b(?:is|are|be|not|and|what|which) carried\b|\bcarried or refused\b",  # supported

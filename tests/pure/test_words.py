@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import ROOT
-from tests.prose import MAX_WORDS, PRIVATE, long_sentences, private_words, words_of
+from tests.prose import MAX_WORDS, PRIVATE, long_sentences, private_words, wide_lines, words_of
 
 # Widen these when a folder is clean; `LATER` is what still has to be cleaned within them.
 CLEAN = (
@@ -37,6 +37,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "prove, race",
     ),
 }
+
+LONG = " ".join(["word"] * (MAX_WORDS + 1))
+HALF = " ".join(["Word"] * (MAX_WORDS // 2 + 1))
 
 
 def files(names: tuple[str, ...], *suffixes: str) -> list[Path]:
@@ -74,6 +77,17 @@ def test_sentences_are_short(document: Path) -> None:
     assert long_sentences(document.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("document", files(SHORT, ".md"), ids=named)
+def test_lines_are_not_wide(document: Path) -> None:
+    assert wide_lines(document.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("planted", [LONG, f"```python\n{'x' * 111}\n```", f"- {'x' * 110}"])
+def test_a_planted_wide_line_is_found(planted: str) -> None:
+    assert len(wide_lines(planted)) == 1
+    assert wide_lines(f"| {'x' * 111} |\n\n```\n{'x' * 111}\n```\n\n[a](b) {'x' * 111}\n") == []
+
+
 def test_exceptions_are_needed() -> None:
     for name, rules in ALLOWED.items():
         text = "\n".join(file.read_text(encoding="utf-8") for file in files((name,), ".md", ".py"))
@@ -107,7 +121,7 @@ PLANTED = {
 }
 ORDINARY = [
     "MAX = 8  # guess",
-    "of course the race condition is gone",
+    "of course the race condition is gone; the exponential race(logits)",
     "the rest of the tokens; trust_remote_code; a hopper",
     "improve, provenance, trace, brace, embrace, grader",
     "the two joined, ', '.join(names), a joint call",
@@ -125,10 +139,6 @@ def test_a_planted_private_word_is_found(rule: str) -> None:
 @pytest.mark.parametrize("text", ORDINARY)
 def test_ordinary_words_are_not(text: str) -> None:
     assert private_words(text) == []
-
-
-LONG = " ".join(["word"] * (MAX_WORDS + 1))
-HALF = " ".join(["Word"] * (MAX_WORDS // 2 + 1))
 
 
 @pytest.mark.parametrize(
