@@ -17,10 +17,12 @@ BEFORE = {
     "README.md": "",
     "docs/guide.md": "",
     "docs/policies.md": (
+        "from pathlib import Path\n"
         "from transformers import AutoModelForCausalLM\n"
+        "import speculon\n"
         "from speculon import SpeculativeDecoder\n"
-        "from speculon.models.load import SHIPPED\n"
-        "model = AutoModelForCausalLM.from_pretrained(SHIPPED['demo'], dtype='float32')\n"
+        "folder = Path(speculon.__file__).parent / 'demo' / 'target'\n"
+        "model = AutoModelForCausalLM.from_pretrained(folder, dtype='float32')\n"
         "decoder, ids = SpeculativeDecoder(model, method='ngram'), [5, 6, 7, 5, 6]\n"
     ),
     "docs/proposers.md": "",
