@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import shlex
@@ -242,8 +241,8 @@ def has_name(module: str, name: str) -> bool:
         return False
     if (path / f"{name}.py").is_file():
         return True
-    bound = {name for node in ast.parse(file.read_text(encoding="utf-8")).body for name in bound_by(node)}
-    return name in bound or name in getattr(importlib.import_module(module), "__all__", ())
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return name in {bound for node in tree.body for bound in bound_by(node)}
 
 
 def bound_by(node: ast.stmt) -> list[str]:
@@ -251,14 +250,13 @@ def bound_by(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, ast.ImportFrom | ast.Import):
         return [alias.asname or alias.name for alias in node.names]
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    if names == ["__all__"] and isinstance(
+        node, ast.Assign
+    ):  # names that are imported when they are first used
+        names += ast.literal_eval(node.value)
+    return names
 
 
 def called(node: ast.Call) -> str:
