@@ -150,16 +150,15 @@ def around(found: Row) -> str:
 
 def figures(bench: Row, peers: Row) -> str:
     """What README says about speed."""
-    whole = overall(bench)
-    plan = bench["plan"]
-    counts = ", ".join(map(str, plan["concurrency"]))
+    plain, best = (around(overall(bench)[key]) for key in ("over_plain", "over_best"))
+    counts = ", ".join(map(str, bench["plan"]["concurrency"]))
     fastest = lead(engines(peers), "speculon --compile")
-    default = f"""The default (method `auto`, policy `goodput`) is {around(whole["over_plain"])} times as
-    fast as plain decoding and {around(whole["over_best"])} times as fast as the best fixed mode of each cell.
-    These are geometric means over {len(plan["workloads"])} workloads at concurrency {counts}, with 90 % intervals,
-    on 2 cores of an {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The
-    lowest cell against the best fixed mode is {lowest(bench)}. The small target repeats itself
-    in {repeating(bench)} of its greedy `code` outputs, which favours drafting; the table also has ratios without these."""
+    default = f"""The default (method `auto`, policy `goodput`) is {plain} times as fast as plain decoding and
+    {best} times as fast as the best fixed mode of each cell. These are geometric means over
+    {len(bench["plan"]["workloads"])} workloads at concurrency {counts}, with 90 % intervals, on 2 cores of an
+    {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest cell against the
+    best fixed mode is {lowest(bench)}. The small target repeats itself in {repeating(bench)} of its greedy
+    `code` outputs, which favours drafting; the table also has ratios without these."""
     others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
     ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
     `speculon --compile` is {fastest} times as fast as the best mode of any other engine."""
