@@ -157,8 +157,8 @@ def figures(bench: Row, peers: Row) -> str:
     {best} times as fast as the best fixed mode of each cell. These are geometric means over
     {len(bench["plan"]["workloads"])} workloads at concurrency {counts}, with 90 % intervals, on 2 cores of an
     {chip(bench["machine"])} chip ([all figures](docs/benchmarks/{GRID}/bench.md)). The lowest cell against
-    the best fixed mode is {lowest(bench)}. The small target repeats itself in {repeating(bench)} of its greedy
-    `code` outputs, which favours drafting; the table also has ratios without these."""
+    the best fixed mode is {lowest(bench)}. The small target repeats itself in {repeating(bench)} of its
+    greedy `code` outputs, which favours drafting; the table also has ratios without these."""
     others = f"""The same checkpoint in other engines, on 2 cores of an {chip(peers["machine"])} chip
     ([all modes](docs/benchmarks/{PEERS}/peers.md), [how](recipes/peers/README.md)). The best mode of
     `speculon --compile` is {fastest} times as fast as the best mode of any other engine."""
