@@ -239,22 +239,29 @@ def test_a_planted_mode_of_another_form_is_found() -> None:
         [parse_mode(mode) for mode in modes_of("`speculon bench --modes suffix:8,auto+adaptive`")]
 
 
+def words_of(document: str) -> str:
+    """Without line breaks, nor the marks of quoted lines."""
+    return " ".join(re.sub(r"^>", "", document, flags=re.MULTILINE).split())
+
+
 def test_the_default_modes_are_those_in_the_document() -> None:
     listed = ", ".join(f"`{mode}`" for mode in MODES)
-    document = " ".join((ROOT / "docs" / "bench.md").read_text(encoding="utf-8").split())
+    document = words_of((ROOT / "docs" / "bench.md").read_text(encoding="utf-8"))
     assert f"are compared, as far as their drafters are given: {listed}." in document
 
 
-def untold(answer: list[str], document: str) -> list[str]:
-    """What an answer contains and a document does not."""
-    return [line for line in answer if " ".join(line.split()) not in " ".join(document.split())]
+def missing(parts: list[str], document: str) -> list[str]:
+    """What a record has and a document has not."""
+    return [part for part in parts if words_of(part) not in words_of(document)]
 
 
 def test_the_example_of_an_advice_is_the_one_that_was_run() -> None:
-    record = json.loads((ROOT / "docs" / "benchmarks" / "advise" / "advise.json").read_text(encoding="utf-8"))
+    folder = ROOT / "docs" / "benchmarks" / "advise"
+    record = json.loads((folder / "advise.json").read_text(encoding="utf-8"))
     document = (ROOT / "docs" / "advise.md").read_text(encoding="utf-8")
-    assert untold([f"`{record['command']}`", *record["answer"], record["toml"]], document) == []
-    assert untold([record["answer"][0].replace("x", "y")], document) != []
+    parts = [f"`{record['command']}`", record["answer"][0], record["answer"][-1], record["toml"]]
+    assert missing([*parts, f"`{record['next']}`"], document) == []
+    assert missing([record["answer"][0].replace("x", "y")], document) != []
 
 
 # The site
