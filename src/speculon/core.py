@@ -121,7 +121,7 @@ class Draft:
         return next((i for i, s in enumerate(sources) if (s,) != first and s in methods), len(sources))
 
     def chain(self, tail: Draft) -> Draft:
-        """This draft with another behind it, which has no q: a one-hot q stands for it where this draft has q.
+        """This draft, then another one without q, which gets a one-hot q where this draft has q.
 
         Match and stop are those of this draft: the tail is another proposal.
         """
@@ -205,7 +205,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The methods that are to draft for one sequence, asked in turn until one has a draft; none: `reason` says why."""
+    """The methods to ask for one sequence, in turn until one has a draft; none: `reason` says why."""
 
     asks: tuple[Ask, ...] = ()
     reason: Reason | None = None  # why none drafts

@@ -1,4 +1,4 @@
-"""A front door for model objects: draft, verify, step and generate, one text at a time."""
+"""Speculative decoding with model objects: draft, verify, step and generate, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SpeculativeDecoder:
     need none. Neither is modified; a draft object stays on its device and in its dtype. `tokenizer` is a
     transformers tokenizer: only with one are strings taken as prompts, and `stop` and `bad_words` as
     parameters. Further keywords are the fields of `EngineConfig` and of `SpeculationConfig`. Raises
-    `ConfigError` for a wrong setting, `UnknownMethod`, and `ModelError` for a model that cannot be carried or
+    `ConfigError` for a wrong setting, `UnknownMethod`, and `ModelError` for a model that is not supported or
     a draft that does not fit the target.
 
     Texts are token ids, [n] as a list or a tensor. `prompt_len` says how many of them are the prompt (None:
@@ -103,10 +103,10 @@ class SpeculativeDecoder:
         self._stats = RequestStats()
         self._k: int | None = None  # the lookahead that was set; None: the settings' own
         self._adaptive: AdaptiveLookahead | None = None
-        asked = self.config.speculation
-        self._policy = "fixed" if asked.policy == "adaptive" else asked.policy  # without a controller
-        if asked.policy == "adaptive" and asked.most():
-            self.adaptive = AdaptiveLookahead(asked.adaptive.within(asked.most()))
+        settings_ = self.config.speculation
+        self._policy = "fixed" if settings_.policy == "adaptive" else settings_.policy  # without a controller
+        if settings_.policy == "adaptive" and settings_.most():
+            self.adaptive = AdaptiveLookahead(settings_.adaptive.within(settings_.most()))
 
     # how many drafts
 
@@ -220,10 +220,12 @@ class SpeculativeDecoder:
         return verdict
 
     def _verify_by(self, target_logits: Tensor, seq: Sequence, draft: Draft) -> Verdict:
-        k, asked = len(draft.tokens), seq.request.params.prompt_logprobs
+        k, prompt_logprobs = len(draft.tokens), seq.request.params.prompt_logprobs
         check_room(seq, k)
-        if asked is not None:
-            raise InvalidParameter("prompt_logprobs", asked, "target_logits have no rows of the prompt")
+        if prompt_logprobs is not None:
+            raise InvalidParameter(
+                "prompt_logprobs", prompt_logprobs, "target_logits have no rows of the prompt"
+            )
         logits = read_logits(target_logits, k, self.engine.target.vocab_size).to(self.engine.target.device)
         return verify_given(Span(seq, len(seq.tokens) - 1, 1, draft), logits)
 
@@ -364,7 +366,7 @@ class SpeculativeDecoder:
     def _run(
         self, prompt: list[int], params: SamplingParams, method: str | None = None
     ) -> Generator[tuple[float, list[Event]], None, None]:
-        """Each step of one request through the engine: its ms and its news."""
+        """Each step of one request through the engine: its ms and its events."""
         engine = self.engine
         request_id = engine.add_request(prompt, params, {"method": method, **self._asked(None)})
         try:
@@ -419,7 +421,7 @@ class SpeculativeDecoder:
         return seq
 
     def _continued(self, seq: Sequence) -> Sequence:
-        """The sequence of the last step, holding the tokens of `seq` and asking for the same, where these continue it."""
+        """The sequence of the last step, with the request and tokens of `seq`, where these continue it."""
         last, request = self._sequence, seq.request
         if last and seq.continues(last):
             last.request, last.tokens, last.grammar, last.stats = request, seq.tokens, seq.grammar, seq.stats

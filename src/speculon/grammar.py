@@ -102,17 +102,17 @@ class Grammars:
 
         Raises `InvalidParameter`.
         """
-        asked = params.structured
-        if asked is None:
+        form = params.structured
+        if form is None:
             return None
-        found = Matcher(self, self._compile(asked).deep_copy(), params.ignore_eos)
+        found = Matcher(self, self._compile(form).deep_copy(), params.ignore_eos)
         if not found.consume(written):
             raise InvalidParameter("structured", written, "what is written does not follow it")
         return found
 
-    def _compile(self, asked: Structured) -> LLMatcher:
-        kind, value = asked.kind, getattr(asked, asked.kind)
-        key = kind + json.dumps(value)
+    def _compile(self, form: Structured) -> LLMatcher:
+        name, value = form.kind, getattr(form, form.kind)
+        key = name + json.dumps(value)
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]
@@ -121,17 +121,17 @@ class Grammars:
         tokenizer = self._read_tokenizer()
         limits = LLParserLimits(max_items_in_row=MAX_ROW, verbose_errors=False)
         try:
-            found = LLMatcher(tokenizer, source(kind, value), log_level=0, limits=limits)
+            found = LLMatcher(tokenizer, source(name, value), log_level=0, limits=limits)
         except ValueError as error:
-            raise InvalidParameter(f"structured.{kind}", value, str(error)) from None
+            raise InvalidParameter(f"structured.{name}", value, str(error)) from None
         if found.is_error():
-            raise InvalidParameter(f"structured.{kind}", value, found.get_error().strip())
+            raise InvalidParameter(f"structured.{name}", value, found.get_error().strip())
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
             why = f"no text but the empty one fits it, in this vocabulary {start.get_error()}"
-            raise InvalidParameter(f"structured.{kind}", value, why.strip())
+            raise InvalidParameter(f"structured.{name}", value, why.strip())
         self._compiled[key] = found
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -216,7 +216,7 @@ def forbid(drafted: list[tuple[Matcher, tuple[int, ...]]], device: torch.device)
 
 
 class LookAheadMatchers:
-    """Follow the drafts of a round, for drafters that sample; the sequences' own matchers stay as they are."""
+    """Follow the drafts of a round, for drafters that sample; the sequences' own matchers do not move."""
 
     def __init__(self, matchers: Iterable[Matcher | None]):
         self._ahead = {i: matcher.fork() for i, matcher in enumerate(matchers) if matcher is not None}

@@ -1,4 +1,4 @@
-"""The synchronous front door."""
+"""`LLM`: a model with its engine, called synchronously; and sessions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LLM:
         self.config = self.engine.config
         assert self.engine.tokenizer is not None
         self.tokenizer = self.engine.tokenizer
-        # news by request: who steps the engine brings them to everybody
+        # unread events by request: whoever steps the engine distributes them to all callers
         self._unread: dict[str, list[Event]] = {}
 
     def generate(
@@ -94,7 +94,7 @@ class LLM:
         each = one_per_prompt(
             "params", SamplingParams() if params is None else params, len(many), SamplingParams
         )
-        asked = one_per_prompt(
+        requested = one_per_prompt(
             "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
         )
         ids = [self._encode(prompt) for prompt in many]
@@ -104,12 +104,12 @@ class LLM:
         place: dict[str, int] = {}
         unfinished = sum(p.n for p in each)
         try:
-            for i, (prompt, p, s) in enumerate(zip(ids, each, asked, strict=True)):
+            for i, (prompt, p, s) in enumerate(zip(ids, each, requested, strict=True)):
                 place[self._begin(prompt, p, s)] = i
             while unfinished:
                 self._step()
                 for request_id, at in place.items():
-                    for event in self._news(request_id):
+                    for event in self._new_events(request_id):
                         absorb(outputs[at], event)
                         unfinished -= event.finish is not None
                         if on_token and event.tokens:
@@ -209,10 +209,10 @@ class LLM:
             if event.request_id in self._unread:
                 self._unread[event.request_id].append(event)
 
-    def _news(self, request_id: str) -> list[Event]:
+    def _new_events(self, request_id: str) -> list[Event]:
         """What came since the last call."""
-        news, self._unread[request_id] = self._unread[request_id], []
-        return news
+        events, self._unread[request_id] = self._unread[request_id], []
+        return events
 
     @uninterrupted()
     def _end(self, request_id: str) -> list[Event]:
@@ -237,7 +237,7 @@ class Turn:
 
     content: str
     output: RequestOutput
-    rendered: str  # the text that its tokens stand for; empty where the two differ
+    rendered: str  # the text of its tokens; empty where the two differ
 
     @property
     def tokens(self) -> list[int]:
@@ -259,10 +259,10 @@ class Session:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        said = [("system", self.system)] if self.system else []
+        pairs = [("system", self.system)] if self.system else []
         for turn in self.turns:
-            said += [("user", turn.content), ("assistant", turn.output.text)]
-        return [{"role": role, "content": content} for role, content in said]
+            pairs += [("user", turn.content), ("assistant", turn.output.text)]
+        return [{"role": role, "content": content} for role, content in pairs]
 
     def send(
         self, content: str, params: SamplingParams | None = None, *, speculation: Speculation = None
@@ -338,8 +338,8 @@ def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, .
     if isinstance(value, kind):
         return [value] * count
     if not is_list(value) or not all(isinstance(one, kind) for one in value):
-        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-        raise InvalidParameter(name, value, f"takes {kinds}, or a list with one per prompt")
+        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise InvalidParameter(name, value, f"takes {names}, or a list with one per prompt")
     if len(value) != count:
         raise InvalidRequest(f"{name}: {len(value)} given for {count} prompts")
     return list(value)

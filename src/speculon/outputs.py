@@ -19,7 +19,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     stop: str | int | None = None  # the stop string or token that ended it
     logprobs: list[TokenLogprobs] | None = None  # one per token
-    # one per token: what guessed it; None is the target itself
+    # one per token: the method that drafted it; None is the target itself
     sources: list[str | None] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
 

@@ -27,7 +27,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
 SHORT = 1 << 13  # guess: numbers
-CROWD = 64  # guess: rows; more of them are drawn in one call as they are
+MANY_ROWS = 64  # guess: rows; more of them are drawn in one call as they are
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -214,7 +214,7 @@ def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
     text's stock.
     """
     ahead = min(AHEAD, STOCK // vocab)
-    if ahead < 2 or len(rows) > CROWD or any(row.stream for row in rows):
+    if ahead < 2 or len(rows) > MANY_ROWS or any(row.stream for row in rows):
         return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
     found: list[Tensor] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""A request as it was resolved, its sequences, and what the engine does with them in one round. No torch here."""
+"""A request, its sequences, and what the engine does with them in one round. No torch here."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ class Event:
     sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: the method of each
 
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
-        """As its arguments, which takes a third of the time: the events of 32 streams cross a pipe each step."""
+        """As its arguments, in a third of the time: the events of 32 streams cross a pipe each step."""
         first = (self.request_id, self.sample, self.tokens)
         more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources)
         return Event, first if more == (None, None, None, None, ()) else (*first, *more)

@@ -327,11 +327,11 @@ class EngineCounters:
         }
 
 
-def why_another(asked: tuple[str, ...], before: str, now: str) -> str:
+def why_another(methods: tuple[str, ...], before: str, now: str) -> str:
     """Why a text goes from one method to another, by the order in which this round asked."""
-    if before not in asked:
+    if before not in methods:
         return Reason.COST.value
-    return Reason.NO_MATCH.value if asked.index(before) < asked.index(now) else EARLIER
+    return Reason.NO_MATCH.value if methods.index(before) < methods.index(now) else EARLIER
 
 
 def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) -> str:
@@ -342,7 +342,8 @@ def log_line(request_id: str, stats: RequestStats, seconds: float, finish: str) 
         saved = "" if done.saved_ms is None else f" saved {done.saved_ms / 1e3:.2f} s"
         if done.rounds:
             sources = "+".join(done.by_source)
-            line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts {done.tokens_per_target_call:.2f}/call{saved}"
+            line += f" | {sources} {done.acceptance_rate:.0%} of {done.drafted} drafts"
+            line += f" {done.tokens_per_target_call:.2f}/call{saved}"
         for method, seen in done.shadow.items():
             line += (
                 f" | {method} in shadow {seen['accepted'] / seen['drafted']:.0%} of {seen['drafted']} drafts"

@@ -241,7 +241,7 @@ class StopStrings:
             n *= 2
 
     def _sure_text(self, ids: list[int], skip: bool) -> str:
-        # an unfinished character must not match: alone or in a crowd of drafts, the same token ends the text
+        # an unfinished character must not match: alone or among drafts, the same token ends the text
         return self._tokenizer.decode(ids, skip).rstrip(UNSURE)
 
 
@@ -287,7 +287,7 @@ def check_messages(messages: Seq[Mapping[str, Any]]) -> None:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write each byte (GPT-2): printable ones as they are, others from U+0100 on."""
+    """How byte-level vocabularies write each byte (GPT-2): printable as it is, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Which drafts stand, and where the text ends.
+"""Which drafts are accepted, and where a sequence ends.
 
-Matching: every row is sampled from the target with its own keyed noise, and a draft stands while it equals
-that sample. Each emitted token is therefore the target's own, whatever was drafted.
+Matching: every row is sampled from the target with its own keyed noise, and a draft is accepted while it
+equals that sample. Each emitted token is therefore the target's own, whatever was drafted.
 Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the
 residual max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the
 target's; the text also depends on what was drafted.

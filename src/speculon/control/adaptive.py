@@ -50,9 +50,9 @@ class AdaptiveLookahead:
             self._cooldown -= 1
             return
         nearest = floor(self.mean_accepted + 1 + 0.5)  # `round` would go to the even one
-        wanted = max(self.config.min, min(self.config.max, nearest))
-        self.updates += wanted != self.lookahead
-        self.lookahead, self._cooldown = wanted, self.config.cooldown_steps
+        lookahead = max(self.config.min, min(self.config.max, nearest))
+        self.updates += lookahead != self.lookahead
+        self.lookahead, self._cooldown = lookahead, self.config.cooldown_steps
 
     def reset(self) -> None:
         """As if new."""
@@ -96,6 +96,6 @@ class Adaptive(Policy):
 
 
 def counts(lookahead: AdaptiveLookahead, drafted: int, accepted: int) -> bool:
-    """Whether a round is evidence: it had a draft, and none that was cut short and would pull the mean down."""
+    """Whether a round counts: it had a draft, and none that was cut short and would lower the mean."""
     cut_short = accepted == drafted < lookahead.lookahead
     return drafted > 0 and (not cut_short or accepted >= lookahead.mean_accepted)

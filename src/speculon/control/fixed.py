@@ -1,4 +1,4 @@
-"""The same number of drafts in every round: always, or while one text is written alone."""
+"""The same number of drafts in every round: always, or while one sequence runs alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from speculon.sequence import Sequence
 def ask_all(
     seq: Sequence, limit: int = MAX_DRAFTS, unused: Reason = Reason.COST, chained: bool = True
 ) -> Decision:
-    """Each of a text's methods in turn, for as many drafts as it may have, `limit` at most; or why nobody is
-    asked.
+    """Each method of a sequence in turn, `limit` drafts at most; or why none is asked.
 
-    Where the request wants it, a draft that ends before that is gone on with, unless `join` is False.
+    Where the request allows chained drafts, lookups continue a draft that ends early, unless `chained` is
+    False.
     """
     if (why := unable(seq)) is not None:
         return Decision.plain(why)
@@ -39,7 +39,7 @@ class Fixed(Policy):
 
 
 class Solo(Fixed):
-    """The policy `solo`: as `fixed` while no other text is written or waits, plain decoding in a crowd."""
+    """The policy `solo`: as `fixed` while no other sequence runs or waits, plain decoding in a batch."""
 
     def decide(self, seqs: list[Sequence], load: Load) -> list[Decision]:
         decisions = super().decide(seqs, load)

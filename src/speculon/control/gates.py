@@ -15,7 +15,8 @@ NO_SIGNAL = "no_signal"
 STRONG: tuple[tuple[str, str], ...] = (
     (
         "json",
-        r"```json\b|\bjson[ -]schema\b|\b(?:return|output|answer in) (?:only )?(?:valid )?json\b|\btool calls?\b",
+        r"```json\b|\bjson[ -]schema\b|\b(?:return|output|answer in) (?:only )?(?:valid )?json\b"
+        r"|\btool calls?\b",
     ),
     ("diff", r"^diff --git |^@@ |^--- a/"),
     ("fenced_code", r"^[ \t]*(?:```|~~~)"),

@@ -89,7 +89,7 @@ class Running:
     missing: int  # continuations that must match before a lookup's drafts are verified
     # by method
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
-    asked: bool = False  # whether lookups were asked in this round
+    looked: bool = False  # whether lookups were asked in this round
 
     def most(self, method: str) -> int:
         return min(self.seq.request.limits[method], self.seq.room - 1)
@@ -250,7 +250,7 @@ class Goodput(Policy):
             for method in seq.methods
             if not probe and self._due(now, one, method)
         ]
-        one.asked = bool(asks)
+        one.looked = bool(asks)
         if seq.id in now.offers:
             asks.append(now.offers[seq.id])
         if not asks:
@@ -351,7 +351,7 @@ class Goodput(Policy):
 
     def _book(self, one: Running, draft: Draft, gained: int, timing: Timing) -> None:
         """What drafting has added to the round for one sequence."""
-        now, gain = self._now, 0.0 if one.asked else one.added.gain
+        now, gain = self._now, 0.0 if one.looked else one.added.gain
         if not draft.tokens:
             return one.added.move(Added(0.0, 0.0, 0.0, gain))
         rows, method = now.first + len(draft.tokens) * now.row, now.kept.get(one.seq.id, draft.sources[0])

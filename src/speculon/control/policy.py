@@ -1,4 +1,4 @@
-"""What a policy is: it decides how far to speculate, and sees numbers only: no model, no proposer, no tensor."""
+"""What a policy is: it decides how far to speculate, from numbers only: no model, no proposer, no tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Policy(Protocol):
         return ks
 
     def trim(self, seq: Sequence, method: str, draft: Draft) -> Draft:
-        """Drops positions that would cost more than they bring; an empty draft lets the next method be asked."""
+        """Drops positions that cost more than they gain; after an empty draft the next method is asked."""
         return draft
 
     def estimate(self, seq: Sequence) -> Estimate | None:

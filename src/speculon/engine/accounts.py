@@ -28,13 +28,13 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
             continue
         for method, _, draft in attempt.proposals:
             stats.propose(method, draft)
-        asked = tuple(ask.method for ask in attempt.decision.asks) if attempt.asked else ()
-        stats.record(span.draft, verdict, asked, attempt.why_plain)
+        methods = tuple(ask.method for ask in attempt.decision.asks) if attempt.asked else ()
+        stats.record(span.draft, verdict, methods, attempt.why_plain)
     book(costs, done)
 
 
 def book(costs: Costs, done: Round) -> None:
-    """Books the ms of a round in which any method was asked, against those of plain steps of the same batch size.
+    """Books the ms of a round in which methods were asked, against those of plain steps of its batch size.
 
     Where prompts were computed beside, the cost model says what the step took without them.
     """

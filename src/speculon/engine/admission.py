@@ -108,26 +108,26 @@ class Admission:
         ]
 
     def _methods(
-        self, asked: RequestSpeculation, brought: Mapping[str, object]
+        self, speculation: RequestSpeculation, brought: Mapping[str, object]
     ) -> tuple[dict[str, int], tuple[str, ...], Reason | None]:
-        """(methods -> most drafts, those that draft from what was brought, why its own method drafts nothing)."""
-        name, k, off = self._own_method(asked)
+        """(method -> most drafts, those that draft from what was brought, why its own method does not draft)."""
+        name, k, off = self._own_method(speculation)
         first: tuple[str, ...] = ()
         if off not in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
             first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))
-        most = asked.num_speculative_tokens or GIVEN_DRAFTS
+        most = speculation.num_speculative_tokens or GIVEN_DRAFTS
         methods = self._proposers.methods_of(first, name)
         return {method: most if method in first else k for method in methods}, first, off
 
-    def _own_method(self, asked: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
+    def _own_method(self, speculation: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""
-        name = asked.method or self._proposers.default
-        asked_k, default_k = asked.num_speculative_tokens, self._config.most(asked.policy)
-        k = default_k if asked_k is None else asked_k
+        name = speculation.method or self._proposers.default
+        own_k, usual_k = speculation.num_speculative_tokens, self._config.most(speculation.policy)
+        k = usual_k if own_k is None else own_k
         if name != OFF and k:
             lacking = self._proposers.lacking(name)
             return (None, 0, lacking) if lacking else (name, k, None)
-        by_request = asked.method is not None if name == OFF else asked_k is not None
+        by_request = speculation.method is not None if name == OFF else own_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
 
     def _sampling(self, params: SamplingParams) -> tuple[Rules, Ending]:
@@ -135,20 +135,20 @@ class Admission:
         known = range(self._vocab_size)  # checkpoint and tokenizer may have ids for which there is no logit
         words = text.bad_word_ids(params.bad_words) if text is not None and params.bad_words else []
         bad_words = tuple(word for word in words if all(token in known for token in word))
-        asked = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
-        stop_ids = frozenset(token for token in asked if token in known)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+        stop_ids = frozenset(token for token in stops if token in known)
         find_stop = None
         if text is not None and params.stop:
-            stops = StopStrings(params.stop, text)
-            find_stop = partial(stops.find, skip_special_tokens=params.skip_special_tokens)
+            strings = StopStrings(params.stop, text)
+            find_stop = partial(strings.find, skip_special_tokens=params.skip_special_tokens)
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         return rules, Ending(stop_ids, params.min_tokens, find_stop)
 
     def _acceptance(
-        self, asked: RequestSpeculation, params: SamplingParams
+        self, speculation: RequestSpeculation, params: SamplingParams
     ) -> Literal["matching", "rejection"]:
         """The rule for drafts that carry q; with a seed the text must not depend on the drafts."""
-        rule = asked.acceptance or self._config.acceptance
+        rule = speculation.acceptance or self._config.acceptance
         if rule == "auto":
             rule = "rejection" if params.seed is None else "matching"
         return "rejection" if rule == "rejection" and not params.greedy else "matching"

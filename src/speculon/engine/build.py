@@ -40,7 +40,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = 
     tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     engine = Engine(target, tokenizer, config)
     engine.keep_state()
-    wanted = engine.policy.default.state() is not None if config.warmup is None else config.warmup
-    if wanted and not engine.policy.costs.known:  # else they are those of an earlier process
+    warms_up = engine.policy.default.state() is not None if config.warmup is None else config.warmup
+    if warms_up and not engine.policy.costs.known:  # else they are those of an earlier process
         warm_up(engine)
     return engine

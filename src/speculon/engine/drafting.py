@@ -51,7 +51,7 @@ class Drafting:
         self._ask_in_turn(lookups=True)
 
     def ask_models(self) -> None:
-        """Asks what has weights, for those without a draft. The policy weighs each model again before its call."""
+        """Asks the drafters with weights, for those without a draft; the policy weighs each again first."""
         self._ask_in_turn(lookups=False)
 
     def _ask_in_turn(self, lookups: bool) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from speculon.proposers.base import TargetFacts
 
 FORMAT = "speculon state 2"
-EVERY = 300.0  # seconds between two writings, while texts are written
+EVERY = 300.0  # seconds between two writings, while sequences are generated
 
 log = logging.getLogger("speculon")
 
@@ -52,8 +52,8 @@ class Part:
 
     @property
     def file(self) -> str:
-        said = json.dumps(self.identity, sort_keys=True)
-        return f"{self.name}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.jsonl"
+        identity = json.dumps(self.identity, sort_keys=True)
+        return f"{self.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.jsonl"
 
 
 class State:

@@ -1,4 +1,4 @@
-"""Warm-up before the first request: up to two seconds of rounds, so that kernels are warm and costs are known.
+"""Warm-up before the first request: up to two seconds of rounds, to warm kernels and measure costs.
 
 Only what steps and proposals cost is kept of it: no output, no count, no page, no acceptance.
 """
@@ -18,7 +18,7 @@ from speculon.sequence import Sequence
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
 
-SECONDS = 2.0  # a guess: what matters most comes first, and a slow model has shown it by then
+SECONDS = 2.0  # guess: what matters most comes first
 BATCHES = (1, 8, 4)  # sequences at once
 DRAFTS = (4, 1)
 PROMPT, ROUNDS = 48, 6  # tokens of a prompt, and those that a sequence generates at least
@@ -62,11 +62,13 @@ def batches(engine: Engine) -> Iterator[list[Sequence]]:
     params = SamplingParams(temperature=0.0, max_tokens=most, min_tokens=ROUNDS, ignore_eos=True)
     sizes = dict.fromkeys(min(size, engine.config.max_num_seqs) for size in BATCHES)
     for size, (method, k) in product(sizes, modes):
-        asked = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
-        yield [sequence(engine, number, params, asked) for number in range(size)]
+        speculation = RequestSpeculation(method=method, num_speculative_tokens=k, policy="fixed", pool="")
+        yield [sequence(engine, number, params, speculation) for number in range(size)]
 
 
-def sequence(engine: Engine, number: int, params: SamplingParams, asked: RequestSpeculation) -> Sequence:
+def sequence(
+    engine: Engine, number: int, params: SamplingParams, speculation: RequestSpeculation
+) -> Sequence:
     prompt = [(number * 7919 + place) % engine.target.vocab_size for place in range(PROMPT)]
-    (seq,) = engine.admission.admit(NAME, prompt, params, asked, prefix_cache=False)
+    (seq,) = engine.admission.admit(NAME, prompt, params, speculation, prefix_cache=False)
     return seq

@@ -50,7 +50,7 @@ class BlockPool:
     def attach(self, seq: Sequence) -> int:
         """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.
 
-        At least one token is left to compute, because its logits are wanted.
+        At least one token is left to compute, because its logits are needed.
         """
         assert not seq.table and seq.committed == 0
         content, size = ROOT, self.block_size
@@ -118,7 +118,7 @@ class BlockPool:
         self._sealed.pop(seq.id, None)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every page is exactly used, cached or free, as the live sequences say."""
+        """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
         refs = [0] * self.num_blocks
         for seq in live:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
@@ -179,16 +179,16 @@ class BlockPool:
     # claims
 
     def _claim(self, seq: Sequence) -> None:
-        wanted = self.missing(seq, seq.request.max_len)
-        while wanted:
+        pages = self.missing(seq, seq.request.max_len)
+        while pages:
             following = seq.table[-1] + 1 if seq.table else self.num_blocks
-            run = bytes(wanted)  # FREE is the zero byte
-            start = following if self._state[following : following + wanted] == run else self._state.find(run)
+            run = bytes(pages)  # FREE is the zero byte
+            start = following if self._state[following : following + pages] == run else self._state.find(run)
             if start >= 0:
-                self._claims[seq.id] = range(start, start + wanted)
-                self._state[start : start + wanted] = bytes([CLAIMED]) * wanted
+                self._claims[seq.id] = range(start, start + pages)
+                self._state[start : start + pages] = bytes([CLAIMED]) * pages
                 return
-            wanted //= 2
+            pages //= 2
 
     def _unclaim(self, seq: Sequence) -> None:
         for page in self._claims.pop(seq.id, ()):

@@ -91,9 +91,9 @@ class Leases:
     def reserve(self, plan: Plan, wanted: list[int]) -> Lease:
         """Takes the pages of the plan, all or none, then those of the drafts `wanted` by each decoding span.
 
-        At most `max_drafts` in all, for which memory was reserved: beyond, the longest shrink first, to zero with
-        `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to zero with
-        `no_pages`.
+        At most `max_drafts` in all, for which memory was reserved: beyond, the longest shrink first, to zero
+        with `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to
+        zero with `no_pages`.
         """
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)

@@ -38,8 +38,8 @@ class PageStore:
         self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
-        kinds = [(x.window, x.bytes_per_token) for x in layers]
-        self.kinds = [kinds.index(kind) for kind in kinds]  # layers of one kind are attended to alike
+        shapes = [(x.window, x.bytes_per_token) for x in layers]
+        self.kinds = [shapes.index(shape) for shape in shapes]  # layers of one number share a view
 
     @property
     def num_bytes(self) -> int:

@@ -40,9 +40,7 @@ class Proposer(Protocol):
         """Called once, before the first round of `seq`."""
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
-        """One draft per sequence, of at most its budget of tokens; an empty one where there is nothing to
-        guess.
-        """
+        """One draft per sequence, of at most its budget of tokens; an empty one where it has none."""
         ...
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
@@ -65,7 +63,7 @@ class Remembering(Protocol):
 
 @runtime_checkable
 class Extending(Protocol):
-    """A lookup that can go on where another method's draft ends, in microseconds."""
+    """A lookup that can continue another method's draft, in microseconds."""
 
     def extend(self, seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
         """What would follow `seq.tokens` and then `ahead`: at most `k` tokens, without q.

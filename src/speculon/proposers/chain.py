@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Piece = tuple[Sequence, int, int]  # a sequence, and the positions from one up to another
-# (which texts, all drafts so far) -> logits [len(which), V]
-Guess = Callable[[list[int], list[list[int]]], "Tensor"]
+# (which sequences, all drafts so far) -> logits [len(which), V]
+Forward = Callable[[list[int], list[list[int]]], "Tensor"]
 
 
 def draft_chain(
-    method: str, seqs: list[Sequence], budgets: list[int], guess: Guess, min_confidence: float
+    method: str, seqs: list[Sequence], budgets: list[int], forward: Forward, min_confidence: float
 ) -> list[Draft]:
     """A draft per sequence, one position after the other for all of them; it ends where the drafter is less
     sure than this.
@@ -35,7 +35,7 @@ def draft_chain(
     ahead = LookAheadMatchers(seq.grammar for seq in seqs)
     active = list(range(len(seqs)))
     while active:
-        logits = guess(active, drafts)  # [len(active), V]
+        logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
         rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
         weights = weigh(logits, rows)

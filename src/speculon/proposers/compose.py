@@ -67,7 +67,7 @@ class Proposers:
         return tuple(sorted({layer for needs in self.needs for layer in needs.taps}))
 
     def keep(self, taps: Mapping[int, Tensor], view: View) -> None:
-        """Puts the states [T, D] of one target forward, by layer, into the pages of the drafters that read them."""
+        """Writes the states [T, D] of a target forward, by layer, to the pages of drafters that read them."""
         for method, first in self._first_layer.items():
             if wanted := self._built[method].needs.taps:
                 view.keep(first, [taps[layer] for layer in wanted])
@@ -79,7 +79,7 @@ class Proposers:
         return () if name == OFF else (name,)
 
     def methods_of(self, brought: tuple[str, ...], name: str | None) -> tuple[str, ...]:
-        """Those that can be asked, in order: what a request brought along, then what its method stands for."""
+        """Those that can be asked, in order: what a request brought, then those behind its method."""
         own = (method for method in self.chain(name or OFF) if method not in self._lacking)
         return tuple(dict.fromkeys([*brought, *own]))
 
@@ -112,7 +112,7 @@ class Proposers:
         return len(sizes), sum(sizes)
 
     def forget(self, tenant: str, pool: str | None) -> int:
-        """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools there were."""
+        """Deletes the earlier answers of one pool, or of all of a tenant; returns the number of pools."""
         return sum(memory.pools.forget(tenant, pool) for memory in self._memories.values())
 
     def state(self) -> list[tuple[str, Any]]:
@@ -248,7 +248,7 @@ class Proposers:
 
 
 def guarded(method: str, seqs: list[Sequence], call: Callable[[], Result], otherwise: Result) -> Result:
-    """Calls a proposer. Its error costs these sequences their drafts, with reason `error`, and nothing else."""
+    """Calls a proposer. An error costs these sequences their drafts (reason `error`), and nothing else."""
     try:
         return call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary guesses token by token (Leviathan 2023; Chen 2023).
+"""A small model of the same vocabulary drafts token by token (Leviathan 2023; Chen 2023).
 
 Its keys and values lie in layers of its own in the target's pages, so prefix hits, rollback and preemption
 need no code here: `seq.drafted` says how far they reach, and whatever is missing is computed in one call when
@@ -82,7 +82,7 @@ class DraftModel:
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease))
 
-        def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             if not drafts[which[0]]:
                 return self._next(
                     [rest[i] for i in which], [seqs[i].tokens[rest[i][1] :] for i in which], lease
@@ -91,7 +91,7 @@ class DraftModel:
             pieces = [(seqs[i], end - 1, end) for i, end in zip(which, ends, strict=True)]
             return self._next(pieces, [drafts[i][-1:] for i in which], lease)
 
-        return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
+        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
         """Nothing to learn: the commit has set `seq.drafted` back to what was accepted."""
@@ -151,7 +151,7 @@ def check_size(draft: Target, target: TargetFacts) -> Target:
 
 
 def check_same_ids(path: str, draft: Tokenizer, target: Tokenizer) -> None:
-    """Raises `ModelError` where the same id stands for another token; a padded vocabulary is no difference."""
+    """Raises `ModelError` where an id means another token; a padded vocabulary is no difference."""
     mine, theirs = draft.inner.get_vocab(), target.inner.get_vocab()
     wrong = next((token for token, i in theirs.items() if mine.get(token, i) != i), None)
     missing = theirs.keys() - mine.keys()
@@ -161,5 +161,5 @@ def check_same_ids(path: str, draft: Tokenizer, target: Tokenizer) -> None:
         )
     if missing:
         raise ModelError(
-            f"{path}: the draft lacks {len(missing)} of the target's tokens, among them {sorted(missing)[0]!r}"
+            f"{path}: the draft lacks {len(missing)} of the target's tokens, e.g. {sorted(missing)[0]!r}"
         )

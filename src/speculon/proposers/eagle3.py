@@ -1,6 +1,6 @@
-"""A small head over the target's own hidden states guesses token by token (EAGLE-3, Li et al. 2025).
+"""A small head over the target's own hidden states drafts token by token (EAGLE-3, Li et al. 2025).
 
-The states of every position lie in pages, as its own keys and values do, so that it may rest and come back,
+The states of every position lie in pages, as its own keys and values do, so a sequence may be preempted,
 start behind a prefix that was found, or be computed again: nothing that it needs is ever lost. See
 `models.eagle` for which row lies where.
 """
@@ -39,9 +39,10 @@ NOT_READY = no_draft(Stop.NOT_READY)
 TAPS, FLAGS = "taps", ("norm_before_residual", "norm_output")
 
 PROBE = (
-    "Speculative decoding lets a small model guess what a large one will say. The large model reads all guesses at once and "
-    "keeps those that it would have written itself, so the text is the same, and it comes sooner. How much sooner depends on "
-    "how often the guesses are right: def mean(values): return sum(values) / len(values)"
+    "Speculative decoding lets a small model draft what a large one will write. The large model reads all "
+    "drafts at once and keeps those that it would have written itself, so the text is the same, and it comes "
+    "sooner. How much sooner depends on how often the drafts are right: "
+    "def mean(values): return sum(values) / len(values)"
 )
 
 log = logging.getLogger("speculon")
@@ -50,12 +51,14 @@ log = logging.getLogger("speculon")
 class Eagle3Drafter:
     """One call of the head per draft position for all sequences of the round."""
 
-    def __init__(self, sheet: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
+    def __init__(self, head_config: Eagle3Config, target: TargetFacts, min_confidence: float = 0.0):
         assert target.model is not None
-        self.tap_layouts, self.tokenizer = sheet.tap_layouts(target.num_layers), target.tokenizer
-        self.sheet, self.target, self.min_confidence = sheet, target.model, min_confidence
+        self.tap_layouts, self.tokenizer = head_config.tap_layouts(target.num_layers), target.tokenizer
+        self.head_config, self.target, self.min_confidence = head_config, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.needs: Needs = head_needs(sheet, self.tap_layouts[0], target.model, target.rows, target.scored)
+        self.needs: Needs = head_needs(
+            head_config, self.tap_layouts[0], target.model, target.rows, target.scored
+        )
         self.head: EagleHead
 
     @classmethod
@@ -65,33 +68,33 @@ class Eagle3Drafter:
             raise ConfigError(f"{NAME} needs draft = a checkpoint's folder")
         if target.model is None:
             raise ConfigError(f"{NAME} reads the target's states, and there is no target")
-        sheet, model = overridden(read_eagle3_config(locate(source)), config.options), target.model
+        head_config, model = overridden(read_eagle3_config(locate(source)), config.options), target.model
         odd = check_pair(
-            sheet,
+            head_config,
             TargetShape(model.hidden_size, model.vocab_size, len(model.layers), type(model.model).__name__),
         )
-        log.info("%s: %s", NAME, sheet.summary(len(model.layers)))
-        for note in (*sheet.notes, *odd):
+        log.info("%s: %s", NAME, head_config.summary(len(model.layers)))
+        for note in (*head_config.notes, *odd):
             log.warning("%s: %s", NAME, note)
-        return cls(sheet, target, config.draft_min_confidence)
+        return cls(head_config, target, config.draft_min_confidence)
 
     def load(self) -> None:
-        self.head = load_head(self.sheet, self.target)
+        self.head = load_head(self.head_config, self.target)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
             )
 
     def _better_reading(self, ids: list[int]) -> tuple[int, ...]:
-        """Where a config's taps can be read in two ways: those with which the head guesses better."""
+        """Where a config's taps can be read in two ways: those with which the head drafts better."""
         layers = self.needs.layers[1:]
         shares = {taps: agreement(self.head, self.target, layers, taps, ids) for taps in self.tap_layouts}
         best = max(shares, key=lambda taps: shares[taps])
-        told = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
+        shown = ", ".join(f"after layers {list(taps)} {share:.0%}" for taps, share in shares.items())
         log.info(
-            "%s: taps can be read in two ways; guessed right on a short text: %s; taken: %s",
+            "%s: two tap layouts are possible; acceptance on a short text: %s; used: %s",
             NAME,
-            told,
+            shown,
             list(best),
         )
         return best
@@ -110,7 +113,7 @@ class Eagle3Drafter:
         rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
         states: dict[int, Tensor] = {}  # by index, of its last row [H]
 
-        def guess(which: list[int], drafts: list[list[int]]) -> Tensor:
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             if not drafts[which[0]]:
                 after = self._read([rest[i] for i in which], lease)
             else:
@@ -121,7 +124,7 @@ class Eagle3Drafter:
             states.update(zip(which, after, strict=True))
             return self.head.logits(after, self.vocab_size)
 
-        return draft_chain(NAME, seqs, budgets, guess, self.min_confidence)
+        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
 
     def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
         """Nothing to learn: the rows of drafts, which read the head's own states, are written again from the
@@ -148,20 +151,22 @@ class Eagle3Drafter:
         return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
-def overridden(sheet: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
+def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
     """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
     layers, and the flags.
 
     Raises `ConfigError` for a value of another kind.
     """
-    said = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
-    for name, value in said.items():
-        good = type(value) is bool if name in FLAGS else are_layers(value) and len(value) == sheet.taps
+    given = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
+    for name, value in given.items():
+        good = type(value) is bool if name in FLAGS else are_layers(value) and len(value) == head_config.taps
         if not good:
-            kind = "true or false" if name in FLAGS else f"a list of {sheet.taps} layers in rising order"
-            raise ConfigError(f"options.{name} = {value!r}: for {sheet.path} it is {kind}")
-    taps: dict[str, Any] = {"tap_ids": tuple(said.pop(TAPS)), "after": True} if TAPS in said else {}
-    return replace(sheet, **said, **taps)
+            wanted_type = (
+                "true or false" if name in FLAGS else f"a list of {head_config.taps} layers in rising order"
+            )
+            raise ConfigError(f"options.{name} = {value!r}: for {head_config.path} it is {wanted_type}")
+    taps: dict[str, Any] = {"tap_ids": tuple(given.pop(TAPS)), "after": True} if TAPS in given else {}
+    return replace(head_config, **given, **taps)
 
 
 def are_layers(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Texts in which places are found by the tokens before them, and a bounded store of earlier answers by key."""
+"""Token sequences indexed by what precedes each place, and a bounded store of earlier answers by key."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Pools:
             return len(gone)
 
     def state(self) -> list[tuple[str, float, array[int]]]:
-        """(key, when it was last used in seconds since 1970, tokens) of each pool, in the order of last use."""
+        """(key, when it was last used in seconds since 1970, tokens) of each pool, by last use."""
         with self._lock:
             self._expire()
             began = self._date() - self._clock()
@@ -205,9 +205,9 @@ def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | N
     """
     if name == "":
         return None
-    said = f"prompt {list(prompt[:PROMPT])}" if name is None else f"name {name}"
-    return digest(f"tenant {tenant}") + digest(said)
+    key = f"prompt {list(prompt[:PROMPT])}" if name is None else f"name {name}"
+    return digest(f"tenant {tenant}") + digest(key)
 
 
-def digest(said: str) -> str:
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
