@@ -110,7 +110,7 @@ class Admission:
     def _methods(
         self, speculation: RequestSpeculation, brought: Mapping[str, object]
     ) -> tuple[dict[str, int], tuple[str, ...], Reason | None]:
-        """(method -> most drafts, those that draft from what was brought, why its own method does not draft)."""
+        """(method -> most drafts, those that draft from what was brought, why its own method is off)."""
         name, k, off = self._own_method(speculation)
         first: tuple[str, ...] = ()
         if off not in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
