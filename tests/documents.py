@@ -108,6 +108,8 @@ def fault_of(call: list[str]) -> str | None:
         return fault_of_curl(arguments)
     if program.startswith("python"):
         return fault_of_python(arguments)
+    if program == "bash" and arguments:
+        return None if (ROOT / arguments[0]).is_file() else f"{arguments[0]}: no such script"
     return None if program in SHELL or program == "" else f"{program}: no program that documents show"
 
 
