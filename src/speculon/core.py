@@ -62,7 +62,7 @@ class Stop(StrEnum):
     NOT_READY = "not_ready"
 
 
-class SpanKind(StrEnum):
+class SpanOutcome(StrEnum):
     """How a drafted span ended.
 
     full: every draft accepted · tail: only the last draft rejected · early: a mismatch before the last draft
@@ -172,7 +172,7 @@ class Verdict:
 
     tokens: tuple[int, ...]
     accepted: int = 0
-    kind: SpanKind | None = None  # None without a draft
+    outcome: SpanOutcome | None = None  # None without a draft
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     finish: Finish | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt tokens after this span's rows

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculon.core import Estimate, Proposal, Reason, SpanKind
+from speculon.core import Estimate, Proposal, Reason, SpanOutcome
 from speculon.errors import RecordError
 
 VERSION = 1
@@ -74,7 +74,7 @@ class TextRound(_Line):
     drafts: tuple[tuple[str, int], ...] = ()  # verified: (source, number), from the first position on
     accepted: int = 0
     estimate: Estimate | None = None  # what its policy expected of the drafts, and their price, in tokens
-    kind: SpanKind | None = None
+    outcome: SpanOutcome | None = None
     tokens: int  # committed
     reason: Reason | None = None  # why it was plain
     finish: str | None = None

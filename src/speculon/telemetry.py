@@ -61,7 +61,7 @@ class SpeculationStats:
     per_position: list[float]  # share of the drafts at position i that were accepted
     by_source: dict[str, dict[str, int]]
     stops: dict[str, dict[str, int]]  # method -> why its proposals ended -> proposals
-    span_kinds: dict[str, int]
+    span_outcomes: dict[str, int]
     draft_ms: float
     verify_ms: float  # this request's share of the target's time, by rows
     expected: float  # accepted drafts as the policy estimated them; 0.0 under policies that estimate nothing
@@ -99,7 +99,7 @@ class RequestStats:
     stood_at: Counter[tuple[str, int]] = field(default_factory=Counter)  # of these, as the text went on
     # method, stop, tokens matched -> proposals
     proposed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     # (from, to, reason): changes of mind
     changes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -180,8 +180,8 @@ class RequestStats:
             if position < verdict.accepted:
                 self.accepted_at[position] += 1
                 self.accepted_from[source] += 1
-        if verdict.kind is not None:
-            self.kinds[verdict.kind.value] += 1
+        if verdict.outcome is not None:
+            self.outcomes[verdict.outcome.value] += 1
 
     def watch(self, method: str, drafted: int, accepted: int) -> None:
         """A draft that nobody verified, when it is known how many of its tokens would have stood."""
@@ -267,7 +267,7 @@ class RequestStats:
                 s: {"drafted": n, "accepted": self.accepted_from[s]} for s, n in self.drafted_from.items()
             },
             stops=self.stops,
-            span_kinds=dict(self.kinds),
+            span_outcomes=dict(self.outcomes),
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
             expected=self.expected,

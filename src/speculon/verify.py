@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
-from speculon.core import Finish, SpanKind, Verdict
+from speculon.core import Finish, SpanOutcome, Verdict
 from speculon.errors import InvalidParameter
 from speculon.grammar import forbid
 from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
@@ -151,16 +151,16 @@ def judge(span: Span, tokens: tuple[int, ...], accepted: int, logits: Tensor) ->
     """The outcome of a span as its verdict, with the raw log-probabilities where they were asked for."""
     k, top = len(span.draft.tokens), span.seq.request.params.logprobs
     if top is None:
-        return Verdict(tokens, accepted, kind_of(accepted, k))
+        return Verdict(tokens, accepted, outcome_of(accepted, k))
     first = span.score[-(k + 1)]
     logprobs = token_logprobs(logits[first : first + len(tokens)], list(tokens), top)
-    return Verdict(tokens, accepted, kind_of(accepted, k), logprobs)
+    return Verdict(tokens, accepted, outcome_of(accepted, k), logprobs)
 
 
-def kind_of(accepted: int, k: int) -> SpanKind | None:
+def outcome_of(accepted: int, k: int) -> SpanOutcome | None:
     if k == 0:
         return None
-    return SpanKind.FULL if accepted == k else SpanKind.TAIL if accepted == k - 1 else SpanKind.EARLY
+    return SpanOutcome.FULL if accepted == k else SpanOutcome.TAIL if accepted == k - 1 else SpanOutcome.EARLY
 
 
 def with_prompt_logprobs(span: Span, verdict: Verdict, logits: Tensor) -> Verdict:
@@ -232,15 +232,15 @@ def cut_one(verdict: Verdict, span: Span) -> Verdict:
     kept = verdict.tokens[: end + 1]
     if isinstance(finish.matched, int) or finish.reason == "error" or seq.room == 0:
         kept = verdict.tokens[:end]
-    kind = verdict.kind
-    if kind is not None and end < len(span.draft.tokens):
-        kind = SpanKind.STOP if end < verdict.accepted else SpanKind.EARLY_STOP
+    outcome = verdict.outcome
+    if outcome is not None and end < len(span.draft.tokens):
+        outcome = SpanOutcome.STOP if end < verdict.accepted else SpanOutcome.EARLY_STOP
     logprobs = verdict.logprobs and verdict.logprobs[: len(kept)]
     return replace(
         verdict,
         tokens=kept,
         accepted=min(verdict.accepted, len(kept)),
-        kind=kind,
+        outcome=outcome,
         logprobs=logprobs,
         finish=finish,
     )

@@ -10,7 +10,7 @@ from speculon.bench.quantiles import quartiles
 from speculon.bench.rounds import equal_acceptance, mean_step_ms, needs, reached, rounds_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams
-from speculon.core import Decision, Draft, SpanKind, Verdict
+from speculon.core import Draft, SpanOutcome, Verdict
 from speculon.telemetry import PARTS, RequestStats
 from tests.pure.cells import ROUNDS
 
@@ -131,17 +131,15 @@ def test_what_a_round_must_bring_follows_from_its_cost() -> None:
 def test_acceptance_is_counted_over_the_drafts_that_were_reached() -> None:
     stats = RequestStats()
     rounds = [
-        (4, SpanKind.FULL),
-        (3, SpanKind.TAIL),
-        (0, SpanKind.EARLY),
-        (2, SpanKind.STOP),
-        (1, SpanKind.EARLY_STOP),
+        (4, SpanOutcome.FULL),
+        (3, SpanOutcome.TAIL),
+        (0, SpanOutcome.EARLY),
+        (2, SpanOutcome.STOP),
+        (1, SpanOutcome.EARLY_STOP),
     ]
     for accepted_drafts, kind in rounds:
         draft = Draft((1, 2, 3, 4), ("ngram",) * 4)
-        stats.record(
-            Decision("ngram", 4), draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind)
-        )
+        stats.record(draft, Verdict(tuple(range(accepted_drafts + 1)), accepted_drafts, kind), ("ngram",))
     done = stats.speculation()
     assert done is not None and reached(done) == 10 / 13
 

@@ -28,7 +28,7 @@ from speculon.core import (
     Load,
     Proposal,
     Reason,
-    SpanKind,
+    SpanOutcome,
     Stop,
     Verdict,
     no_draft,
@@ -59,7 +59,7 @@ def tell(events: Events, seq: Any = None, ms: float = 2.0) -> None:
     span = Span(seq or make_sequence([SECRET] * 4, methods=("ngram", "model")), 3, 1)
     proposals = [("ngram", 4, no_draft(Stop.NO_MATCH)), ("model", 4, DRAFT)]
     span.draft = DRAFT.cut(2)
-    verdict = Verdict((SECRET, SECRET), 1, SpanKind.TAIL)
+    verdict = Verdict((SECRET, SECRET), 1, SpanOutcome.TAIL)
     attempt = Attempt(span, Decision.of(ASKS), 4, None, proposals)
     calls = {"model": Proposal(1, 4, 0.5, 7)}
     done = Round(Load(1, 2, 3), [span], [verdict], [attempt], calls, 0.5, ms, decoding_only=True)
@@ -99,7 +99,11 @@ def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
     ]
     assert told.asked[1].confidence == (0.9, 0.8, 0.7)
     assert [(asked.match, asked.stop) for asked in told.asked] == [(0, "no_match"), (5, "confidence")]
-    assert told.drafts == (("model", 2),) and (told.accepted, told.kind, told.tokens) == (1, SpanKind.TAIL, 2)
+    assert told.drafts == (("model", 2),) and (told.accepted, told.outcome, told.tokens) == (
+        1,
+        SpanOutcome.TAIL,
+        2,
+    )
     assert told.reason is None and not recording.cut
 
 

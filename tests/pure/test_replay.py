@@ -15,7 +15,7 @@ from speculon.control.cost import Costs
 from speculon.control.fixed import Fixed
 from speculon.control.goodput import Goodput
 from speculon.control.policy import Policy
-from speculon.core import Reason, SpanKind
+from speculon.core import Reason, SpanOutcome
 from speculon.errors import RecordError
 from speculon.events import Asked, Header, Recording, Round, TextRound
 from tests.pure.screens import ELLIPSIS
@@ -75,13 +75,13 @@ class Recorder:
             return TextRound(id=name, policy="fixed", methods=methods, tokens=1, reason=reason, finish=end)
         accepted = next((i for i in range(k) if self.random.random() >= accept), k)
         asked = (Asked(method="model", k=k, found=k),)
-        kind = SpanKind.FULL if accepted == k else SpanKind.EARLY
+        kind = SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
         end = "length" if written + accepted + 1 >= length else None
         more: dict[str, Any] = {
             "asked": asked,
             "drafts": (("model", k),),
             "accepted": accepted,
-            "kind": kind,
+            "outcome": kind,
             "finish": end,
         }
         return TextRound(id=name, policy="fixed", methods=methods, tokens=accepted + 1, **more)

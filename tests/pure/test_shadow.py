@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from speculon.commands.screen import account
 from speculon.control import shadow as shadow_module
 from speculon.control.shadow import WATCHED, Judged, Shadow, ShadowPolicy
-from speculon.core import NO_DRAFT, Draft, Load, Reason, SpanKind, Timing, Verdict
+from speculon.core import NO_DRAFT, Draft, Load, Reason, SpanOutcome, Timing, Verdict
 from speculon.sequence import Sequence, Span
 from speculon.telemetry import EngineCounters, RequestStats, log_line
 from tests.builders import make_sequence
@@ -269,7 +269,7 @@ def test_the_account_in_words() -> None:
         "no speculation: drafts were measured, not used (1 round); "
         "suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
-    stats.record(guess(1, 2), Verdict((1, 2, 3), 2, SpanKind.FULL), ("suffix",))
+    stats.record(guess(1, 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
     said = account(stats.speculation(), stats.reasons)
     assert said.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in said
     none = account(RequestStats().speculation(), {})

@@ -19,7 +19,7 @@ import pytest
 
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.control.policies import Policies
-from speculon.core import Draft, Load, PromptShape, Proposal, SpanKind, Timing, Verdict
+from speculon.core import Draft, Load, PromptShape, Proposal, SpanOutcome, Timing, Verdict
 from speculon.engine import state as module
 from speculon.engine.state import EVERY, State
 from speculon.errors import ConfigError
@@ -70,7 +70,7 @@ class Engine:
             self.policies.decide([seq], Load(1, 0, 9))
             span = Span(seq, 2, 1, Draft((4, 5), ("model", "model"), confidence=(0.9, 0.5)))
             timing = Timing(8.0 + i % 3, {"model": Proposal(1, 2, 1.0 + i % 2)})
-            self.policies.observe([span], [Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanKind.TAIL)], timing)
+            self.policies.observe([span], [Verdict((4, 5, 6)[: 1 + i % 3], i % 3, SpanOutcome.TAIL)], timing)
         return self.policies
 
 

@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.core import Draft, Reason, SpanKind, Stop, Verdict, no_draft
+from speculon.core import Draft, Reason, SpanOutcome, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
-KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
+KINDS = {
+    0: SpanOutcome.EARLY,
+    1: SpanOutcome.EARLY,
+    2: SpanOutcome.EARLY,
+    3: SpanOutcome.TAIL,
+    4: SpanOutcome.FULL,
+}
 
 
 # of one call of `RequestStats.record`
@@ -21,7 +27,7 @@ Told = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | N
 
 
 def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Told:
-    verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanKind.FULL))
+    verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanOutcome.FULL))
     return Draft(tuple(range(k)), (source,) * k), verdict, (source,), None
 
 
@@ -68,7 +74,7 @@ def test_the_figures_of_known_rounds() -> None:
     )
     assert done.per_position == [3 / 4, 2 / 3, 1 / 3, 1 / 3]
     assert done.by_source == {"ngram": {"drafted": 12, "accepted": 6}, "other": {"drafted": 1, "accepted": 1}}
-    assert done.span_kinds == {"full": 1, "early": 3}
+    assert done.span_outcomes == {"full": 1, "early": 3}
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 
@@ -77,7 +83,7 @@ def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Told:
     asked = ("ngram", "model")
     if source is None:
         return Draft(), Verdict((7,)), asked, reason
-    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY), asked, None
+    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanOutcome.EARLY), asked, None
 
 
 CHANGES = [
@@ -128,7 +134,7 @@ def test_changes_of_mind_are_counted_by_their_reason(
 
 def test_a_joined_draft_is_credited_token_by_token() -> None:
     draft = Draft((1, 2, 3, 4), ("ngram", "ngram", "model", "model"))
-    stats = recorded((draft, Verdict((1, 2, 3, 9), 3, SpanKind.TAIL), ("ngram",), None))
+    stats = recorded((draft, Verdict((1, 2, 3, 9), 3, SpanOutcome.TAIL), ("ngram",), None))
     assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
 
 
@@ -176,7 +182,7 @@ def test_the_account_of_rounds_has_the_stops() -> None:
 def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
     stats = recorded(*rounds)
     assert stats.emitted == sum(len(verdict.tokens) for _, verdict, *_ in rounds)
-    assert stats.kinds.total() == stats.rounds
+    assert stats.outcomes.total() == stats.rounds
     assert (
         stats.rounds + stats.reasons.total() + sum(one == PROMPT for one in rounds)
         == stats.target_calls

@@ -62,7 +62,7 @@ class ThreadEngine(AsyncEngine):
 
         def work() -> None:
             try:
-                Worker(self.inner, theirs).run()  # type: ignore[arg-type]
+                Worker(self.inner, theirs).run()
             except (EOFError, OSError):
                 pass
             finally:

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core import Finish, Load, Reason, TokenLogprobs
+from speculon.engine.messages import Ready
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.proposers.pools import Pools, key_of
 from speculon.sequence import Event
@@ -79,15 +79,11 @@ class ScriptedEngine:
     ):
         self.config, self.tokenizer = config, Tokenizer(Bytes())
         self.step_seconds, self.faults = step_seconds, deque(faults)
-        self.target, self.max_context = SimpleNamespace(vocab_size=VOCAB), CONTEXT
-        self.pool = SimpleNamespace(num_blocks=PAGES, block_size=16)
-        self.proposers = SimpleNamespace(default="ngram")
         self.counters = EngineCounters()
         limits = config.speculation
         self.pools = Pools(limits.suffix_pools, limits.suffix_pool_tokens, limits.suffix_pool_ttl, VOCAB)
         self.running: list[Running] = []
         self.waiting: list[Running] = []
-        self.scheduler = self
         self.aborted: list[str] = []
 
     @property
@@ -98,13 +94,21 @@ class ScriptedEngine:
     def load(self) -> Load:
         return Load(len(self.running), len(self.waiting), PAGES - len(self.running))
 
+    @property
+    def open_requests(self) -> list[str]:
+        return list(dict.fromkeys(text.request_id for text in self.running or self.waiting))
+
+    def facts(self) -> Ready:
+        return Ready(VOCAB, CONTEXT, self.config.max_num_seqs, PAGES, 16, "ngram")
+
     def add_request(
         self,
         prompt: list[int],
         params: SamplingParams,
-        speculation: RequestSpeculation | None,
-        request_id: str,
+        speculation: RequestSpeculation | None = None,
+        request_id: str | None = None,
     ) -> str:
+        assert request_id is not None, "the server names its requests"
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:
@@ -187,7 +191,7 @@ class ScriptedEngine:
             self._end(text, finish)
         return [Event(request_id, text.sample, (), finish=finish, stats=text.stats) for text in ended]
 
-    def forget_pools(self, pool: str | None, tenant: str) -> int:
+    def forget_pools(self, pool: str | None = None, tenant: str = "") -> int:
         count = self.pools.forget(tenant, pool)
         self._count_pools()
         return count

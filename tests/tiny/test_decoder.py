@@ -12,7 +12,7 @@ import torch
 
 from speculon import SamplingParams, SpeculativeDecoder
 from speculon import decoder as decoder_module
-from speculon.core import Draft, SpanKind
+from speculon.core import Draft, SpanOutcome
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
 
 K = 4
@@ -165,10 +165,10 @@ def judged(decoder: SpeculativeDecoder, params: SamplingParams) -> list[tuple[in
 def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> None:
     truth, decoder = plain(params), make()
     assert judged(decoder, params) == [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
-    kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).kind for n in (0, 1)]
+    kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).outcome for n in (0, 1)]
     assert (
-        kinds == [SpanKind.TAIL, SpanKind.TAIL]
-        and decoder.verify(PROMPT, truth[:2], params).kind is SpanKind.FULL
+        kinds == [SpanOutcome.TAIL, SpanOutcome.TAIL]
+        and decoder.verify(PROMPT, truth[:2], params).outcome is SpanOutcome.FULL
     )
     assert decoder.verify(PROMPT, [], params).tokens == (truth[0],)
     assert decoder.verify([*PROMPT, *truth[:5]], truth[5:7], params, prompt_len=len(PROMPT)).tokens == tuple(

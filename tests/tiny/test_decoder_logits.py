@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speculon import SamplingParams, SpeculativeDecoder
-from speculon.core import Draft, SpanKind, Verdict
+from speculon.core import Draft, SpanOutcome, Verdict
 from speculon.errors import InvalidParameter, TooLong
 from speculon.verify import read_logits
 from tests.tiny.conftest import CONTEXT, VOCAB, tiny_model
@@ -110,7 +110,12 @@ def test_without_the_last_row_there_is_no_bonus_token(true: int, params: Samplin
     if true < K:
         assert found == verdict
         return
-    assert (found.tokens, found.accepted, found.kind, found.finish) == (tuple(drafts), K, SpanKind.FULL, None)
+    assert (found.tokens, found.accepted, found.outcome, found.finish) == (
+        tuple(drafts),
+        K,
+        SpanOutcome.FULL,
+        None,
+    )
     assert found.logprobs == (verdict.logprobs and verdict.logprobs[:K])
 
 
@@ -189,7 +194,7 @@ def test_a_sequence_ends_at_the_same_token(change: dict[str, Any], settings: dic
     verdict, logits = own(make(**settings), PROMPT, drafts, params)
     assert silent(**settings).verify(PROMPT, drafts, params, target_logits=logits) == verdict
     found = silent(**settings).verify(PROMPT, drafts, params, target_logits=logits[:K])
-    if verdict.kind is SpanKind.STOP:
+    if verdict.outcome is SpanOutcome.STOP:
         assert found == verdict
     else:
         assert (found.tokens, found.finish) == (tuple(drafts), None), "the bonus token ended it"

@@ -13,7 +13,7 @@ import torch
 
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, SamplingParams
-from speculon.core import Proposal, Reason, SpanKind, Timing
+from speculon.core import Proposal, Reason, SpanOutcome, Timing
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
 from speculon.models.target import Output
@@ -75,8 +75,8 @@ def test_no_token_changes(setting: str, method: str, mode: str) -> None:
     doubting()
     results = write(asked(mode, method), **SETTINGS[setting])
     assert texts(results) == plain(mode)
-    kinds = {kind for result in results.values() for kind in result.stats.kinds}
-    assert {SpanKind.FULL, SpanKind.TAIL, SpanKind.EARLY} <= kinds
+    kinds = {kind for result in results.values() for kind in result.stats.outcomes}
+    assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= kinds
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -55,7 +55,7 @@ def add_up(told: list[TextRound]) -> dict[str, Any]:
         # a call that failed made no draft
         "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in told),
         "drafted_from": sources,
-        "kinds": Counter(one.kind for one in drafted),
+        "outcomes": Counter(one.outcome for one in drafted),
         "reasons": Counter(one.reason for one in told if one.reason),
         "stops": by_method(ended),
         "matches": by_method(matched),

@@ -64,7 +64,7 @@ def test_the_result_says_what_speculation_did(llm: LLM):
         "verified_positions",
         "per_position",
         "by_source",
-        "span_kinds",
+        "span_outcomes",
         "saved_ms",
     }
 

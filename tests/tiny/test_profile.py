@@ -11,6 +11,7 @@ from speculon import telemetry
 from speculon.batch import Batch
 from speculon.config import SamplingParams
 from speculon.engine import engine as engine_module
+from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
 from speculon.kv.lease import Lease
 from speculon.models.load import wrap_model
@@ -22,7 +23,8 @@ SECONDS = {  # powers of two: any sum tells its parts
     "plan": ("prepare", 1),
     "decide": ("decide", 2),
     "reserve": ("prepare", 4),
-    "propose": ("propose", 8),
+    "ask_lookups": ("propose", 8),
+    "ask_models": ("propose", 16),
     "pack": ("prepare", 32),
     "view": ("prepare", 64),
     "forward": ("forward", 128),
@@ -31,7 +33,7 @@ SECONDS = {  # powers of two: any sum tells its parts
     "commit": ("commit", 1024),
     "__exit__": ("commit", 2048),
     "observe": ("settle", 4096),
-    "_account": ("settle", 8192),
+    "account": ("settle", 8192),
     "settle": ("settle", 16384),
     "_forget": ("settle", 32768),
 }
@@ -61,12 +63,13 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, float]:
             engine.scheduler: ("plan", "settle"),
             engine.policy: ("decide",),
             engine.leases: ("reserve",),
-            engine.proposers: ("propose", "observe"),
+            Drafting: ("ask_lookups", "ask_models"),
+            engine.proposers: ("observe",),
             Batch: ("pack",),
             Lease: ("view", "commit", "__exit__"),
             engine.target: ("forward",),
-            engine_module: ("verify", "cut"),
-            engine: ("_account", "_forget"),
+            engine_module: ("verify", "cut", "account"),
+            engine: ("_forget",),
         }
         for owner, names in owners.items():
             for name in names:

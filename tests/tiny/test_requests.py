@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speculon.config import SamplingParams
-from speculon.core import Ask, Decision, Draft, Finish, Reason, SpanKind
+from speculon.core import Ask, Decision, Draft, Finish, Reason, SpanOutcome
 from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
 from speculon.text import Tokenizer, final_text
@@ -61,7 +61,7 @@ def check_account(result: Result) -> None:
     """What must always add up."""
     stats, done = result.stats, result.stats.speculation()
     assert stats.emitted == len(result.tokens)
-    assert stats.kinds.total() == stats.rounds
+    assert stats.outcomes.total() == stats.rounds
     assert stats.verified_positions == stats.target_calls + stats.drafted_at.total()
     assert (
         stats.accepted == stats.accepted_at.total() == stats.accepted_from.total() <= stats.drafted_at.total()
@@ -90,65 +90,67 @@ def check_account(result: Result) -> None:
 
 # (where the stop stands, position of the stop in the output, lies, span kind, drafts accepted and kept)
 PLACES = [
-    pytest.param(1, set(), SpanKind.STOP, 0, id="the first draft"),
-    pytest.param(4, set(), SpanKind.STOP, 3, id="an accepted draft"),
-    pytest.param(6, set(), SpanKind.STOP, 5, id="the last draft"),
-    pytest.param(7, set(), SpanKind.FULL, 6, id="the bonus"),
-    pytest.param(1, {1}, SpanKind.EARLY_STOP, 0, id="the first correction"),
-    pytest.param(4, {4}, SpanKind.EARLY_STOP, 3, id="a correction"),
-    pytest.param(4, {4, 5, 6}, SpanKind.EARLY_STOP, 3, id="a correction before other lies"),
-    pytest.param(6, {6}, SpanKind.EARLY_STOP, 5, id="the last correction"),
-    pytest.param(4, {6}, SpanKind.STOP, 3, id="an accepted draft before a lie"),
+    pytest.param(1, set(), SpanOutcome.STOP, 0, id="the first draft"),
+    pytest.param(4, set(), SpanOutcome.STOP, 3, id="an accepted draft"),
+    pytest.param(6, set(), SpanOutcome.STOP, 5, id="the last draft"),
+    pytest.param(7, set(), SpanOutcome.FULL, 6, id="the bonus"),
+    pytest.param(1, {1}, SpanOutcome.EARLY_STOP, 0, id="the first correction"),
+    pytest.param(4, {4}, SpanOutcome.EARLY_STOP, 3, id="a correction"),
+    pytest.param(4, {4, 5, 6}, SpanOutcome.EARLY_STOP, 3, id="a correction before other lies"),
+    pytest.param(6, {6}, SpanOutcome.EARLY_STOP, 5, id="the last correction"),
+    pytest.param(4, {6}, SpanOutcome.STOP, 3, id="an accepted draft before a lie"),
 ]
 
 
 @pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
 def test_a_stop_token_inside_a_span_ends_the_text_there(
-    at: int, lies: set[int], kind: SpanKind, accepted: int
+    at: int, lies: set[int], kind: SpanOutcome, accepted: int
 ) -> None:
     result = one(lies, stop_token_ids=(text()[at], text()[at + 1]))
     assert result.tokens == text()[:at]
     assert result.finish == Finish("stop", text()[at])
-    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == accepted
+    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == accepted
 
 
 @pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
 def test_the_end_of_text_token_inside_a_span_ends_the_text(
-    at: int, lies: set[int], kind: SpanKind, accepted: int, monkeypatch: pytest.MonkeyPatch
+    at: int, lies: set[int], kind: SpanOutcome, accepted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("llama")
     monkeypatch.setattr(target, "eos_ids", frozenset({text()[at]}))
     result = one(lies, ignore_eos=False)
     assert (result.tokens, result.finish) == (text()[:at], Finish("stop", text()[at]))
-    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == accepted
+    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == accepted
     assert one(lies, ignore_eos=True).tokens == text()
 
 
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
 def test_a_stop_string_inside_a_span_ends_the_text_there(
-    at: int, lies: set[int], kind: SpanKind, accepted: int, length: int
+    at: int, lies: set[int], kind: SpanOutcome, accepted: int, length: int
 ) -> None:
     stop = spell(text()[at + 1 - length : at + 1])
     result = one(lies, stop=("no such text", spell(text()[at + 1 : at + 3]), stop))
     assert result.tokens == text()[: at + 1]  # the token that completes it is kept
     assert result.finish == Finish("stop", stop)
     assert final_text(Tokenizer(Letters()), result.tokens, stop) == spell(text()[: at + 1 - length])
-    kept = accepted + (kind is SpanKind.STOP)
-    assert dict(result.stats.kinds) == {kind: 1} and result.stats.accepted == kept
+    kept = accepted + (kind is SpanOutcome.STOP)
+    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == kept
 
 
 @pytest.mark.parametrize(
     ("lies", "limit", "kind", "accepted"),
     [
-        pytest.param(set(), 8, SpanKind.FULL, 6, id="all accepted"),
-        pytest.param({6}, 8, SpanKind.TAIL, 5, id="all but the last"),
-        pytest.param({5}, 8, SpanKind.EARLY, 4, id="all but the last two"),
-        pytest.param({1, 2, 3, 4, 5, 6}, 8, SpanKind.EARLY, 0, id="none"),
-        pytest.param({1}, 3, SpanKind.TAIL, 0, id="none of one"),
+        pytest.param(set(), 8, SpanOutcome.FULL, 6, id="all accepted"),
+        pytest.param({6}, 8, SpanOutcome.TAIL, 5, id="all but the last"),
+        pytest.param({5}, 8, SpanOutcome.EARLY, 4, id="all but the last two"),
+        pytest.param({1, 2, 3, 4, 5, 6}, 8, SpanOutcome.EARLY, 0, id="none"),
+        pytest.param({1}, 3, SpanOutcome.TAIL, 0, id="none of one"),
     ],
 )
-def test_a_span_is_named_by_how_it_ended(lies: set[int], limit: int, kind: SpanKind, accepted: int) -> None:
+def test_a_span_is_named_by_how_it_ended(
+    lies: set[int], limit: int, kind: SpanOutcome, accepted: int
+) -> None:
     script({("r", 0): text()}, lies.__contains__)
     engine = make_engine(tiny_target("llama"))
     asked = request(max_tokens=limit)
@@ -156,7 +158,7 @@ def test_a_span_is_named_by_how_it_ended(lies: set[int], limit: int, kind: SpanK
     engine.step()
     (seq,) = engine.scheduler.running
     engine.step()
-    assert dict(seq.stats.kinds) == {kind: 1} and seq.stats.accepted == accepted
+    assert dict(seq.stats.outcomes) == {kind: 1} and seq.stats.accepted == accepted
     assert seq.tokens[len(PROMPT) :] == text()[: accepted + 2]
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from speculon.bench.simulate import ACCEPTED, REJECTED, UNKNOWN, SimulatedSequence
 from speculon.control.acceptance import POSITIONS, Acceptance
 from speculon.control.cost import Costs
-from speculon.core import NO_DRAFT, Draft, Reason, SpanKind
+from speculon.core import NO_DRAFT, Draft, Reason, SpanOutcome
 from speculon.errors import RecordError
 from speculon.events import Recording, Round, TextRound
 
@@ -226,7 +226,7 @@ def record_proposals(past: RecordedSequence, one: TextRound, work: int) -> None:
     """The outcome of a round's proposals; unknown where the round failed."""
     if one.reason in FAILED:
         return
-    ended = one.kind in (SpanKind.STOP, SpanKind.EARLY_STOP)
+    ended = one.outcome in (SpanOutcome.STOP, SpanOutcome.EARLY_STOP)
     for asked in one.asked:
         kept = asked is one.asked[-1] and one.drafted
         accepted = min(one.accepted, asked.found) if kept else 0  # without what a lookup added

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speculon.bench.measure import Measurement, Step
-from speculon.core import SpanKind
+from speculon.core import SpanOutcome
 from speculon.telemetry import SpeculationStats
 
 SPEEDS = (1.0, 1.5, 2.0)  # times plain decoding
 HALVINGS = 40  # of [0, 1]: beyond what is shown
-CORRECTED = (SpanKind.TAIL, SpanKind.EARLY, SpanKind.EARLY_STOP)
+CORRECTED = (SpanOutcome.TAIL, SpanOutcome.EARLY, SpanOutcome.EARLY_STOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def equal_acceptance(tokens_per_call: float, k: int) -> float | None:
 
 def reached(done: SpeculationStats) -> float:
     """Accepted drafts among those whose predecessors were accepted: with a correction that is one more."""
-    missed = sum(done.span_kinds.get(kind, 0) for kind in CORRECTED)
+    missed = sum(done.span_outcomes.get(kind, 0) for kind in CORRECTED)
     return done.accepted / max(1, done.accepted + missed)
 
 

@@ -24,7 +24,7 @@ from speculon.core import (
     PromptShape,
     Proposal,
     Reason,
-    SpanKind,
+    SpanOutcome,
     Timing,
     Verdict,
 )
@@ -252,5 +252,5 @@ def judge(
     k, accepted = len(draft.tokens), 0
     while accepted < k and random.random() < environment.chance(number, seq, draft, accepted):
         accepted += 1
-    kind = None if not k else SpanKind.FULL if accepted == k else SpanKind.EARLY
-    return Verdict((ACCEPTED,) * (accepted + 1), accepted, kind)
+    outcome = None if not k else SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
+    return Verdict((ACCEPTED,) * (accepted + 1), accepted, outcome)

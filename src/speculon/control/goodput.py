@@ -36,7 +36,7 @@ from speculon.control.cost import OF_LATE, Costs
 from speculon.control.fixed import unable
 from speculon.control.policy import Policy
 from speculon.control.shadow import Shadow
-from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, SpanKind, Timing, Verdict
+from speculon.core import Ask, Decision, Draft, Estimate, Load, Reason, SpanOutcome, Timing, Verdict
 from speculon.sequence import Sequence, Span
 
 # proposals before a cost is believed, drafts of a probe, matches that a lookup shows where the prompt is no
@@ -338,7 +338,7 @@ class Goodput(Policy):
         """Learns from the drafts that were verified, and from those that were only watched."""
         if method := self._now.unanswered.pop(one.seq.id, None):
             one.learn(method, 1, 0)  # an empty proposal costs as much as a rejected one
-        judged = min(verdict.accepted + (verdict.kind is not SpanKind.STOP), len(draft.tokens))
+        judged = min(verdict.accepted + (verdict.outcome is not SpanOutcome.STOP), len(draft.tokens))
         for name, before, count in (
             parts(one.seq, draft, self._now.kept.get(one.seq.id, draft.sources[0])) if judged else ()
         ):

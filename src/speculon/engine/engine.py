@@ -14,11 +14,12 @@ import torch
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Verdict
+from speculon.core import Load, Verdict
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.drafting import Drafting
 from speculon.engine.events import Events
+from speculon.engine.messages import Ready
 from speculon.engine.scheduler import Ended, Scheduler
 from speculon.engine.state import State
 from speculon.errors import InvalidParameter
@@ -83,9 +84,9 @@ class Engine:
         self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
-        grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
+        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.admission = Admission(
-            config.speculation, self.proposers, grammars, tokenizer, self.pool, target, self.max_context
+            config.speculation, self.proposers, self.grammars, tokenizer, self.pool, target, self.max_context
         )
         self.counters = EngineCounters()
         self.events = Events.of(
@@ -99,6 +100,27 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def load(self) -> Load:
+        return self.scheduler.load
+
+    @property
+    def open_requests(self) -> list[str]:
+        """Ids of the requests that run; where none does, of those that wait."""
+        seqs = self.scheduler.running or self.scheduler.waiting
+        return list(dict.fromkeys(seq.request.id for seq in seqs))
+
+    def facts(self) -> Ready:
+        """What a server has to know of it."""
+        return Ready(
+            vocab_size=self.target.vocab_size,
+            max_context=self.max_context,
+            max_num_seqs=self.config.max_num_seqs,
+            pages=self.pool.num_blocks,
+            page_tokens=self.pool.block_size,
+            method=self.proposers.default,
+        )
 
     def add_request(
         self,

@@ -212,7 +212,7 @@ class Events:
             fields["prompt"] = span.length
         else:
             fields |= attempted_fields(attempt, verdict)
-        fields |= {"kind": verdict.kind} if verdict.kind else {}
+        fields |= {"outcome": verdict.outcome} if verdict.outcome else {}
         return fields | ({"finish": verdict.finish.reason} if verdict.finish else {})
 
 

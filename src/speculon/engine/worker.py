@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from speculon.config import EngineConfig
+from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
+from speculon.core import Load
 from speculon.engine.messages import (
     Abort,
     Add,
@@ -27,11 +28,9 @@ from speculon.engine.messages import (
 )
 from speculon.errors import EngineError, SpeculonError
 from speculon.sequence import Event
+from speculon.telemetry import EngineCounters
 
-if TYPE_CHECKING:
-    from speculon.engine.engine import Engine
-
-    Build = Callable[[EngineConfig, Callable[[str], None]], Engine]
+Build = Callable[[EngineConfig, Callable[[str], None]], "ServedEngine"]
 
 STATISTICS_SECONDS = 0.25  # between two messages with the counters
 # without work before the pages are counted: a request that comes soon must not wait for that
@@ -55,10 +54,36 @@ def main(pipe: Connection, settings: dict[str, Any], build: Build) -> None:
         log.warning("the server's process has ended")
 
 
+class ServedEngine(Protocol):
+    """The part of `Engine` that a worker uses."""
+
+    counters: EngineCounters
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def open_requests(self) -> list[str]: ...
+    def facts(self) -> Ready: ...
+    def add_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        speculation: RequestSpeculation | None = None,
+        request_id: str | None = None,
+    ) -> str: ...
+    def step(self) -> list[Event]: ...
+    def abort(self, request_id: str) -> list[Event]: ...
+    def forget_pools(self, pool: str | None = None, tenant: str = "") -> int: ...
+    def check_integrity(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Worker:
     """Steps one engine. No step waits for a client: the server reads all messages at once."""
 
-    def __init__(self, engine: Engine, pipe: Connection):
+    def __init__(self, engine: ServedEngine, pipe: Connection):
         self.engine, self._pipe = engine, pipe
         self._statistics_at = 0.0  # when they were sent last
         self._failures = 0  # steps that failed in a row
@@ -66,16 +91,7 @@ class Worker:
 
     def run(self) -> None:
         engine = self.engine
-        self._pipe.send(
-            Ready(
-                vocab_size=engine.target.vocab_size,
-                max_context=engine.max_context,
-                max_num_seqs=engine.config.max_num_seqs,
-                pages=engine.pool.num_blocks,
-                page_tokens=engine.pool.block_size,
-                method=engine.proposers.default,
-            )
-        )
+        self._pipe.send(engine.facts())
         self._send_statistics()
         while self._read_messages():
             if engine.has_work:
@@ -139,8 +155,7 @@ class Worker:
         """Ends the running requests with the fault; the waiting ones only where none runs."""
         self._failures = 0
         fault = EngineError(f"the step failed: {type(error).__name__}: {error}")
-        scheduler = self.engine.scheduler
-        for request_id in dict.fromkeys(seq.request.id for seq in scheduler.running or scheduler.waiting):
+        for request_id in self.engine.open_requests:
             self.engine.abort(request_id)
             self._pipe.send(Refused(request_id, fault))
 
@@ -150,4 +165,4 @@ class Worker:
 
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
-        self._pipe.send(Statistics(self.engine.counters, self.engine.scheduler.load))
+        self._pipe.send(Statistics(self.engine.counters, self.engine.load))

@@ -138,7 +138,7 @@ class EngineCollector(Collector):
         yield counter("shadow_draft_tokens", "tokens of these drafts, by method", drafted, "method")
         text = "of these, equal to the tokens committed, by method"
         yield counter("shadow_accepted_tokens", text, accepted, "method")
-        yield counter("span_outcomes", "how drafted spans ended", by(totals.kinds), "outcome")
+        yield counter("span_outcomes", "how drafted spans ended", by(totals.outcomes), "outcome")
 
     def _proposals(self, counters: EngineCounters) -> Iterator[Metric]:
         yield counter("proposals", "proposals, one per sequence", by(counters.proposals), "method")

@@ -143,8 +143,8 @@ def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
         ),
         pytest.param(
             ["-p", "x", "--draft", "other"],
-            "ModelError",
-            "draft and target disagree",
+            "WrongPair",
+            "different tokenizers",
             id="another vocabulary",
         ),
     ],

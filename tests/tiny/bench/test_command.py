@@ -166,7 +166,7 @@ def test_a_draft_model_is_measured_like_any_method(folder: Path, tmp_path: Path)
 
 
 def test_the_modes_say_the_method_and_other_options_of_speculation_are_there(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "--help"], terminal_width=200)
+    done = CliRunner().invoke(app, ["bench", "--help-all"], terminal_width=200)
     assert (
         done.exit_code == 0
         and "--draft " in done.stdout

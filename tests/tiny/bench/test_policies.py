@@ -19,7 +19,9 @@ from speculon.errors import BenchError
 from speculon.sequence import Span
 from tests.tiny.bench.plans import bench, small
 
-Observed = dict[int, set[str | None]]  # policies object -> methods of the sequences whose rounds it observed
+Observed = dict[
+    int, set[tuple[str, ...]]
+]  # policies object -> methods of the sequences whose rounds it observed
 
 
 def policies_in_a_run(
@@ -35,7 +37,7 @@ def policies_in_a_run(
         return measure(llm, cases, speculation, time)
 
     def observing(self: Policies, spans: list[Span], verdicts: list[Verdict], timing: Timing) -> None:
-        observed.setdefault(id(self), set()).update(span.seq.method for span in spans)
+        observed.setdefault(id(self), set()).update(span.seq.methods for span in spans)
         observe(self, spans, verdicts, timing)
 
     monkeypatch.setattr("speculon.bench.run.measure", watched)
@@ -44,7 +46,7 @@ def policies_in_a_run(
     return in_place, observed
 
 
-METHODS = {"off": None, AGAIN: None, "ngram:4": "ngram", "suffix:4": "suffix", "auto": "auto"}
+METHODS = {"off": (), AGAIN: (), "ngram:4": ("ngram",), "suffix:4": ("suffix",), "auto": ("suffix",)}
 
 
 def not_its_own(in_place: dict[str, list[Policies]], observed: Observed) -> list[str]:

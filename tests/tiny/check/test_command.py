@@ -114,7 +114,7 @@ def test_the_command_does_not_pass_without_having_speculated(folder: Path) -> No
             "num_speculative_tokens = 0",
             id="no drafts",
         ),
-        pytest.param(["--method", "draft_model"], "InvalidParameter", "no_drafter", id="no draft"),
+        pytest.param(["--method", "draft_model"], "ConfigError", "needs a drafter", id="no draft"),
         pytest.param(["--method", "zzz"], "UnknownMethod", "known are", id="a method"),
         pytest.param(["--runs", "3"], "InvalidParameter", "runs = 3: must be at least 16", id="runs"),
         pytest.param(
