@@ -88,7 +88,12 @@ def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
 
 
 def test_flags_say_the_same() -> None:
-    speculation = {"method": "auto", "num_speculative_tokens": 3, "draft": "a folder/draft", "join": False}
+    speculation = {
+        "method": "auto",
+        "num_speculative_tokens": 3,
+        "draft": "a folder/draft",
+        "chained_drafts": False,
+    }
     flags = shlex.split(as_flags({"model": "demo", "compile": True, "speculation": speculation}))
     assert flags == [
         "--model", "demo", "--compile", "--method", "auto", "--num-speculative-tokens", "3",

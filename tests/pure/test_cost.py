@@ -52,15 +52,15 @@ def test_a_proposal_takes_what_was_measured(sequences: int, k: int) -> None:
     assert added == pytest.approx(1000 * READ, rel=0.15)
 
 
-def test_reading_that_nobody_tells_of_would_be_seen() -> None:
-    """The twin: proposals that read and do not say so make all of them seem dear."""
-    told, blind = Costs(), Costs()
+def test_unreported_reading_would_be_seen() -> None:
+    """The twin: proposals that read and do not report it raise the cost of all."""
+    informed, blind = Costs(), Costs()
     for number in range(400):
         unread = 100 * (number % 2)
         ms = call_ms(1, 2) + READ * unread
-        told.observe_proposal("model", Proposal(1, 2, ms, unread))
+        informed.observe_proposal("model", Proposal(1, 2, ms, unread))
         blind.observe_proposal("model", Proposal(1, 2, ms))
-    assert told.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
+    assert informed.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
     assert blind.proposal("model", 1, 2) > 1.2 * call_ms(1, 2)
 
 

@@ -34,7 +34,7 @@ class Round:
 
 
 def rounds(prediction: list[int], text: list[int], k: int = K) -> Iterator[Round]:
-    """What the target's writing `text` makes of the drafts; its first token comes with the prompt, undrafted."""
+    """The rounds in which the target writes `text`; its first token comes with the prompt, undrafted."""
     cursor, at = Cursor(spell(prediction)), min(1, len(text))
     cursor.follow(text[:at])
     while at < len(text):
@@ -230,7 +230,7 @@ def test_drafts_from_elsewhere_are_found_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_jump_is_forgotten_when_nothing_follows_from_it() -> None:
-    """`7` near the end is jumped to and proves wrong; the place beside the edit is still the nearest."""
+    """`7` near the end is jumped to, wrongly; the place beside the edit is still the nearest."""
     prediction = [*range(100, 130), 1, 2, *range(130, 150), 1, 2, 3]
     cursor = Cursor(spell(prediction))
     cursor.follow(prediction[:10])

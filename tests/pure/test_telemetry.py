@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from speculon.core import Draft, Reason, SpanKind, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
-KINDS = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
+OUTCOMES = {0: SpanKind.EARLY, 1: SpanKind.EARLY, 2: SpanKind.EARLY, 3: SpanKind.TAIL, 4: SpanKind.FULL}
 
 
 # of one call of `RequestStats.record`
-Told = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | None]
+Call = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | None]
 
 
-def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Told:
-    verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanKind.FULL))
+def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Call:
+    verdict = Verdict(tuple(range(accepted + 1)), accepted, OUTCOMES.get(accepted, SpanKind.FULL))
     return Draft(tuple(range(k)), (source,) * k), verdict, (source,), None
 
 
-def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Told:
+def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Call:
     return Draft(), Verdict((7,)), (method,) if method else (), reason
 
 
-def recorded(*rounds: Told) -> RequestStats:
+def recorded(*rounds: Call) -> RequestStats:
     stats = RequestStats()
     for one in rounds:
         stats.record(*one)
@@ -72,12 +72,12 @@ def test_the_figures_of_known_rounds() -> None:
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 
-def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Told:
+def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Call:
     """A round in which `ngram` was asked, then `model`; `source` had the draft, or nobody."""
-    asked = ("ngram", "model")
+    methods = ("ngram", "model")
     if source is None:
-        return Draft(), Verdict((7,)), asked, reason
-    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY), asked, None
+        return Draft(), Verdict((7,)), methods, reason
+    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanKind.EARLY), methods, None
 
 
 CHANGES = [
@@ -173,7 +173,7 @@ def test_the_account_of_rounds_has_the_stops() -> None:
 
 
 @given(ROUNDS)
-def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
+def test_what_is_recorded_adds_up(rounds: list[Call]) -> None:
     stats = recorded(*rounds)
     assert stats.emitted == sum(len(verdict.tokens) for _, verdict, *_ in rounds)
     assert stats.kinds.total() == stats.rounds
@@ -190,7 +190,7 @@ def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
 
 @given(st.lists(ROUNDS, max_size=4))
 def test_sums_of_accounts_are_accounts_of_all_rounds(
-    parts: list[list[Told]],
+    parts: list[list[Call]],
 ) -> None:
     total = RequestStats()
     for part in parts:

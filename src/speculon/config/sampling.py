@@ -39,7 +39,7 @@ class Structured(Checked):
         None, min_length=1, max_length=MAX_CHOICES, description="one of these strings"
     )
     grammar: str | None = Field(
-        None, min_length=1, max_length=MAX_GRAMMAR, description="llguidance's Lark dialect"
+        None, min_length=1, max_length=MAX_GRAMMAR, description="a grammar in llguidance's form of Lark"
     )
 
     @model_validator(mode="after")
