@@ -85,14 +85,14 @@ def test_a_batch_size_that_departs_from_the_sum_is_known_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "asked", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)]
+    ("seen", "rows", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)]
 )
-def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, known: bool) -> None:
+def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, rows: int, known: bool) -> None:
     costs = Costs()
-    costs.observe_step(asked, asked, 4, 50.0)  # one that drafts tells nothing of plain ones
-    assert costs.plain(asked) is None
+    costs.observe_step(rows, rows, 4, 50.0)  # one that drafts says nothing about plain ones
+    assert costs.plain(rows) is None
     costs.observe_step(seen, 0, 0, step_ms(seen, 0, 0))
-    assert (costs.plain(asked) is not None) is known
+    assert (costs.plain(rows) is not None) is known
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:

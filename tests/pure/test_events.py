@@ -97,7 +97,8 @@ def test_a_round_is_recorded_with_all_its_numbers(path: Path) -> None:
         ("ngram", 4, 0),
         ("model", 4, 3),
     ]
-    assert row.asked[1].confidence == (0.9, 0.8, 0.7)
+    _, by_model = row.asked
+    assert by_model.confidence == (0.9, 0.8, 0.7)
     assert [(one.match, one.stop) for one in row.asked] == [(0, "no_match"), (5, "confidence")]
     assert row.drafts == (("model", 2),) and (row.accepted, row.kind, row.tokens) == (1, SpanKind.TAIL, 2)
     assert row.reason is None and not recording.cut
@@ -168,13 +169,13 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("harm", "said"), BROKEN)
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
 def test_a_broken_record_is_reported_by_file_and_line(
-    path: Path, harm: Callable[[list[str]], list[str]], said: str
+    path: Path, damage: Callable[[list[str]], list[str]], message: str
 ) -> None:
     written(path)
-    path.write_text("".join(harm(path.read_text().splitlines(keepends=True))), encoding="latin-1")
-    with pytest.raises(RecordError, match=said):
+    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))), encoding="latin-1")
+    with pytest.raises(RecordError, match=message):
         read(path)
 
 

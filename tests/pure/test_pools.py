@@ -251,7 +251,7 @@ def test_a_deleted_key_is_gone() -> None:
     assert not draft(proposer, "me", [1, 2, 3, 5, 6], 3)
 
 
-# what is told, to be kept
+# what is written, to be kept
 
 
 def test_what_is_told_is_found_again_and_ages_on() -> None:

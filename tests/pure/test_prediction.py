@@ -287,7 +287,7 @@ def test_tokens_beyond_the_end_count_as_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "said"),
+    ("prediction", "message"),
     [
         pytest.param("x" * (MAX_PREDICTION + 1), "at most 1048576 long", id="too much text"),
         pytest.param([1] * (MAX_PREDICTION + 1), "at most 1048576 long", id="too many ids"),
@@ -295,8 +295,8 @@ def test_tokens_beyond_the_end_count_as_rejected() -> None:
         pytest.param(["a"], "a string or a list of token ids", id="strings"),
     ],
 )
-def test_what_is_no_prediction_is_refused(prediction: Any, said: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"prediction = .*{said}"):
+def test_what_is_no_prediction_is_refused(prediction: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"prediction = .*{message}"):
         RequestSpeculation(prediction=prediction)
 
 

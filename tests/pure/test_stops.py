@@ -262,8 +262,8 @@ def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for stop in (None, *Stop):
-        told, reason = proposed(monkeypatch, no_draft(stop, 3))
-        assert told == [(0, 3, stop)]
+        outcomes, reason = proposed(monkeypatch, no_draft(stop, 3))
+        assert outcomes == [(0, 3, stop)]
         assert reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
 
 
@@ -274,8 +274,8 @@ WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop"
 def test_a_wrong_match_or_stop_is_a_drafters_fault(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
-    assert not told and reason is Reason.ERROR and "is a number of tokens" in caplog.text
+    outcomes, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
+    assert not outcomes and reason is Reason.ERROR and "is a number of tokens" in caplog.text
 
 
 def test_a_failed_call_leaves_no_proposal(

@@ -85,7 +85,7 @@ limits = st.builds(
 
 @given(
     texts,
-    st.lists(texts, max_size=3).filter(lambda said: sum(map(len, said)) < LOOKS - 4),
+    st.lists(texts, max_size=3).filter(lambda found: sum(map(len, found)) < LOOKS - 4),
     st.integers(1, 9),
     limits,
     st.data(),
@@ -101,8 +101,8 @@ def check_long_texts(seed: int) -> None:
     chance = random.Random(seed)
     own, *answers = ([chance.choice([1, 1, 2, 3]) for _ in range(chance.randrange(20, 90))] for _ in range(4))
     for end in range(2, len(own), 3):
-        for wanted in (Limits(), Limits(8.0, 0.3), Limits(1.0, 0.0, 2)):
-            assert propose(own[:end], answers, 8, wanted) == brute(own[:end], answers, 8, wanted)
+        for some in (Limits(), Limits(8.0, 0.3), Limits(1.0, 0.0, 2)):
+            assert propose(own[:end], answers, 8, some) == brute(own[:end], answers, 8, some)
 
 
 @pytest.mark.parametrize("seed", range(3))

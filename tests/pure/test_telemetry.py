@@ -132,9 +132,9 @@ def test_a_joined_draft_is_credited_token_by_token() -> None:
     assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
 
 
-def proposals(*told: tuple[str, Stop | None, int]) -> RequestStats:
+def proposals(*outcomes: tuple[str, Stop | None, int]) -> RequestStats:
     stats = RequestStats()
-    for method, stop, match in told:
+    for method, stop, match in outcomes:
         stats.propose(method, no_draft(stop, match))
     return stats
 

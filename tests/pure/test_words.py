@@ -9,36 +9,41 @@ import pytest
 from tests.documents import ROOT
 from tests.prose import MAX_WORDS, PRIVATE, long_sentences, private_words, wide_lines, words_of
 
-# Widen these when a folder is clean; `LATER` is what still has to be cleaned within them.
+# Widen these when a folder is clean.
 CLEAN = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
     "docs",
-    "recipes/architectures",
-    "recipes/charts",
+    "recipes",
+    "src/speculon/advise",
+    "src/speculon/bench",
+    "src/speculon/check",
+    "src/speculon/checkpoints",
+    "src/speculon/cli",
+    "src/speculon/commands",
+    "src/speculon/config",
+    "src/speculon/demo",
+    "src/speculon/models",
+    "src/speculon/server",
+    "src/speculon/train",
     "tests/documents.py",
-    "tests/pure/test_docs.py",
+    "tests/pure",
+    "tests/server",
 )
 SHORT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs")
-LATER = tuple(
-    f"docs/{name}.md"
-    for name in (
-        "advise",
-        "architecture",
-        "bench",
-        "chat",
-        "check",
-        "configuration",
-        "drafters",
-        "serving",
-        "training",
-    )
-)
+LATER = ("docs/chat.md", "docs/configuration.md")  # have wide lines
 RECORDED = "docs/benchmarks"  # written by a run; README.md and serving.md are written by hand
 # file or folder -> rules that an ordinary use of the word breaks there
 ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/events.md": ("kind",),  # a field of the record
+    "recipes/demo/train.py": ("join",),  # a parameter of torch.multiprocessing
+    "src/speculon/bench/replay.py": ("kind",),  # a field of the record
+    "src/speculon/check/plan.py": ("door, house",),  # the text of a prompt
+    "src/speculon/models/probe.py": ("kind",),  # what a layer stores
+    "tests/pure/test_events.py": ("kind",),  # a field of the record
+    "tests/pure/test_replay.py": ("kind",),  # a field of the record
+    "tests/pure/test_words.py": tuple(PRIVATE),  # planted
 }
 
 LONG = " ".join(["word"] * (MAX_WORDS + 1))
@@ -51,10 +56,7 @@ def files(names: tuple[str, ...], *suffixes: str) -> list[Path]:
         for name in names
         for file in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
     ]
-    later = {ROOT / name for name in LATER}
-    return sorted(
-        file for file in found if file.suffix in suffixes and not is_recorded(file) and file not in later
-    )
+    return sorted(file for file in found if file.suffix in suffixes and not is_recorded(file))
 
 
 def is_recorded(file: Path) -> bool:
@@ -80,7 +82,9 @@ def test_sentences_are_short(document: Path) -> None:
     assert long_sentences(document.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("document", files(SHORT, ".md"), ids=named)
+@pytest.mark.parametrize(
+    "document", [file for file in files(SHORT, ".md") if named(file) not in LATER], ids=named
+)
 def test_lines_are_not_wide(document: Path) -> None:
     assert wide_lines(document.read_text(encoding="utf-8")) == []
 
@@ -130,7 +134,7 @@ ORDINARY = [
     "the two joined, ', '.join(names), a joint call",
     "told apart, worth the cost, as asked",
     "indoor, warehouse, newsletter, wired, impulse",
-    "a kind of layer; mankind",
+    'a kind of layer; mankind; view.kind(layer); argsort(x, kind="stable")',
 ]
 
 

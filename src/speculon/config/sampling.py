@@ -49,7 +49,7 @@ class Structured(Checked):
         if self.json_schema is False:
             raise InvalidParameter("json_schema", False, "no text matches it")
         if len(given) != 1:
-            raise InvalidParameter("kind", given, f"give exactly one of {', '.join(fields)}")
+            raise InvalidParameter("fields", given, f"give exactly one of {', '.join(fields)}")
         return self
 
     @field_validator("json_schema", "choice")
