@@ -73,7 +73,8 @@ PRIVATE = {
     "promise": r"\bpromis(?:e|es|ed|ing)\b|\bforgiven\b",  # memory estimate; calibration
     "awake, rest": r"\bawake\b|\bseldom\b|\brest(?:s|ed|ing)\b|\b(?:may|must|to) rest\b",  # back-off
     "rehearsal": r"\b_?rehears(?:e|es|ed|al|als|ing)\b",  # warm-up
-    "kind": r"\bkinds?\s*=(?!=)|\.kind\b|[\"`]kind[\"`]",  # one word for each of its meanings
+    # one word for each of its meanings; a layer has a kind, and so has a parameter in Python and NumPy
+    "kind": r"\bkinds?\s*=(?!=|\"stable\"|inspect\.)|\.kind\b(?!\()|[\"`]kind[\"`]",
     "trust, doubt": r"\b(?:trust|doubts?|apart)\s*=(?!=)|\.(?:trust|doubts?|apart)\b|\bdoubts\b",
     "worth, wanted, came": r"\.(?:worth|wanted|came)\b|\b(?:worth|wanted|came)\s*=(?!=)",  # token gain
     "grade": r"\bgrades?\b|\bclass (?:Own|Others)\b",  # confidence bucket

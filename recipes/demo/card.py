@@ -1,6 +1,6 @@
 """The model card."""
 
-from data import COPY_SHARE, SAMPLE_KINDS
+from data import COPY_SHARE, SAMPLE_TASKS
 from model import TrainableQwen3
 
 CARD = """---
@@ -49,7 +49,7 @@ this file \
 lists the held-out files.
 
 {copy_share:.0%} of the sequences are made of samples that teach copying and chat, drawn with these weights: \
-{kinds}. All of them are made from functions of training files: the same function with a name changed \
+{tasks}. All of them are made from functions of training files: the same function with a name changed \
 (`edit`), the \
 same function again (`repeat`), a function that comes back later in a document (`quoted`), random tokens \
 repeated \
@@ -88,5 +88,5 @@ def model_card(model: TrainableQwen3, facts: dict) -> str:
         history=f"\n## How this run went\n\n{facts['history']}\n" if "history" in facts else "",
         millions=sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         copy_share=COPY_SHARE,
-        kinds=", ".join(f"{name} {weight:.0%}" for name, weight in SAMPLE_KINDS.items()),
+        tasks=", ".join(f"{name} {weight:.0%}" for name, weight in SAMPLE_TASKS.items()),
     )

@@ -19,7 +19,7 @@ from speculon.demo import corpus
 COPY_SHARE = 0.5
 """Share of the sequences made of copy and chat samples."""
 
-SAMPLE_KINDS = {"edit": 0.74, "repeat": 0.08, "quoted": 0.08, "induction": 0.05, "write": 0.05}
+SAMPLE_TASKS = {"edit": 0.74, "repeat": 0.08, "quoted": 0.08, "induction": 0.05, "write": 0.05}
 
 ANSWER_WEIGHT = 4.0
 """How much more a token of a copied answer counts in the loss than one of plain code."""
@@ -126,10 +126,10 @@ class Stream:
         weights: list[float] = []
         while len(ids) < size:
             room = size - len(ids)
-            kind = (
-                rng.choices(list(SAMPLE_KINDS), list(SAMPLE_KINDS.values()))[0] if room >= 72 else "induction"
+            task = (
+                rng.choices(list(SAMPLE_TASKS), list(SAMPLE_TASKS.values()))[0] if room >= 72 else "induction"
             )
-            sample, scores = self._sample(kind, rng, room)
+            sample, scores = self._sample(task, rng, room)
             if len(sample) > room and len(ids) > size // 3:
                 sample, scores = self._sample("induction", rng, room)
             ids.extend([*sample, self.data.end])
@@ -168,25 +168,25 @@ class Stream:
             if name not in taken and name.isidentifier():
                 return name
 
-    def _sample(self, kind: str, rng: random.Random, room: int) -> tuple[list[int], list[float]]:
+    def _sample(self, task: str, rng: random.Random, room: int) -> tuple[list[int], list[float]]:
         """Token ids of one sample and what each counts in the loss."""
-        if kind == "induction":
+        if task == "induction":
             run = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(4, max(5, min(64, room // 3))))]
             times = rng.randint(2, 4)
             return run * times, [0.0] * len(run) + [1.0] * (len(run) * (times - 1))
         function = self._pick(rng, (room - 50) // 2)
         source = function.source
-        if kind == "edit":
+        if task == "edit":
             old = rng.choice(function.identifiers)
             new = self._new_name(rng, source)
             user = corpus.edit_prompt(source, old, new)
             if rng.random() < 0.2:
                 user = f"{rng.choice(_EDIT_PHRASES).format(old=old, new=new)}\n\n{corpus.fenced(source)}"
             return self._chat(user, corpus.edit_answer(source, old, new), ANSWER_WEIGHT)
-        if kind == "repeat":
+        if task == "repeat":
             user = f"{rng.choice(_REPEAT_PHRASES)}\n\n{corpus.fenced(source)}"
             return self._chat(user, corpus.fenced(source), ANSWER_WEIGHT)
-        if kind == "quoted":
+        if task == "quoted":
             between = self._pick(rng, max(40, (room - 50) // 4)).source
             ids = self.data.encode(f"{source}\n\n\n{between}\n\n\n{source}\n")
             return ids, [1.0] * len(ids)

@@ -70,17 +70,17 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, scores: Tensor, teacher: Tensor, weights: Tensor, hard: float) -> Tensor:
-        wanted = teacher.float().softmax(-1).mul_(1 - hard)
-        wanted.scatter_add_(1, teacher.argmax(-1, keepdim=True), torch.full((len(teacher), 1), hard))
+        labels = teacher.float().softmax(-1).mul_(1 - hard)
+        labels.scatter_add_(1, teacher.argmax(-1, keepdim=True), torch.full((len(teacher), 1), hard))
         log_q = scores.float().log_softmax(-1)
         share = (weights / weights.sum())[:, None]
-        ctx.save_for_backward(log_q, wanted, share)
-        return -(wanted * log_q).sum(-1, keepdim=True).mul_(share).sum()
+        ctx.save_for_backward(log_q, labels, share)
+        return -(labels * log_q).sum(-1, keepdim=True).mul_(share).sum()
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        log_q, wanted, share = ctx.saved_tensors
-        return ((log_q.exp() - wanted) * (gradient * share)).bfloat16(), None, None, None
+        log_q, labels, share = ctx.saved_tensors
+        return ((log_q.exp() - labels) * (gradient * share)).bfloat16(), None, None, None
 
 
 class Distiller:
@@ -106,31 +106,31 @@ class Distiller:
         self.written_weights = np.concatenate([np.array(score, dtype=np.float32) for score in scores])
         torch.manual_seed(args.seed)
         self.teacher = load_teacher(args.target)
-        self.student = TrainableQwen3(
+        self.drafter = TrainableQwen3(
             replace(self.teacher.config, num_hidden_layers=args.layers, intermediate_size=args.intermediate)
         )
         with torch.no_grad():
-            self.student.model.embed_tokens.weight.copy_(self.teacher.model.embed_tokens.weight)
-            self.student.model.norm.weight.copy_(self.teacher.model.norm.weight)
-        self.optimizers = make_optimizers(self.student)
+            self.drafter.model.embed_tokens.weight.copy_(self.teacher.model.embed_tokens.weight)
+            self.drafter.model.norm.weight.copy_(self.teacher.model.norm.weight)
+        self.optimizers = make_optimizers(self.drafter)
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
         self.checkpoint_path = args.work / "checkpoint.safetensors"
         if self.checkpoint_path.exists():
             self._resume()
-        for layer in (*self.teacher.model.layers, *self.student.model.layers):
+        for layer in (*self.teacher.model.layers, *self.drafter.model.layers):
             layer.compile(dynamic=False)
         self._look_once()
 
     def _resume(self) -> None:
         tensors = load_file(self.checkpoint_path)
         meta = json.loads(bytes(tensors.pop("meta").tolist()))
-        import_state(self.student, self.optimizers, tensors)
+        import_state(self.drafter, self.optimizers, tensors)
         self.step, self.tokens, self.elapsed = meta["step"], meta["tokens"], meta["elapsed"]
 
     def checkpoint(self) -> None:
         """Everything a resumed run needs, replacing the last checkpoint at once."""
         meta = {"step": self.step, "tokens": self.tokens, "elapsed": self.elapsed}
-        tensors = export_state(self.student, self.optimizers)
+        tensors = export_state(self.drafter, self.optimizers)
         tensors["meta"] = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
         temporary = self.checkpoint_path.with_suffix(".tmp")
         save_file(tensors, temporary)
@@ -178,11 +178,11 @@ class Distiller:
         """One optimizer step; returns the loss."""
         ids, weights, hidden = self.batch()
         with torch.autocast("cpu", torch.bfloat16):
-            wanted = self.teacher.logits(hidden).flatten(0, 1)
-            scores = self.student.logits(self.student.hidden(ids)).flatten(0, 1)
-        loss = SoftCrossEntropy.apply(scores, wanted, weights.flatten(), self.args.hard)
+            labels = self.teacher.logits(hidden).flatten(0, 1)
+            scores = self.drafter.logits(self.drafter.hidden(ids)).flatten(0, 1)
+        loss = SoftCrossEntropy.apply(scores, labels, weights.flatten(), self.args.hard)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -206,7 +206,7 @@ class Distiller:
                 for prompt, ids in texts:
                     row = torch.tensor([ids[:-1]])
                     p, q = (
-                        m.logits(m.hidden(row))[0, prompt - 1 :].float() for m in (self.teacher, self.student)
+                        m.logits(m.hidden(row))[0, prompt - 1 :].float() for m in (self.teacher, self.drafter)
                     )
                     same = (
                         p.argmax(-1) == q.argmax(-1)
@@ -258,7 +258,7 @@ class Distiller:
             "corpus": manifest(self.args.stdlib),
         }
         self.report.log(**{name: value for name, value in facts.items() if name != "corpus"})
-        export_draft(self.student, self.args.target, self.args.out, facts)
+        export_draft(self.drafter, self.args.target, self.args.out, facts)
 
 
 def load_teacher(folder: Path) -> TrainableQwen3:

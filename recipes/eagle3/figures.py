@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(llm: LLM, case: workloads.Case, mode: Mode, method: str, k: int) -> float:
-    """Thread seconds of one text; what it said is added to `mode`."""
+    """Thread seconds of one text; its statistics are added to `mode`."""
     counters = llm.engine.counters
     before, steps = dict(counters.profile), counters.steps
     options: dict[str, Any] = {
@@ -117,8 +117,8 @@ def report(modes: dict[tuple[str, int], Mode], cases: int, args: argparse.Namesp
     )
     print("|---|---|---|---|---|---|---|---|")
     for (method, k), mode in modes.items():
-        said = mode.stats.speculation()
-        positions = " ".join(f"{share:.0%}" for share in said.per_position) if said else "-"
+        speculation = mode.stats.speculation()
+        positions = " ".join(f"{share:.0%}" for share in speculation.per_position) if speculation else "-"
         ratio = f"{median(mode.ratios):.2f}" if mode.ratios else "1"
         forward, draft = mode.per_step("forward"), mode.per_step("propose")
         rest = sum(mode.parts.values()) / mode.steps - forward - draft

@@ -23,7 +23,7 @@ from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Size, build
 
 OFF = {"method": "off"}
-PULSE = 0.3  # seconds until /metrics knows what has just happened
+METRICS_DELAY = 0.3  # seconds until /metrics knows what has just happened
 COUNTERS = ("speculon_steps_total", "speculon_step_rows_total", "speculon_step_seconds_total")
 
 Clock = tuple[float, float, float]  # steps, rows, seconds
@@ -73,7 +73,7 @@ async def through_server(server: Server, prompts: list[list[int]], tokens: int) 
         reading = [group.create_task(read(at)) for at in range(len(prompts))]
         while not all(arrivals):
             await asyncio.sleep(0.01)
-        await asyncio.sleep(PULSE)
+        await asyncio.sleep(METRICS_DELAY)
         first = await clock()
         while all(len(times) < tokens - 20 for times in arrivals):  # /metrics is never ahead of the streams
             await asyncio.sleep(0.01)

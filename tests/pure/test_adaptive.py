@@ -32,9 +32,9 @@ def reference(config: AdaptiveConfig, rounds: Rounds) -> list[tuple[int, float, 
         if looks > 0:
             looks -= 1
         else:
-            wanted = int(Decimal(mean + 1).quantize(Decimal(1), rounding=ROUND_HALF_UP))
-            wanted = sorted((config.min, wanted, config.max))[1]
-            updates, lookahead, looks = updates + (wanted != lookahead), wanted, config.cooldown_steps
+            rounded = int(Decimal(mean + 1).quantize(Decimal(1), rounding=ROUND_HALF_UP))
+            rounded = sorted((config.min, rounded, config.max))[1]
+            updates, lookahead, looks = updates + (rounded != lookahead), rounded, config.cooldown_steps
         found.append((lookahead, mean, updates))
     return found
 
@@ -288,13 +288,13 @@ class OneByOne(Adaptive):
             super().observe([span], [verdict], timing)
 
 
-@pytest.mark.parametrize(("kind", "observations"), [(Adaptive, 2), (OneByOne, 1)])
+@pytest.mark.parametrize(("policy", "observations"), [(Adaptive, 2), (OneByOne, 1)])
 def test_a_full_draft_is_full_whatever_other_sequences_of_the_round_change(
-    kind: type[Adaptive], observations: int
+    policy: type[Adaptive], observations: int
 ) -> None:
     shared = AdaptiveLookahead(AdaptiveConfig(initial=3, alpha=0.5, cooldown_steps=1))
     shared.observe(12, 8)
-    accepted_in_full(kind(shared=shared))
+    accepted_in_full(policy(shared=shared))
     assert shared.observations == 1 + observations
 
 

@@ -116,9 +116,9 @@ def test_lookup_and_drafter_together_or_not() -> None:
     ]
     together = advise(mixed, rounds_of(draft=0.3), [LOOK, DRAFT, BOTH])
     assert together.chosen.cascade == BOTH and together.settings["draft"] == "some/draft"
-    apart = advise(mixed, rounds_of(draft=3.0), [LOOK, DRAFT, BOTH])
+    costly = advise(mixed, rounds_of(draft=3.0), [LOOK, DRAFT, BOTH])
     # nobody asks for it, so it is not loaded
-    assert apart.chosen.cascade == LOOK and "draft" not in apart.settings
+    assert costly.chosen.cascade == LOOK and "draft" not in costly.settings
 
 
 def test_a_batch_in_which_rows_are_dear_ends_it() -> None:

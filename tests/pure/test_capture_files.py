@@ -218,7 +218,7 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "said, name",
+    "settings, name",
     [
         pytest.param({"capture": "/no/such/place"}, "capture", id="no such place"),
         pytest.param({"capture": __file__}, "capture", id="a file"),
@@ -230,9 +230,9 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path, monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_bad_settings_are_refused_by_name(said: dict[str, object], name: str) -> None:
+def test_bad_settings_are_refused_by_name(settings: dict[str, object], name: str) -> None:
     with pytest.raises(InvalidParameter) as refused:
-        ServeConfig(**said)
+        ServeConfig(**settings)
     assert refused.value.name == name and "secret" not in str(refused.value)
 
 

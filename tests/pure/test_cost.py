@@ -52,15 +52,15 @@ def test_a_proposal_takes_what_was_measured(sequences: int, k: int) -> None:
     assert added == pytest.approx(1000 * READ, rel=0.15)
 
 
-def test_reading_that_nobody_tells_of_would_be_seen() -> None:
-    """The twin: proposals that read and do not say so make all of them seem dear."""
-    told, blind = Costs(), Costs()
+def test_unreported_reading_would_be_seen() -> None:
+    """The twin: proposals that read and do not report it raise the cost of all."""
+    informed, blind = Costs(), Costs()
     for number in range(400):
         unread = 100 * (number % 2)
         ms = call_ms(1, 2) + READ * unread
-        told.observe_proposal("model", Proposal(1, 2, ms, unread))
+        informed.observe_proposal("model", Proposal(1, 2, ms, unread))
         blind.observe_proposal("model", Proposal(1, 2, ms))
-    assert told.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
+    assert informed.proposal("model", 1, 2) == pytest.approx(call_ms(1, 2), rel=0.1)
     assert blind.proposal("model", 1, 2) > 1.2 * call_ms(1, 2)
 
 
@@ -85,14 +85,14 @@ def test_a_batch_size_that_departs_from_the_sum_is_known_by_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "asked", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)]
+    ("seen", "rows", "known"), [(4, 4, True), (4, 8, True), (4, 2, True), (4, 9, False), (1, 8, False)]
 )
-def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, asked: int, known: bool) -> None:
+def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, rows: int, known: bool) -> None:
     costs = Costs()
-    costs.observe_step(asked, asked, 4, 50.0)  # one that drafts tells nothing of plain ones
-    assert costs.plain(asked) is None
+    costs.observe_step(rows, rows, 4, 50.0)  # one that drafts says nothing about plain ones
+    assert costs.plain(rows) is None
     costs.observe_step(seen, 0, 0, step_ms(seen, 0, 0))
-    assert (costs.plain(asked) is not None) is known
+    assert (costs.plain(rows) is not None) is known
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:

@@ -1,4 +1,4 @@
-"""The record of rounds: what is written, what a bad disk costs, and how a broken file is told."""
+"""The record of rounds: what is written, what a bad disk costs, and how a broken file is reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
+def test_a_round_is_recorded_with_all_its_numbers(path: Path) -> None:
     recording = written(path, speculation={"method": "ngram", "options": {"key": "hidden"}})
     header, (first, _, last) = recording.header, recording.rounds
     assert (
@@ -91,23 +91,24 @@ def test_a_round_is_told_with_all_its_numbers(path: Path) -> None:
     assert (first.running, first.waiting, first.free_pages, first.rows, first.prompt_rows) == (1, 2, 3, 3, 0)
     assert first.target_ms == 2.0 and first.proposals == {"model": Proposal(1, 4, 0.5, 7)}
     assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
-    (told,) = first.texts
-    assert told.policy == "fixed" and told.methods == {"ngram": 4, "model": 4}
-    assert [(asked.method, asked.k, asked.found) for asked in told.asked] == [
+    (row,) = first.texts
+    assert row.policy == "fixed" and row.methods == {"ngram": 4, "model": 4}
+    assert [(one.method, one.k, one.found) for one in row.asked] == [
         ("ngram", 4, 0),
         ("model", 4, 3),
     ]
-    assert told.asked[1].confidence == (0.9, 0.8, 0.7)
-    assert [(asked.match, asked.stop) for asked in told.asked] == [(0, "no_match"), (5, "confidence")]
-    assert told.drafts == (("model", 2),) and (told.accepted, told.outcome, told.tokens) == (
+    _, by_model = row.asked
+    assert by_model.confidence == (0.9, 0.8, 0.7)
+    assert [(one.match, one.stop) for one in row.asked] == [(0, "no_match"), (5, "confidence")]
+    assert row.drafts == (("model", 2),) and (row.accepted, row.outcome, row.tokens) == (
         1,
         SpanOutcome.TAIL,
         2,
     )
-    assert told.reason is None and not recording.cut
+    assert row.reason is None and not recording.cut
 
 
-def test_plain_rounds_prompts_and_ends_are_told(path: Path) -> None:
+def test_plain_rounds_prompts_and_ends_are_recorded(path: Path) -> None:
     events = begun(path)
     prompt, plain = (make_sequence([1] * 6, sample=2, methods=()) for _ in range(2))
     spans = [Span(prompt, 0, 6), Span(plain, 5, 1)]
@@ -121,12 +122,12 @@ def test_plain_rounds_prompts_and_ends_are_told(path: Path) -> None:
     assert (second.prompt, second.reason, second.finish, second.asked) == (0, Reason.COST, "length", ())
 
 
-def test_nothing_of_a_text_is_told(path: Path) -> None:
+def test_nothing_of_a_text_is_recorded(path: Path) -> None:
     written(path)
     assert str(SECRET) not in path.read_text()
 
 
-def test_a_told_token_would_be_seen(path: Path) -> None:
+def test_a_recorded_token_would_be_seen(path: Path) -> None:
     """The twin: a request whose name is the secret."""
     events = begun(path)
     tell(events, make_sequence([1] * 4, request_id=f"r-{SECRET}"))
@@ -172,13 +173,13 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("harm", "said"), BROKEN)
-def test_a_broken_record_is_told_by_file_and_line(
-    path: Path, harm: Callable[[list[str]], list[str]], said: str
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
+def test_a_broken_record_is_reported_by_file_and_line(
+    path: Path, damage: Callable[[list[str]], list[str]], message: str
 ) -> None:
     written(path)
-    path.write_text("".join(harm(path.read_text().splitlines(keepends=True))), encoding="latin-1")
-    with pytest.raises(RecordError, match=said):
+    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))), encoding="latin-1")
+    with pytest.raises(RecordError, match=message):
         read(path)
 
 
@@ -189,7 +190,7 @@ def test_a_record_is_read_up_to_its_last_whole_line(path: Path) -> None:
     assert len(recording.rounds) == 2 and recording.cut
 
 
-def test_a_missing_file_is_told(path: Path) -> None:
+def test_a_missing_file_is_reported(path: Path) -> None:
     with pytest.raises(RecordError, match="events.jsonl: No such file"):
         read(path)
 
@@ -228,11 +229,9 @@ def test_the_record_stays_within_its_limit_and_its_older_half_goes(path: Path) -
     size = path.stat().st_size + older(path).stat().st_size
     assert 2**19 < size <= 2**20 and len(list(path.parent.iterdir())) == 2
     recording = read(path)
-    told = [round_.target_ms for round_ in recording.rounds]
-    assert told == [float(i) for i in range(6000 - len(told), 6000)] and recording.header.part > 1
-    assert all(round_.texts[0].methods for round_ in recording.rounds[:2]), (
-        "each part tells the methods again"
-    )
+    times = [round_.target_ms for round_ in recording.rounds]
+    assert times == [float(i) for i in range(6000 - len(times), 6000)] and recording.header.part > 1
+    assert all(round_.texts[0].methods for round_ in recording.rounds[:2]), "each part repeats the methods"
 
 
 def test_a_new_run_leaves_the_last_one_beside(path: Path) -> None:
@@ -338,7 +337,10 @@ def test_a_fault_of_its_own_ends_the_record_and_nothing_else(
 
 def test_what_a_process_leaves_is_whole(path: Path) -> None:
     """At its end, without a word; and when it is killed, up to the last whole line."""
-    code = "import sys; from pathlib import Path; from tests.pure.test_events import begun, tell; e = begun(Path(sys.argv[1]))\n"
+    code = (
+        "import sys; from pathlib import Path; from tests.pure.test_events import begun, tell; "
+        "e = begun(Path(sys.argv[1]))\n"
+    )
     root = Path(__file__).resolve().parents[2]
     subprocess.run(
         [sys.executable, "-c", code + "for _ in range(30): tell(e)", str(path)], check=True, cwd=root

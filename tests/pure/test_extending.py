@@ -1,4 +1,4 @@
-"""Lookups that go on where another draft ends: as if it were written, and without a trace of it."""
+"""Chained drafts: a lookup drafts as if the draft before it were committed, and keeps no trace of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Made = tuple[Proposer, Sequence]
 
 
 def made(name: str, text: list[int]) -> Made:
-    """A proposer of its own that has an earlier answer, where it remembers any, and has drafted for a text."""
+    """A new proposer that has an earlier answer, where it keeps any, and has drafted for a text."""
     proposer = find_factory(name)(SpeculationConfig(), TargetFacts(1000, 4096))
     earlier = make_sequence([1, 2], output=[3, 4, 5, 0, 1, 5, 2, 4], pool="mine")
     proposer.admit(earlier)
@@ -36,7 +36,7 @@ def drafted(proposer: Proposer, seq: Sequence) -> tuple[int, ...]:
 
 
 def check(name: str, extend: Callable[[Made, tuple[int, ...]], tuple[int, ...]]) -> int:
-    """How many of 300 texts were gone on with.
+    """How many of 300 texts had a chained draft.
 
     Raises AssertionError where that differs from a draft of the written text.
     """

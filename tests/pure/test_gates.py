@@ -89,10 +89,10 @@ def test_time_grows_with_the_length_and_no_faster(part: str) -> None:
     assert thread_time() - began < 2.0  # 0.2 s at the worst seen
 
 
-def test_texts_of_one_kind_are_told_by_the_request() -> None:
-    kinds = {
+def test_prompt_classes_follow_from_the_request() -> None:
+    names = {
         shape_of(greedy, prompt).name
         for greedy in (True, False)
         for prompt in ("", "Hello", "Edit:\n```\nx = 1\n```")
     }
-    assert kinds == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}
+    assert names == {"greedy", "sampled", "greedy, repeating", "sampled, repeating"}

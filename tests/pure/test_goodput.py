@@ -214,17 +214,17 @@ def test_a_dear_model_fills_the_gaps_of_a_lookup_only_where_that_pays() -> None:
 
 
 def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     class Empty(SyntheticEnvironment):
         def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
-            asked.append(number)
+            calls.append(number)
             return Draft()
 
     played = run(
         Empty(STEP, {"lookup": SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)}, lambda _: 8), 1200
     )
-    early, late = (len({number for number in asked if first <= number < first + 100}) for first in (0, 1000))
+    early, late = (len({number for number in calls if first <= number < first + 100}) for first in (0, 1000))
     assert early > 20 and 0 < late <= 100 / 12, "they are asked together, and never given up"
     assert played.rate(600) > 0.99 * plain(8)
 
@@ -232,26 +232,26 @@ def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
 class Gaps(SyntheticEnvironment):
     """Where the lookup has nothing the model is right, and the lookup has something behind its draft."""
 
-    stands = 0.9
+    acceptance = 0.9
 
     def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
         return Draft() if method == "lookup" else super().draft(number, text, method, min(k, 2), random)
 
-    def join(self, number: int, text: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
-        fate = tuple(int(random.random() < self.stands) for _ in range(k))
+    def chain(self, number: int, text: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
+        fate = tuple(int(random.random() < self.acceptance) for _ in range(k))
         return draft.chain(Draft(fate, ("lookup",) * k, confidence=(0.5,) * k))
 
 
 class Wrong(Gaps):
-    stands = 0.05
+    acceptance = 0.05
 
 
-def chained(scene: type[Gaps], join: bool | None = None) -> SimulationResult:
+def chained(scene: type[Gaps], chain: bool | None = None) -> SimulationResult:
     class Asking(scene):  # type: ignore[valid-type, misc]
         def batches(self) -> Any:
             for running in super().batches():
                 for text in running:
-                    text.chained = join
+                    text.chained = chain
                 yield running
 
     ways = {
@@ -267,9 +267,9 @@ def tails(played: SimulationResult) -> float:
 
 
 def test_drafts_are_chained_where_that_pays() -> None:
-    good, never, bad = chained(Gaps), chained(Gaps, join=False), chained(Wrong)
+    good, never, bad = chained(Gaps), chained(Gaps, chain=False), chained(Wrong)
     assert good.rate(200) > 1.15 * never.rate(200) and tails(never) == 0 < 2 < tails(good)
-    assert bad.rate(200) > 0.96 * chained(Wrong, join=False).rate(200) and tails(bad) < 0.5
+    assert bad.rate(200) > 0.96 * chained(Wrong, chain=False).rate(200) and tails(bad) < 0.5
 
 
 def test_a_cold_start_measures_before_it_asks_many() -> None:

@@ -170,7 +170,7 @@ PLANTED = [
         "proposers.ngram imports proposers",
         id="sideways",
     ),
-    pytest.param("errors", "from speculon import LLM", "errors imports __init__", id="the front door"),
+    pytest.param("errors", "from speculon import LLM", "errors imports __init__", id="the package itself"),
     pytest.param(
         "kv.blocks", "import torch.nn", "kv.blocks brings torch in: kv.blocks -> torch.nn", id="torch"
     ),

@@ -157,14 +157,14 @@ def check_isolation() -> None:
     """A name, another one, a prompt, a name that reads like its digest's input, whoever wants none; of each
     also another's.
     """
-    prompt, said = [1, 2, 3], [5, 6, 7, 8, 9]
+    prompt, answer = [1, 2, 3], [5, 6, 7, 8, 9]
     for name, sees in [("me", True), ("you", False), (None, False), ("", False), (f"prompt {prompt}", False)]:
         for who, mine in [("a", True), ("b", False), ("", False)]:
             proposer = Suffix.build(SpeculationConfig(), FACTS)
-            write(proposer, "me", prompt, said, "a")
+            write(proposer, "me", prompt, answer, "a")
             assert bool(draft(proposer, name, [*prompt, 5, 6], 3, who)) == (sees and mine), (name, who)
     proposer = Suffix.build(SpeculationConfig(), FACTS)
-    write(proposer, None, prompt, said, "a")
+    write(proposer, None, prompt, answer, "a")
     assert draft(proposer, None, [*prompt, 5, 6], 3, "a") and not draft(
         proposer, None, [*prompt, 5, 6], 3, "b"
     ), "a prompt's"
@@ -251,7 +251,7 @@ def test_a_deleted_key_is_gone() -> None:
     assert not draft(proposer, "me", [1, 2, 3, 5, 6], 3)
 
 
-# what is told, to be kept
+# what is written, to be kept
 
 
 def test_what_is_told_is_found_again_and_ages_on() -> None:

@@ -34,7 +34,7 @@ class Round:
 
 
 def rounds(prediction: list[int], text: list[int], k: int = K) -> Iterator[Round]:
-    """What the target's writing `text` makes of the drafts; its first token comes with the prompt, undrafted."""
+    """The rounds in which the target writes `text`; its first token comes with the prompt, undrafted."""
     cursor, at = Cursor(spell(prediction)), min(1, len(text))
     cursor.follow(text[:at])
     while at < len(text):
@@ -230,7 +230,7 @@ def test_drafts_from_elsewhere_are_found_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_wrong_jump_is_forgotten_when_nothing_follows_from_it() -> None:
-    """`7` near the end is jumped to and proves wrong; the place beside the edit is still the nearest."""
+    """`7` near the end is jumped to, wrongly; the place beside the edit is still the nearest."""
     prediction = [*range(100, 130), 1, 2, *range(130, 150), 1, 2, 3]
     cursor = Cursor(spell(prediction))
     cursor.follow(prediction[:10])
@@ -287,7 +287,7 @@ def test_tokens_beyond_the_end_count_as_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "said"),
+    ("prediction", "message"),
     [
         pytest.param("x" * (MAX_PREDICTION + 1), "at most 1048576 long", id="too much text"),
         pytest.param([1] * (MAX_PREDICTION + 1), "at most 1048576 long", id="too many ids"),
@@ -295,8 +295,8 @@ def test_tokens_beyond_the_end_count_as_rejected() -> None:
         pytest.param(["a"], "a string or a list of token ids", id="strings"),
     ],
 )
-def test_what_is_no_prediction_is_refused(prediction: Any, said: str) -> None:
-    with pytest.raises(InvalidParameter, match=f"prediction = .*{said}"):
+def test_what_is_no_prediction_is_refused(prediction: Any, message: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"prediction = .*{message}"):
         RequestSpeculation(prediction=prediction)
 
 

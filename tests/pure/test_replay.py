@@ -51,12 +51,8 @@ class Recorder:
                 rows.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
                 drafts += rows[-1].drafted
                 written[i] += rows[-1].tokens
-            asked = [t.asked[0].k for t in rows if t.asked]
-            calls = (
-                {"model": (len(asked), max(asked), self._noisy(call_ms(len(asked), max(asked))))}
-                if asked
-                else {}
-            )
+            ks = [first.k for row in rows for first in row.asked[:1]]
+            calls = {"model": (len(ks), max(ks), self._noisy(call_ms(len(ks), max(ks))))} if ks else {}
             ms = {"propose": sum(ms for _, _, ms in calls.values())}
             now = {"running": len(rows), "waiting": 0, "free_pages": 1, "rows": len(rows) + drafts}
             target_ms = self._noisy(step_ms(len(rows), drafts))
@@ -74,14 +70,14 @@ class Recorder:
             end = "length" if written + 1 >= length else None
             return TextRound(id=name, policy="fixed", methods=methods, tokens=1, reason=reason, finish=end)
         accepted = next((i for i in range(k) if self.random.random() >= accept), k)
-        asked = (Asked(method="model", k=k, found=k),)
-        kind = SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
+        proposals = (Asked(method="model", k=k, found=k),)
+        outcome = SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
         end = "length" if written + accepted + 1 >= length else None
         more: dict[str, Any] = {
-            "asked": asked,
+            "asked": proposals,
             "drafts": (("model", k),),
             "accepted": accepted,
-            "outcome": kind,
+            "outcome": outcome,
             "finish": end,
         }
         return TextRound(id=name, policy="fixed", methods=methods, tokens=accepted + 1, **more)

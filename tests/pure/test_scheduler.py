@@ -113,7 +113,7 @@ def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "error", "said"),
+    ("prompt", "params", "error", "message"),
     [
         pytest.param([], {}, EmptyPrompt, "no tokens", id="empty"),
         pytest.param([99], {}, InvalidParameter, "prompt = 99: token ids go from 0 to 9", id="unknown id"),
@@ -141,7 +141,7 @@ def test_the_fixed_policy_says_why_not(fields: dict, expected: Decision):
     ],
 )
 def test_admission_refuses_by_name_and_number(
-    prompt: list[int], params: dict, error: type[Exception], said: str
+    prompt: list[int], params: dict, error: type[Exception], message: str
 ):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         check_request(prompt, SamplingParams(**params), vocab_size=10, max_context=20, pages=4, block_size=4)

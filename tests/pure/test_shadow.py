@@ -23,7 +23,7 @@ from tests.builders import make_sequence
 A, B, C, X = 1, 2, 3, 9  # X is never written
 
 
-def guess(*tokens: int, confidence: tuple[float, ...] | None = None) -> Draft:
+def draft_of(*tokens: int, confidence: tuple[float, ...] | None = None) -> Draft:
     return Draft(tokens, ("any",) * len(tokens), confidence=confidence)
 
 
@@ -39,7 +39,7 @@ def write(shadow: Shadow, seq: Sequence, *tokens: int) -> list[Judged]:
 @pytest.mark.parametrize(
     ("draft", "written", "drafted", "accepted", "judged"),
     [
-        pytest.param((A, B, C), (A, B, C), 3, 3, 3, id="all stand"),
+        pytest.param((A, B, C), (A, B, C), 3, 3, 3, id="all accepted"),
         pytest.param((A, B, X), (A, B, C), 3, 2, 3, id="the last differs"),
         pytest.param((X, B, C), (A,), 3, 0, 1, id="the first differs: what follows it was never asked"),
         pytest.param((X, B, C), (A, B, C), 3, 0, 1, id="what agrees behind a difference counts for nothing"),
@@ -50,7 +50,7 @@ def test_the_fate_of_a_draft(
     draft: tuple[int, ...], written: tuple[int, ...], drafted: int, accepted: int, judged: int
 ) -> None:
     shadow, seq = Shadow(), make_sequence([A, B])
-    shadow.watch(seq, "any", guess(*draft))
+    shadow.watch(seq, "any", draft_of(*draft))
     assert write(shadow, seq, *written) == [Judged("any", drafted, accepted, judged, False)]
     assert len(shadow) == 0 and shadow.settle(seq, ended=True) == [], "it is told once"
 
@@ -63,36 +63,36 @@ def test_a_text_that_ends_early_censors_the_rest(
     written: tuple[int, ...], drafted: int, accepted: int
 ) -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", guess(A, B, C, confidence=(0.9, 0.8, 0.7)))
+    shadow.watch(seq, "any", draft_of(A, B, C, confidence=(0.9, 0.8, 0.7)))
     assert write(shadow, seq, *written) == []
     assert shadow.settle(seq, ended=True) == [Judged("any", drafted, accepted, drafted, False)]
 
 
 def test_a_draft_of_which_nothing_is_known_is_no_draft() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", guess(A, B, C))
+    shadow.watch(seq, "any", draft_of(A, B, C))
     shadow.watch(seq, "any", NO_DRAFT)
     assert shadow.settle(seq, ended=True) == [] and len(shadow) == 0
 
 
 def test_drafts_that_overlap_are_all_judged_and_told_apart() -> None:
-    """A draft stands at positions 1 to 3; verification would have gone on at 5, behind the bonus."""
+    """A draft is accepted at positions 1 to 3; verification would continue at 5, after the bonus token."""
     shadow, seq, truth = Shadow(), make_sequence([7]), [A, B, C, A, B, C, A]
     found = []
     for i in range(4):
-        shadow.watch(seq, "any", guess(*truth[i : i + 3]))
+        shadow.watch(seq, "any", draft_of(*truth[i : i + 3]))
         found += write(shadow, seq, truth[i])
     assert [(one.accepted, one.overlaps) for one in found] == [(3, False), (3, True)]
-    shadow.watch(seq, "any", guess(X))
+    shadow.watch(seq, "any", draft_of(X))
     found = write(shadow, seq, truth[4], truth[5])
     assert [(one.accepted, one.overlaps) for one in found] == [(3, True), (0, False), (3, True)]
 
 
 def test_methods_and_texts_do_not_touch_each_other() -> None:
     shadow, one, two = Shadow(), make_sequence([7]), make_sequence([8])
-    shadow.watch(one, "lookup", guess(A, B))
-    shadow.watch(one, "model", guess(A, X))
-    shadow.watch(two, "lookup", guess(B))
+    shadow.watch(one, "lookup", draft_of(A, B))
+    shadow.watch(one, "model", draft_of(A, X))
+    shadow.watch(two, "lookup", draft_of(B))
     found = write(shadow, one, A, B)
     assert {(j.method, j.accepted, j.overlaps) for j in found} == {("lookup", 2, False), ("model", 1, False)}
     shadow.forget(one)
@@ -101,28 +101,28 @@ def test_methods_and_texts_do_not_touch_each_other() -> None:
 
 def test_several_tokens_at_once_settle_as_single_ones_do() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", guess(A, B, X))
+    shadow.watch(seq, "any", draft_of(A, B, X))
     seq.tokens += [A, B, C, A]
     assert shadow.settle(seq) == [Judged("any", 3, 2, 3, False)]
 
 
 def test_a_step_that_is_repeated_watches_its_draft_once() -> None:
     shadow, seq = Shadow(), make_sequence([7])
-    shadow.watch(seq, "any", guess(A, B))
-    shadow.watch(seq, "any", guess(A, X))
+    shadow.watch(seq, "any", draft_of(A, B))
+    shadow.watch(seq, "any", draft_of(A, X))
     assert write(shadow, seq, A, B) == [Judged("any", 2, 1, 2, False)]
 
 
 def test_what_is_kept_of_a_text_is_bounded_and_without_probabilities() -> None:
     shadow, seq = Shadow(), make_sequence([7])
     for _ in range(3 * WATCHED):  # nobody settles
-        shadow.watch(seq, "any", replace(guess(*[A] * 64), probs=object()))  # type: ignore[arg-type]
+        shadow.watch(seq, "any", replace(draft_of(*[A] * 64), probs=object()))  # type: ignore[arg-type]
         seq.tokens.append(A)
     assert len(shadow) == WATCHED
     assert all(draft.probs is None for draft in shadow._texts[seq.id]["any"].drafts.values())
     assert len(shadow.settle(seq)) == WATCHED
     for _ in range(3 * WATCHED):  # as the engine does it
-        shadow.watch(seq, "any", guess(*[A] * 8))
+        shadow.watch(seq, "any", draft_of(*[A] * 8))
         write(shadow, seq, A)
         assert len(shadow) <= 8
     shadow.forget(seq)
@@ -154,7 +154,7 @@ class Tale:
         policy, seq = ShadowPolicy(), make_sequence([7], max_tokens=len(self.truth))
         for token, draft in zip(self.truth, self.drafts, strict=True):
             if draft:
-                assert policy.trim(seq, "any", guess(*draft)) == NO_DRAFT
+                assert policy.trim(seq, "any", draft_of(*draft)) == NO_DRAFT
             seq.tokens.append(token)
             policy.observe([Span(seq, len(seq.tokens) - 2, 1)], [Verdict((token,))], Timing())
         policy.forget(seq)
@@ -258,19 +258,20 @@ def test_what_was_watched_is_told_also_where_no_round_ran() -> None:
     }
     line = log_line("r-1", stats, 1.0, "stop")
     assert line == (
-        "r-1 1 tok 1.00 s 1.0 tok/s stop | suffix in shadow 50% of 6 drafts | model in shadow 100% of 1 drafts | shadow 1"
+        "r-1 1 tok 1.00 s 1.0 tok/s stop | suffix in shadow 50% of 6 drafts "
+        "| model in shadow 100% of 1 drafts | shadow 1"
     )
 
 
 def test_the_account_in_words() -> None:
     stats = watched_stats()
-    said = account(stats.speculation(), stats.reasons)
-    assert said.startswith(
+    line = account(stats.speculation(), stats.reasons)
+    assert line.startswith(
         "no speculation: drafts were measured, not used (1 round); "
         "suffix in shadow: 50% of 6 drafts would have been accepted, 2.50"
     )
-    stats.record(guess(1, 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
-    said = account(stats.speculation(), stats.reasons)
-    assert said.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in said
+    stats.record(draft_of(1, 2), Verdict((1, 2, 3), 2, SpanOutcome.FULL), ("suffix",))
+    line = account(stats.speculation(), stats.reasons)
+    assert line.startswith("any: 4 tokens in 2 target calls") and "suffix in shadow" in line
     none = account(RequestStats().speculation(), {})
     assert none == "no speculation: the text ended before the first round"

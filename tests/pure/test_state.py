@@ -138,7 +138,7 @@ def test_another_models_files_are_left_alone(
     assert "1 pools of other models or settings" in caplog.text and "1 policies of other" in caplog.text
     engine.state.close()
     assert len(contents(tmp_path)) == 4
-    assert {name: said for name, said in contents(tmp_path).items() if name in before} == before
+    assert {name: text for name, text in contents(tmp_path).items() if name in before} == before
 
 
 @pytest.mark.parametrize(
@@ -170,49 +170,49 @@ def test_other_versions_believe_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert Engine(tmp_path).loaded == {"pools": 2, "policies": 0}
 
 
-DOUBTS: list[Any] = [
-    pytest.param("pools", lambda said: said[:-9], id="half a file"),
-    pytest.param("pools", lambda said: "", id="an empty file"),
-    pytest.param("pools", lambda said: said.split("\n")[0], id="a head alone"),
-    pytest.param("pools", lambda said: "\0\xff" + said, id="no text"),
-    pytest.param("pools", lambda said: "[" * 100_000, id="too deep"),
-    pytest.param("pools", lambda said: said.replace("state 2", "state 1"), id="another format"),
+DAMAGED: list[Any] = [
+    pytest.param("pools", lambda text: text[:-9], id="half a file"),
+    pytest.param("pools", lambda text: "", id="an empty file"),
+    pytest.param("pools", lambda text: text.split("\n")[0], id="a head alone"),
+    pytest.param("pools", lambda text: "\0\xff" + text, id="no text"),
+    pytest.param("pools", lambda text: "[" * 100_000, id="too deep"),
+    pytest.param("pools", lambda text: text.replace("state 2", "state 1"), id="another format"),
     pytest.param(
-        "pools", lambda said: said.replace('"vocab_size":50', '"vocab_size":51'), id="another model"
+        "pools", lambda text: text.replace('"vocab_size":50', '"vocab_size":51'), id="another model"
     ),
-    pytest.param("pools", lambda said: said.replace('"suffix"', '"nosuch"'), id="an unknown method"),
+    pytest.param("pools", lambda text: text.replace('"suffix"', '"nosuch"'), id="an unknown method"),
     pytest.param(
-        "pools", lambda said: said.replace('"suffix"', '"ngram"'), id="a method that remembers nothing"
+        "pools", lambda text: text.replace('"suffix"', '"ngram"'), id="a method that remembers nothing"
     ),
-    pytest.param("pools", lambda said: said.replace('"suffix"', "5"), id="no method"),
-    pytest.param("pools", lambda said: said.replace("[1,2,3,4,5", "[1,2,[3],4,5"), id="a list for a token"),
-    pytest.param("pools", lambda said: said.replace(",4,5,", ",4,50,"), id="no token"),
+    pytest.param("pools", lambda text: text.replace('"suffix"', "5"), id="no method"),
+    pytest.param("pools", lambda text: text.replace("[1,2,3,4,5", "[1,2,[3],4,5"), id="a list for a token"),
+    pytest.param("pools", lambda text: text.replace(",4,5,", ",4,50,"), id="no token"),
     pytest.param(
         "pools",
-        lambda said: "\n".join(line for line in said.split("\n") if "4,5,6" not in line),
+        lambda text: "\n".join(line for line in text.split("\n") if "4,5,6" not in line),
         id="a pool is gone",
     ),
     pytest.param(
-        "policies", lambda said: said.replace('"goodput"', '"fixed"'), id="a policy that learns nothing"
+        "policies", lambda text: text.replace('"goodput"', '"fixed"'), id="a policy that learns nothing"
     ),
-    pytest.param("policies", lambda said: said.replace('"goodput"', '"nosuch"'), id="an unknown policy"),
-    pytest.param("policies", lambda said: said.replace('"model":[[', '"model":[[9,'), id="a place of five"),
+    pytest.param("policies", lambda text: text.replace('"goodput"', '"nosuch"'), id="an unknown policy"),
+    pytest.param("policies", lambda text: text.replace('"model":[[', '"model":[[9,'), id="a place of five"),
     pytest.param(
-        "policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":["x",'), id="no number"
+        "policies", lambda text: text.replace('["costs",{"":[', '["costs",{"":["x",'), id="no number"
     ),
     pytest.param(
-        "policies", lambda said: said.replace('["costs",{"":[', '["costs",{"":[1,'), id="a cost too many"
+        "policies", lambda text: text.replace('["costs",{"":[', '["costs",{"":[1,'), id="a cost too many"
     ),
-    pytest.param("policies", lambda said: said.replace('"costs"', '"coasts"'), id="no costs"),
-    pytest.param("policies", lambda said: said.replace('"model":[[', '"model":[["x"],['), id="no place"),
+    pytest.param("policies", lambda text: text.replace('"costs"', '"coasts"'), id="no costs"),
+    pytest.param("policies", lambda text: text.replace('"model":[[', '"model":[["x"],['), id="no place"),
     pytest.param(
-        "policies", lambda said: said.replace('"model":[[16,', '"model":[[99,'), id="a position too deep"
+        "policies", lambda text: text.replace('"model":[[16,', '"model":[[99,'), id="a position too deep"
     ),
 ]
 
 
-@pytest.mark.parametrize(("part", "change"), DOUBTS)
-def test_a_file_in_doubt_is_told_once_and_stays(
+@pytest.mark.parametrize(("part", "change"), DAMAGED)
+def test_a_damaged_file_is_reported_once_and_stays(
     part: str, change: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = the(kept(tmp_path), part)
@@ -224,7 +224,9 @@ def test_a_file_in_doubt_is_told_once_and_stays(
     if part == "pools":
         assert engine.proposers.remembered == (0, 0)
     else:
-        assert not any(acceptance for _, told in engine.policies.state()[1:] for acceptance in told.values())
+        assert not any(
+            acceptance for _, learned in engine.policies.state()[1:] for acceptance in learned.values()
+        )
     engine.write([5, 5, 5])
     engine.learn()
     engine.state.save()

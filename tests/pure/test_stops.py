@@ -25,23 +25,23 @@ from tests.builders import draft_once, make_sequence
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
 LEASE = cast(Any, SimpleNamespace(of=lambda first_layer: None))
 TEN = list(range(1, 11))
-Told = tuple[int, int, Stop | None]  # drafts, tokens matched, why it ended
+Outcome = tuple[int, int, Stop | None]  # drafts, tokens matched, why it ended
 NO_MATCH = (0, 0, Stop.NO_MATCH)
 
 
-def told(draft: Draft) -> Told:
+def outcome(draft: Draft) -> Outcome:
     return len(draft.tokens), draft.match, draft.stop
 
 
-def drafted(proposer: Proposer, seq: Sequence, k: int) -> Told:
+def drafted(proposer: Proposer, seq: Sequence, k: int) -> Outcome:
     proposer.admit(seq)
     (draft,) = proposer.propose([seq], [k], LEASE)
-    return told(draft)
+    return outcome(draft)
 
 
-def asked(
+def looked_up(
     method: str, tokens: list[int], k: int = 4, settings: dict[str, Any] | None = None, **fields: Any
-) -> Told:
+) -> Outcome:
     return drafted(
         find_factory(method)(SpeculationConfig(**settings or {}), FACTS), make_sequence(tokens, **fields), k
     )
@@ -144,19 +144,19 @@ LOOKUPS = [
 
 
 @pytest.mark.parametrize(("method", "tokens", "fields", "expected"), LOOKUPS)
-def test_why_and_how_long(method: str, tokens: list[int], fields: dict[str, Any], expected: Told) -> None:
-    assert asked(method, tokens, **fields) == expected
+def test_why_and_how_long(method: str, tokens: list[int], fields: dict[str, Any], expected: Outcome) -> None:
+    assert looked_up(method, tokens, **fields) == expected
 
 
 @pytest.mark.parametrize(("k", "expected"), [(3, (3, 2, Stop.LIMIT)), (4, (3, 2, Stop.SOURCE_END))])
-def test_an_earlier_answer_ends(k: int, expected: Told) -> None:
+def test_an_earlier_answer_ends(k: int, expected: Outcome) -> None:
     suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
     suffix.pools.add(str(key_of("me", [])), [1, 2, 3, 4, 5])
     assert drafted(suffix, make_sequence([1, 2], pool="me"), k) == expected
 
 
 def test_a_branch_of_earlier_answers_ends() -> None:
-    """Two answers go on with 3 and differ then; one of them ends after its 4."""
+    """Two answers continue with 3 and then differ; one of them ends after its 4."""
     suffix = cast(Suffix, find_factory("suffix")(SpeculationConfig(), FACTS))
     for answer in ([1, 2, 3, 5, 6], [1, 2, 3, 4], [1, 2, 3, 4]):
         suffix.pools.add(str(key_of("me", [])), answer)
@@ -164,7 +164,7 @@ def test_a_branch_of_earlier_answers_ends() -> None:
 
 
 @pytest.mark.parametrize(("k", "expected"), [(3, (3, 0, Stop.LIMIT)), (9, (5, 0, Stop.SOURCE_END))])
-def test_a_remembered_sequence_ends(k: int, expected: Told) -> None:
+def test_a_remembered_sequence_ends(k: int, expected: Outcome) -> None:
     synthetic = find_factory("synthetic")(SpeculationConfig(), FACTS)
     first = make_sequence([5], output=[1, 2, 3, 4, 5])
     synthetic.admit(first)
@@ -195,7 +195,7 @@ WHOLE = Draft((1, 2, 3), ("a", "a", "a"), None, (0.5, 0.5, 0.5), 7, Stop.FACTOR)
 
 
 def test_a_cut_keeps_what_the_proposal_was() -> None:
-    assert [told(WHOLE.cut(k)) for k in (9, 2, 0)] == [
+    assert [outcome(WHOLE.cut(k)) for k in (9, 2, 0)] == [
         (3, 7, Stop.FACTOR),
         (2, 7, Stop.FACTOR),
         (0, 7, Stop.FACTOR),
@@ -203,14 +203,14 @@ def test_a_cut_keeps_what_the_proposal_was() -> None:
 
 
 def test_a_cut_may_say_why_and_says_nothing_where_nothing_is_cut() -> None:
-    grammar = [told(WHOLE.cut(k, Stop.GRAMMAR)) for k in (3, 2, 0)]
+    grammar = [outcome(WHOLE.cut(k, Stop.GRAMMAR)) for k in (3, 2, 0)]
     assert grammar == [(3, 7, Stop.FACTOR), (2, 7, Stop.GRAMMAR), (0, 7, Stop.GRAMMAR)]
 
 
 def test_a_joined_draft_is_of_its_first_proposal() -> None:
     tail = Draft((4,), ("b",), None, None, 2, Stop.SOURCE_END)
-    assert told(WHOLE.chain(tail)) == (4, 7, Stop.FACTOR)
-    assert told(no_draft(Stop.CHOICE).chain(tail)) == (1, 0, Stop.CHOICE)
+    assert outcome(WHOLE.chain(tail)) == (4, 7, Stop.FACTOR)
+    assert outcome(no_draft(Stop.CHOICE).chain(tail)) == (1, 0, Stop.CHOICE)
 
 
 def test_an_empty_draft_is_the_same_object_each_time() -> None:
@@ -237,7 +237,7 @@ class Fixed:
 
 def proposed(
     monkeypatch: pytest.MonkeyPatch, draft: Draft, k: int = 2, **fields: Any
-) -> tuple[list[Told], Reason | None]:
+) -> tuple[list[Outcome], Reason | None]:
     """The proposals of a round in which `fixed` drafts this, and why it is plain."""
     monkeypatch.setattr(
         "speculon.proposers.registry._registered", {"fixed": lambda config, target: Fixed(draft)}
@@ -246,7 +246,7 @@ def proposed(
     seq = make_sequence([1, 2, 3], methods=("fixed",), **fields)
     attempt, _ = draft_once(proposers, seq, {"fixed": k})
     assert all((method, most) == ("fixed", k) for method, most, _ in attempt.proposals)
-    return [told(draft) for _, _, draft in attempt.proposals], attempt.why_plain
+    return [outcome(draft) for _, _, draft in attempt.proposals], attempt.why_plain
 
 
 def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +262,8 @@ def test_what_the_engine_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_empty_draft_gives_the_round_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for stop in (None, *Stop):
-        told, reason = proposed(monkeypatch, no_draft(stop, 3))
-        assert told == [(0, 3, stop)]
+        outcomes, reason = proposed(monkeypatch, no_draft(stop, 3))
+        assert outcomes == [(0, 3, stop)]
         assert reason is (Reason.NOT_READY if stop is Stop.NOT_READY else Reason.NO_MATCH)
 
 
@@ -274,8 +274,8 @@ WRONG = [{"match": 1.5}, {"match": -1}, {"match": True}, {"match": "3"}, {"stop"
 def test_a_wrong_match_or_stop_is_a_drafters_fault(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
-    assert not told and reason is Reason.ERROR and "is a number of tokens" in caplog.text
+    outcomes, reason = proposed(monkeypatch, Draft((1,), ("a",), **fields))
+    assert not outcomes and reason is Reason.ERROR and "is a number of tokens" in caplog.text
 
 
 def test_a_failed_call_leaves_no_proposal(

@@ -17,13 +17,13 @@ from speculon.proposers.suffix import Limits, Suffix
 from tests.builders import make_sequence
 from tests.pure.test_pools import make
 
-Guess = tuple[list[int], list[float], int, Stop]  # tokens, confidences, tokens matched, why it ended
+Outcome = tuple[list[int], list[float], int, Stop]  # tokens, confidences, tokens matched, why it ended
 
 
 # the same by brute force
 
 
-def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> Guess:
+def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> Outcome:
     """Reads every text from every place, the newest first, as often as it likes."""
     places = [(own, at) for at in range(len(own) - 1, 0, -1)]
     places += [(text, at) for text in reversed(answers) for at in range(len(text) - 1, 0, -1)]
@@ -41,7 +41,7 @@ def brute(own: list[int], answers: list[list[int]], k: int, limits: Limits) -> G
     return [], [], longest, Stop.MIN_HITS if longest else Stop.NO_MATCH
 
 
-def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -> Guess:
+def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -> Outcome:
     draft: list[int] = []
     confidence = []
     while True:
@@ -62,7 +62,7 @@ def most_frequent(after: list[list[int]], length: int, k: int, limits: Limits) -
 
 def propose(
     own: list[int], answers: list[list[int]], k: int, limits: Limits, cuts: list[int] | None = None
-) -> Guess:
+) -> Outcome:
     """By the proposer, for a text that has grown in pieces which end at `cuts`."""
     proposer = Suffix(limits, make(tokens=1000))
     for answer in answers:
@@ -85,7 +85,7 @@ limits = st.builds(
 
 @given(
     texts,
-    st.lists(texts, max_size=3).filter(lambda said: sum(map(len, said)) < LOOKS - 4),
+    st.lists(texts, max_size=3).filter(lambda found: sum(map(len, found)) < LOOKS - 4),
     st.integers(1, 9),
     limits,
     st.data(),
@@ -101,8 +101,8 @@ def check_long_texts(seed: int) -> None:
     chance = random.Random(seed)
     own, *answers = ([chance.choice([1, 1, 2, 3]) for _ in range(chance.randrange(20, 90))] for _ in range(4))
     for end in range(2, len(own), 3):
-        for wanted in (Limits(), Limits(8.0, 0.3), Limits(1.0, 0.0, 2)):
-            assert propose(own[:end], answers, 8, wanted) == brute(own[:end], answers, 8, wanted)
+        for some in (Limits(), Limits(8.0, 0.3), Limits(1.0, 0.0, 2)):
+            assert propose(own[:end], answers, 8, some) == brute(own[:end], answers, 8, some)
 
 
 @pytest.mark.parametrize("seed", range(3))

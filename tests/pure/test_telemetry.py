@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from speculon.core import Draft, Reason, SpanOutcome, Stop, Verdict, no_draft
 from speculon.telemetry import EngineCounters, RequestStats, SpeculationStats, log_line
 
-KINDS = {
+OUTCOMES = {
     0: SpanOutcome.EARLY,
     1: SpanOutcome.EARLY,
     2: SpanOutcome.EARLY,
@@ -23,19 +23,19 @@ KINDS = {
 
 
 # of one call of `RequestStats.record`
-Told = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | None]
+Call = tuple[Draft, Verdict] | tuple[Draft, Verdict, tuple[str, ...], Reason | None]
 
 
-def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Told:
-    verdict = Verdict(tuple(range(accepted + 1)), accepted, KINDS.get(accepted, SpanOutcome.FULL))
+def speculative(accepted: int, k: int = 4, source: str = "ngram") -> Call:
+    verdict = Verdict(tuple(range(accepted + 1)), accepted, OUTCOMES.get(accepted, SpanOutcome.FULL))
     return Draft(tuple(range(k)), (source,) * k), verdict, (source,), None
 
 
-def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Told:
+def plain(reason: Reason = Reason.NO_MATCH, method: str | None = "ngram") -> Call:
     return Draft(), Verdict((7,)), (method,) if method else (), reason
 
 
-def recorded(*rounds: Told) -> RequestStats:
+def recorded(*rounds: Call) -> RequestStats:
     stats = RequestStats()
     for one in rounds:
         stats.record(*one)
@@ -78,12 +78,12 @@ def test_the_figures_of_known_rounds() -> None:
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 
-def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Told:
+def by_chain(source: str | None, reason: Reason = Reason.NO_MATCH) -> Call:
     """A round in which `ngram` was asked, then `model`; `source` had the draft, or nobody."""
-    asked = ("ngram", "model")
+    methods = ("ngram", "model")
     if source is None:
-        return Draft(), Verdict((7,)), asked, reason
-    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanOutcome.EARLY), asked, None
+        return Draft(), Verdict((7,)), methods, reason
+    return Draft((1, 2), (source,) * 2), Verdict((1,), 0, SpanOutcome.EARLY), methods, None
 
 
 CHANGES = [
@@ -138,9 +138,9 @@ def test_a_joined_draft_is_credited_token_by_token() -> None:
     assert stats.drafted_from == {"ngram": 2, "model": 2} and stats.accepted_from == {"ngram": 2, "model": 1}
 
 
-def proposals(*told: tuple[str, Stop | None, int]) -> RequestStats:
+def proposals(*outcomes: tuple[str, Stop | None, int]) -> RequestStats:
     stats = RequestStats()
-    for method, stop, match in told:
+    for method, stop, match in outcomes:
         stats.propose(method, no_draft(stop, match))
     return stats
 
@@ -179,7 +179,7 @@ def test_the_account_of_rounds_has_the_stops() -> None:
 
 
 @given(ROUNDS)
-def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
+def test_what_is_recorded_adds_up(rounds: list[Call]) -> None:
     stats = recorded(*rounds)
     assert stats.emitted == sum(len(verdict.tokens) for _, verdict, *_ in rounds)
     assert stats.outcomes.total() == stats.rounds
@@ -196,7 +196,7 @@ def test_what_is_recorded_adds_up(rounds: list[Told]) -> None:
 
 @given(st.lists(ROUNDS, max_size=4))
 def test_sums_of_accounts_are_accounts_of_all_rounds(
-    parts: list[list[Told]],
+    parts: list[list[Call]],
 ) -> None:
     total = RequestStats()
     for part in parts:

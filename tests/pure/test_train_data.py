@@ -38,8 +38,8 @@ class Bytes:
     ) -> str:
         if any(m["content"] is None for m in messages):
             raise InvalidRequest("no template for calls")
-        said = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
-        return said + "<assistant>" * answer_follows
+        rendered = "".join(f"<{m['role']}>{m['content']}</>" for m in messages)
+        return rendered + "<assistant>" * answer_follows
 
 
 def lines(file: Path, *records: Any) -> Path:

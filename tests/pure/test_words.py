@@ -9,35 +9,18 @@ import pytest
 from tests.documents import ROOT
 from tests.prose import MAX_WORDS, PRIVATE, long_sentences, private_words, wide_lines, words_of
 
-# Widen these when a folder is clean; `LATER` is what still has to be cleaned within them.
-CLEAN = (
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "README.md",
-    "docs",
-    "recipes/architectures",
-    "recipes/charts",
-    "tests/documents.py",
-    "tests/pure/test_docs.py",
-)
+# Widen these when a folder is clean.
+CLEAN = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "recipes", "src", "tests")
 SHORT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs")
-LATER = tuple(
-    f"docs/{name}.md"
-    for name in (
-        "advise",
-        "architecture",
-        "bench",
-        "chat",
-        "check",
-        "configuration",
-        "drafters",
-        "serving",
-        "training",
-    )
-)
+LATER = ("docs/chat.md", "docs/configuration.md")  # have wide lines
 RECORDED = "docs/benchmarks"  # written by a run; README.md and serving.md are written by hand
 # file or folder -> rules that an ordinary use of the word breaks there
-ALLOWED: dict[str, tuple[str, ...]] = {}
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "recipes/demo/train.py": ("join",),  # a parameter of torch.multiprocessing
+    "src/speculon/check/plan.py": ("door, house",),  # the text of a prompt
+    "src/speculon/models/probe.py": ("kind",),  # what a layer stores
+    "tests/pure/test_words.py": tuple(PRIVATE),  # planted
+}
 
 LONG = " ".join(["word"] * (MAX_WORDS + 1))
 HALF = " ".join(["Word"] * (MAX_WORDS // 2 + 1))
@@ -49,10 +32,7 @@ def files(names: tuple[str, ...], *suffixes: str) -> list[Path]:
         for name in names
         for file in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
     ]
-    later = {ROOT / name for name in LATER}
-    return sorted(
-        file for file in found if file.suffix in suffixes and not is_recorded(file) and file not in later
-    )
+    return sorted(file for file in found if file.suffix in suffixes and not is_recorded(file))
 
 
 def is_recorded(file: Path) -> bool:
@@ -78,7 +58,9 @@ def test_sentences_are_short(document: Path) -> None:
     assert long_sentences(document.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("document", files(SHORT, ".md"), ids=named)
+@pytest.mark.parametrize(
+    "document", [file for file in files(SHORT, ".md") if named(file) not in LATER], ids=named
+)
 def test_lines_are_not_wide(document: Path) -> None:
     assert wide_lines(document.read_text(encoding="utf-8")) == []
 
@@ -128,7 +110,7 @@ ORDINARY = [
     "the two joined, ', '.join(names), a joint call",
     "told apart, worth the cost, as asked",
     "indoor, warehouse, newsletter, wired, impulse",
-    "a kind of layer; mankind",
+    'a kind of layer; mankind; view.kind(layer); argsort(x, kind="stable")',
 ]
 
 

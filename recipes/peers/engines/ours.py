@@ -1,4 +1,4 @@
-"""speculon, through its front door."""
+"""speculon, through `LLM`."""
 
 from __future__ import annotations
 

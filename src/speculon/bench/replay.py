@@ -146,7 +146,7 @@ class Replay:
         )
         return Draft(tuple(tokens), (method,) * length, confidence=extended(one.confidence, length))
 
-    def join(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
+    def chain(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         return draft  # no record has what a lookup would have added
 
     def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
@@ -227,12 +227,14 @@ def record_proposals(past: RecordedSequence, one: TextRound, work: int) -> None:
     if one.reason in FAILED:
         return
     ended = one.outcome in (SpanOutcome.STOP, SpanOutcome.EARLY_STOP)
-    for asked in one.asked:
-        kept = asked is one.asked[-1] and one.drafted
-        accepted = min(one.accepted, asked.found) if kept else 0  # without what a lookup added
-        judged = min(accepted + (not ended), one.drafted, asked.found) if kept else 0
-        past.proposals[asked.method].append(
-            RecordedProposal(past.tokens, work, asked.k, asked.found, judged, accepted, asked.confidence)
+    for proposal in one.asked:
+        kept = proposal is one.asked[-1] and one.drafted
+        accepted = min(one.accepted, proposal.found) if kept else 0  # without what a lookup added
+        judged = min(accepted + (not ended), one.drafted, proposal.found) if kept else 0
+        past.proposals[proposal.method].append(
+            RecordedProposal(
+                past.tokens, work, proposal.k, proposal.found, judged, accepted, proposal.confidence
+            )
         )
 
 

@@ -87,7 +87,7 @@ class Environment(Protocol):
         """A method's draft in round `number`, of REJECTED, ACCEPTED and UNKNOWN."""
         ...
 
-    def join(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
+    def chain(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         """The draft, continued by a lookup by up to `k` tokens."""
         ...
 
@@ -145,7 +145,7 @@ class SyntheticEnvironment:
             tuple(ACCEPTED if random.random() < chance else REJECTED for _ in range(k)), (method,) * k
         )
 
-    def join(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
+    def chain(self, number: int, seq: SimulatedSequence, draft: Draft, k: int, random: Random) -> Draft:
         return draft
 
     def chance(self, number: int, seq: SimulatedSequence, draft: Draft, position: int) -> float:
@@ -237,7 +237,7 @@ def propose(
             draft = environment.draft(number, running[i], method, k, random)
             running[i].drafted[method] = len(running[i].tokens) + max(0, len(draft.tokens) - 1)
             if draft.tokens and (room := decisions[i].chained - len(draft.tokens)) > 0:
-                draft = environment.join(number, running[i], draft, room, random)
+                draft = environment.chain(number, running[i], draft, room, random)
             drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         return [i for i in rooms if drafts[i].tokens]
 

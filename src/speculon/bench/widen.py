@@ -56,9 +56,9 @@ def widen(model: nn.Module, millions: int, name: str) -> None:
             "widen", millions, f"{name} has {size / MILLION:.1f} million parameters already"
         )
     weight = parts(mlps[0])[0].weight
-    wanted, free = columns * per_column * weight.itemsize, free_memory(weight.device)
-    if wanted > free:
-        raise InvalidParameter("widen", millions, f"needs {wanted} bytes more, {free} are free")
+    needed, free = columns * per_column * weight.itemsize, free_memory(weight.device)
+    if needed > free:
+        raise InvalidParameter("widen", millions, f"needs {needed} bytes more, {free} are free")
     generator = torch.Generator().manual_seed(0)
     for mlp in mlps:
         widen_mlp(mlp, columns, generator)

@@ -59,23 +59,23 @@ def facts_of(family: Family) -> Facts:
     }
 
 
-def head_facts(sheet: Eagle3Config) -> Facts:
-    windows = sorted({window for window in sheet.windows if window})
+def head_facts(config: Eagle3Config) -> Facts:
+    windows = sorted({window for window in config.windows if window})
     return {
-        "format": sheet.format,
-        "attention": f"{sheet.heads} heads of {sheet.head_dim}, {sheet.kv_heads} for keys and values, "
+        "format": config.format,
+        "attention": f"{config.heads} heads of {config.head_dim}, {config.kv_heads} for keys and values, "
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
-        "rope": ", ".join(f"{name} {value}" for name, value in sorted(sheet.rope.items())),
-        "taps": sheet.describe_taps(),
+        "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
+        "taps": config.describe_taps(),
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-            if getattr(sheet, name)
+            if getattr(config, name)
         ],
-        "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in sheet.names],
-        "speculative_tokens": sheet.speculative_tokens,
-        "verifier": list(sheet.verifier),
-        "notes": list(sheet.notes),
+        "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in config.names],
+        "speculative_tokens": config.speculative_tokens,
+        "verifier": list(config.verifier),
+        "notes": list(config.notes),
     }
 
 

@@ -96,9 +96,9 @@ class Commands(TyperGroup):
                     formatter.write_dl(records)
 
 
-def show_all(ctx: typer.Context, wanted: bool) -> None:
+def show_all(ctx: typer.Context, given: bool) -> None:
     """Callback of `--help-all`."""
-    if wanted:
+    if given:
         ctx.meta[WHOLE] = True
         typer.echo(ctx.get_help())
         raise typer.Exit

@@ -39,7 +39,7 @@ class Structured(Checked):
         None, min_length=1, max_length=MAX_CHOICES, description="one of these strings"
     )
     grammar: str | None = Field(
-        None, min_length=1, max_length=MAX_GRAMMAR, description="llguidance's Lark dialect"
+        None, min_length=1, max_length=MAX_GRAMMAR, description="a grammar in llguidance's form of Lark"
     )
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class Structured(Checked):
         if self.json_schema is False:
             raise InvalidParameter("json_schema", False, "no text matches it")
         if len(given) != 1:
-            raise InvalidParameter("kind", given, f"give exactly one of {', '.join(fields)}")
+            raise InvalidParameter("fields", given, f"give exactly one of {', '.join(fields)}")
         return self
 
     @field_validator("json_schema", "choice")

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 POSITIONS = 16  # deeper ones count as the last: the most drafts of a round under policy goodput
-PRIOR = 0.6  # acceptance before anything is known: a guess between prose and edits (docs/benchmarks/2-cores)
+PRIOR = 0.6  # acceptance before anything is known: between prose and edits (docs/benchmarks/2-cores)
 PRIOR_DRAFTS = 4.0  # judged drafts that a prior weighs; that of a sequence too, its class
 # weight left to earlier drafts by a judged one at the same place: prose alone gains 5 % over 0.98
 # (virtual_time)

@@ -12,12 +12,12 @@ from pydantic import Field, TypeAdapter
 from speculon.core import Proposal, Timing
 from speculon.sequence import Span
 
-NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; a guess
+NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; not measured
 DRIFT = 0.004  # standard deviation per measurement by which a part may change, relative: 10 % in 600 steps
 # times the estimate: beyond, another process had the core, and a measurement weighs a sixteenth
 OUTLIER = 2.0
 OF_LATE = 0.1  # weight of the latest measurement, or round: a memory of 10
-# what one of each feature costs beside the others, before any was measured: a guess
+# what one of each feature costs beside the others, before any was measured
 UNITS = (1.0, 0.3, 0.1, 0.03)
 
 Four = tuple[float, float, float, float]

@@ -28,8 +28,8 @@ from speculon.models.taps import Taps
 from speculon.models.target import Target
 
 COPIES = 5  # of the weights, where each program holds one
-# of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory (guesses)
-WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20
+# of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory
+WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20  # guess
 
 Step = tuple[Batch, View]
 
@@ -53,10 +53,11 @@ class Compiled:
     Steps without scored rows and all steps of a tapped model take the loop: programs return no states.
     """
 
-    def __init__(self, loop: Loop, kinds: list[int], plan: CompilePlan):
-        self.loop, self.kinds, self.plan, self.threads = loop, kinds, plan, torch.get_num_threads()
+    def __init__(self, loop: Loop, layer_kinds: list[int], plan: CompilePlan):
+        self.loop, self.layer_kinds, self.plan = loop, layer_kinds, plan
+        self.threads = torch.get_num_threads()
         self.programs: dict[str, Program] = {}
-        self.firsts = [kinds.index(kind) for kind in sorted(set(kinds))]  # a layer of each kind
+        self.firsts = [layer_kinds.index(kind) for kind in sorted(set(layer_kinds))]  # a layer of each kind
         self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
@@ -80,7 +81,7 @@ class Compiled:
     def called_back(self, rows: int, first: list[Tensor], view: View) -> tuple[str, Arguments]:
         """For any sequences: slots to write and whole pools, and a joint call where one is worth it."""
         slots = as_index(view.slots, view.store.device)
-        arguments: Arguments = [*first, slots, *view.pools(len(self.kinds))]
+        arguments: Arguments = [*first, slots, *view.pools(len(self.layer_kinds))]
         settings = self.plan.settings
         if "joint" in settings and (joint := self.joint(view)):
             return "joint", [*arguments, *joint]
@@ -90,7 +91,7 @@ class Compiled:
     def alone(self, rows: int, first: list[Tensor], view: View) -> tuple[str, Arguments]:
         """For one sequence in consecutive slots: views of its keys and values, and masks for several rows."""
         keys, values, masks, span = [], [], {}, view.spans[0]
-        for layer, kind in enumerate(self.kinds):
+        for layer, kind in enumerate(self.layer_kinds):
             window = view.spec(layer).window
             length = visible_keys(span, window)
             key, value = view.slots_of(layer, span.tail(length))
@@ -179,9 +180,9 @@ def compiled(loop: Loop, target: Target, steps: Iterable[Step]) -> Compiled:
 
 def compile_programs(loop: Loop, plan: CompilePlan, steps: list[Step]) -> Compiled:
     """Compiles the program of each step that is not compiled yet."""
-    kinds = [steps[0][1].kind(layer) for layer in range(len(loop.blocks))]
-    layers = Layers(loop, [sorted(set(kinds)).index(kind) for kind in kinds])
-    made = Compiled(loop, kinds, plan)
+    layer_kinds = [steps[0][1].kind(layer) for layer in range(len(loop.blocks))]
+    layers = Layers(loop, [sorted(set(layer_kinds)).index(kind) for kind in layer_kinds])
+    made = Compiled(loop, layer_kinds, plan)
     key = key_of(layers)  # first: compiling changes attributes of the layers
     for batch, view in steps:
         variant, arguments = made.arguments(batch, view)
@@ -192,7 +193,7 @@ def compile_programs(loop: Loop, plan: CompilePlan, steps: list[Step]) -> Compil
 
 def check_step(made: Compiled, step: Step) -> None:
     """Raises `CannotReplace` where logits or written pages differ from the loop's."""
-    (batch, view), layers = step, range(len(made.kinds))
+    (batch, view), layers = step, range(len(made.layer_kinds))
     expected = [made.loop(batch, view), *written(view, layers)]
     for layer in layers:  # rows that the program does not write stay NaN
         view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))

@@ -112,10 +112,10 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """`Loop` as a module that can be exported and compiled: logits [R, V]."""
 
-    def __init__(self, loop: Loop, kinds: list[int]):
+    def __init__(self, loop: Loop, layer_kinds: list[int]):
         super().__init__()
         self.embed, self.rotary, self.head_dim = loop.embed, loop.rotary, loop.blocks[0].attention.head_dim
-        self.layers, self.kinds = nn.ModuleList(map(Layer, loop.blocks)), kinds
+        self.layers, self.layer_kinds = nn.ModuleList(map(Layer, loop.blocks)), layer_kinds
         self.norm, self.head = DenseNorm(loop.norm), linear_of(loop.head)
 
     def forward(
@@ -130,15 +130,18 @@ class Layers(nn.Module):
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
-        count, kinds = len(self.kinds), len(set(self.kinds))
+        count, distinct = len(self.layer_kinds), len(set(self.layer_kinds))
         more = pages[2 * count :]
-        for number, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
+        for number, (layer, kind) in enumerate(zip(self.layers, self.layer_kinds, strict=True)):
             stored = pages[number], pages[count + number]
             if slots is None:
                 attend = partial(attend_alone, *stored, more[kind] if more else None)
             elif more:
                 attend = partial(
-                    attend_joint, *stored, slots, (more[0], more[1], more[2 + kind], more[2 + kinds + kind])
+                    attend_joint,
+                    *stored,
+                    slots,
+                    (more[0], more[1], more[2 + kind], more[2 + distinct + kind]),
                 )
             else:
                 attend = partial(attend_back, *stored, slots, number)

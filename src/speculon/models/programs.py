@@ -49,7 +49,7 @@ def program(layers: Layers, variant: str, settings: Settings, arguments: Argumen
     path.parent.mkdir(parents=True, exist_ok=True)
     # clones, because pages are inference tensors
     examples = tuple(None if x is None else x.clone() for x in arguments)
-    made = export(layers, examples, dynamic_shapes=sizes_of(arguments, layers.kinds), strict=False)
+    made = export(layers, examples, dynamic_shapes=sizes_of(arguments, layers.layer_kinds), strict=False)
     # moved into place when complete: other processes read this folder
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         package = f"{folder}/{path.name}"
@@ -79,19 +79,19 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], *arguments: Tensor | None)
     return run([x for x in arguments if x is not None])[0]
 
 
-def sizes_of(arguments: Arguments, kinds: list[int]) -> tuple[Any, ...]:
+def sizes_of(arguments: Arguments, layer_kinds: list[int]) -> tuple[Any, ...]:
     """The dynamic sizes: rows, scored rows, sequences, most rows of one, and slots of each layer kind."""
     ids, _, _, slots, *pages = arguments
     rows, scored = (
         {0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {}
         for name in ("rows", "scored")
     )
-    of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(kinds))}
+    of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(layer_kinds))}
     if slots is None:
-        keys = [{0: of_kind[kind]} for kind in kinds]
+        keys = [{0: of_kind[kind]} for kind in layer_kinds]
         masks = [{**rows, 1: of_kind[kind]} for kind in of_kind]
         return rows, rows, scored, None, (*keys, *keys, *masks)[: len(pages)]
-    pool = [{0: Dim("slots", min=2, max=MOST)}] * len(kinds)
+    pool = [{0: Dim("slots", min=2, max=MOST)}] * len(layer_kinds)
     sequences, most = Dim("sequences", min=2, max=MOST), Dim("most", min=2, max=MOST)
     wheres = [{0: sequences, 1: seen} for seen in of_kind.values()]
     masks = [{0: sequences, 2: most, 3: seen} for seen in of_kind.values()]
