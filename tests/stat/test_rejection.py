@@ -24,7 +24,7 @@ from tests.stat.toy import Case, Distribution, V, distance, reference_probs, ref
 
 SAMPLED = {name: case for name, case in CASES.items() if not case.params.greedy}
 OTHER_PROMPT = (3, 3, 1)  # what the drafter sees instead of the prompt: another model's q
-Guess = Callable[[Case, tuple[int, ...]], list[float]]
+Proposal = Callable[[Case, tuple[int, ...]], list[float]]
 
 
 def drafter(case: Case, output: tuple[int, ...]) -> list[float]:
@@ -77,21 +77,21 @@ def one_round(
 
 
 def chains(
-    case: Case, output: tuple[int, ...], k: int, guess: Guess
+    case: Case, output: tuple[int, ...], k: int, proposal: Proposal
 ) -> list[tuple[float, tuple[int, ...], Tensor]]:
     """(probability, tokens, q [K, V]) of every chain that the drafter can draw."""
     found: list[tuple[float, tuple[int, ...], list[list[float]]]] = [(1.0, (), [])]
     for _ in range(k):
         grown = []
         for chance, chain, probs in found:
-            q = guess(case, (*output, *chain))
+            q = proposal(case, (*output, *chain))
             grown += [(chance * q[token], (*chain, token), [*probs, q]) for token in range(V) if q[token] > 0]
         found = grown
     return [(chance, chain, torch.tensor(probs)) for chance, chain, probs in found]
 
 
 def texts(
-    case: Case, k: int, guess: Guess, output: tuple[int, ...] = (), told: Guess | None = None
+    case: Case, k: int, proposal: Proposal, output: tuple[int, ...] = (), reported: Proposal | None = None
 ) -> Distribution:
     """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is
     given.
@@ -101,19 +101,19 @@ def texts(
     k_now = min(k, room - 1)
     if k_now < 1:
         return reference_texts(case, output)
-    for q, chain, probs in chains(case, output, k_now, guess):
-        if told is not None:
-            probs = torch.tensor([told(case, (*output, *chain[:i])) for i in range(k_now)])
+    for q, chain, probs in chains(case, output, k_now, proposal):
+        if reported is not None:
+            probs = torch.tensor([reported(case, (*output, *chain[:i])) for i in range(k_now)])
         for chance, verdict in one_round(case, output, chain, probs):
             grown, finish = (*output, *verdict.tokens), verdict.finish and verdict.finish.reason
-            follow = {(grown, finish): 1.0} if finish else texts(case, k, guess, grown, told)
+            follow = {(grown, finish): 1.0} if finish else texts(case, k, proposal, grown, reported)
             for text, part in follow.items():
                 made[text] = made.get(text, 0.0) + q * chance * part
     return made
 
 
-def error(case: Case, k: int, guess: Guess = drafter, told: Guess | None = None) -> float:
-    return distance(texts(case, k, guess, told=told), reference_texts(case))
+def error(case: Case, k: int, proposal: Proposal = drafter, reported: Proposal | None = None) -> float:
+    return distance(texts(case, k, proposal, reported=reported), reference_texts(case))
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -128,10 +128,10 @@ def test_three_drafts() -> None:
         assert error(longer, 3) < EXACT
 
 
-@pytest.mark.parametrize("guess", [certain, itself], ids=["q on one token", "q = p"])
-def test_the_extremes_of_q(guess: Guess) -> None:
+@pytest.mark.parametrize("proposal", [certain, itself], ids=["q on one token", "q = p"])
+def test_the_extremes_of_q(proposal: Proposal) -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
-        assert error(SAMPLED[name], 2, guess) < EXACT
+        assert error(SAMPLED[name], 2, proposal) < EXACT
 
 
 def joined(case: Case, output: tuple[int, ...]) -> list[float]:
@@ -200,7 +200,7 @@ def test_the_coin_falls_with_the_ratio(p: float, q: float) -> None:
 
 
 def test_the_coin_the_draft_and_the_residual_are_independent() -> None:
-    """At one position, over seeds: what was drawn tells nothing of the coin, nor of what is drawn after it."""
+    """At one position, over seeds: the draw is independent of the coin and of the draw after it."""
     logits = torch.full((len(SEEDS), 2), 0.5).log()
     drawn = race(logits, keyed(0)).double()
     again = race(logits, keyed(RESIDUAL)).double()
@@ -242,14 +242,14 @@ def test_q_before_the_filters_is_seen() -> None:
     def unfiltered(case: Case, output: tuple[int, ...]) -> list[float]:
         return drafter(SAMPLED["plain"], output)
 
-    assert error(FILTERED, 2, told=unfiltered) > VISIBLE
+    assert error(FILTERED, 2, reported=unfiltered) > VISIBLE
 
 
 def test_q_of_another_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(case: Case, output: tuple[int, ...]) -> list[float]:
         return drafter(case, (*output, 0))
 
-    assert error(SAMPLED["plain"], 2, told=shifted) > VISIBLE
+    assert error(SAMPLED["plain"], 2, reported=shifted) > VISIBLE
 
 
 def test_p_and_q_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,4 @@
-"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left
-behind.
-"""
+"""The decoder of model objects: rounds add up to the plain text, figures are measured, no state is left."""
 
 from __future__ import annotations
 
@@ -165,9 +163,9 @@ def judged(decoder: SpeculativeDecoder, params: SamplingParams) -> list[tuple[in
 def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> None:
     truth, decoder = plain(params), make()
     assert judged(decoder, params) == [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
-    kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).kind for n in (0, 1)]
+    outcomes = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).kind for n in (0, 1)]
     assert (
-        kinds == [SpanKind.TAIL, SpanKind.TAIL]
+        outcomes == [SpanKind.TAIL, SpanKind.TAIL]
         and decoder.verify(PROMPT, truth[:2], params).kind is SpanKind.FULL
     )
     assert decoder.verify(PROMPT, [], params).tokens == (truth[0],)
@@ -233,7 +231,7 @@ def test_draft_and_verify_leave_no_trace(drafter: tuple[str, int | None]) -> Non
     assert_untouched(decoder)
     now, fresh = decoder.step(text, GREEDY), alone.step(text, GREEDY)
     assert (now.draft_tokens, now.verdict, now.reason) == (fresh.draft_tokens, fresh.verdict, fresh.reason)
-    assert drafts[0] == now.draft_tokens, "the step guesses what draft() said"
+    assert drafts[0] == now.draft_tokens, "step() drafts what draft() returned"
 
 
 def test_draft_takes_k() -> None:
@@ -397,12 +395,12 @@ def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPat
     round_ms = K * 2 + 10 + K + 1  # brings K + 1 tokens
     assert decoder.speedup_estimate == pytest.approx(11 * (K + 1) / round_ms)
     assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate
-    asked = clock.plain_calls
-    assert asked == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == asked, "remembered"
+    calls = clock.plain_calls
+    assert calls == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == calls, "remembered"
     decoder.reset_stats()
     decoder.generate(PROMPT, params)
-    asked = clock.plain_calls
-    assert decoder.speedup_estimate and clock.plain_calls == asked + 1 + 8, "and forgotten with the rest"
+    calls = clock.plain_calls
+    assert decoder.speedup_estimate and clock.plain_calls == calls + 1 + 8, "and forgotten with the rest"
 
 
 def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:

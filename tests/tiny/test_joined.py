@@ -1,4 +1,4 @@
-"""Joined drafts: a lookup goes on where another method's draft ends, and no text is another one for it."""
+"""Chained drafts: a lookup continues where another method's draft ends, and no token changes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
 from speculon.sequence import Sequence
 from tests.tiny.conftest import tiny_target
-from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, crowd, plain
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.test_requests import check_account
 
 LLAMA, HEAD, K = "llama", 2, 8
@@ -73,10 +73,10 @@ class Knowing:
         if self.says:
             return self.says(seq, ahead, k)
         at = seq.num_output + len(ahead)
-        said = [
+        tokens = [
             t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request.id, seq.sample][at : at + k]
         ]
-        return Draft(tuple(said), ("knowing",) * len(said))
+        return Draft(tuple(tokens), ("knowing",) * len(tokens))
 
 
 def joining(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
@@ -95,19 +95,19 @@ def watched(engine: Engine) -> Runs:
     runs: Runs = []
     ask = engine.ask_target
 
-    def asked(spans: Any, *args: Any) -> Any:
+    def counting(spans: Any, *args: Any) -> Any:
         runs.extend(
             [(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens
         )
         return ask(spans, *args)
 
-    engine.ask_target = asked  # type: ignore[method-assign]
+    engine.ask_target = counting  # type: ignore[method-assign]
     return runs
 
 
-def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
-    for request in crowd(mode):
-        speculation = {"method": "auto", "num_speculative_tokens": K, "chained_drafts": True, **asked}
+def write(engine: Engine, mode: str, **options: Any) -> dict[Key, Result]:
+    for request in requests_of(mode):
+        speculation = {"method": "auto", "num_speculative_tokens": K, "chained_drafts": True, **options}
         engine.add_request(request.prompt, request.params, speculation, request.id)
     results = drain(engine)
     for result in results.values():
@@ -124,7 +124,7 @@ def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
 ) -> None:
     engine, runs = joining(plain(mode), **SETTINGS[setting])
     results = write(engine, mode, policy=policy)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
     if policy == "fixed":
         assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {
             (("brief", HEAD), ("knowing", K - HEAD))
@@ -138,10 +138,10 @@ def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
         assert not runs
 
 
-@pytest.mark.parametrize("join", [None, False])
-def test_a_fixed_policy_joins_only_where_it_is_asked_to(join: bool | None) -> None:
+@pytest.mark.parametrize("chained", [None, False])
+def test_a_fixed_policy_joins_only_where_it_is_asked_to(chained: bool | None) -> None:
     engine, runs = joining(plain("greedy"))
-    write(engine, "greedy", chained_drafts=join)
+    write(engine, "greedy", chained_drafts=chained)
     assert runs and all(len(sources) == 1 for sources in runs)
 
 
@@ -162,9 +162,9 @@ def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path)
     write(engine, "greedy")
     engine.close()
     recording = read(tmp_path / "e.jsonl")
-    told = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
-    assert [list(text.drafts) for text in told] == runs and any(len(text.drafts) == 2 for text in told)
-    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in told)
+    texts = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
+    assert [list(text.drafts) for text in texts] == runs and any(len(text.drafts) == 2 for text in texts)
+    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in texts)
     for past in Replay(recording).sequences:
         assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.proposals["brief"])
 
@@ -194,7 +194,7 @@ def drawn(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
 def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
     engine, runs = joining(plain("greedy"), says)
     results = write(engine, "greedy")
-    assert_same(crowd("greedy"), results, plain("greedy"))
+    assert_same(requests_of("greedy"), results, plain("greedy"))
     assert all(("error" in r.stats.reasons) == failed for r in results.values())
     assert max(sum(n for _, n in sources) for sources in runs) == (HEAD if failed else K)
 
@@ -215,7 +215,7 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("speculon.engine.engine.verify", trusting)
     engine, _ = joining(plain("greedy"))
     with pytest.raises(AssertionError):
-        assert_same(crowd("greedy"), write(engine, "greedy"), plain("greedy"))
+        assert_same(requests_of("greedy"), write(engine, "greedy"), plain("greedy"))
 
 
 # the methods there are
@@ -223,7 +223,7 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
-    doubting(doubt=0.0)
+    noisy_draft(error_rate=0.0)
     engine = make_engine(
         tiny_target(LLAMA), speculation={**DRAFT, "chained_drafts": True, "draft_min_confidence": 0.2}
     )
@@ -237,13 +237,13 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     engine.ask_target = looked  # type: ignore[method-assign]
     for i in range(6):
         params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=i)
-        asked = {
+        speculation = {
             "method": "auto",
             "policy": "fixed",
             "acceptance": "rejection",
             "num_speculative_tokens": K,
         }
-        engine.add_request([*range(20, 28)] * 4, params, asked, f"r{i}")
+        engine.add_request([*range(20, 28)] * 4, params, speculation, f"r{i}")
     results = drain(engine)
     assert all(len(result.tokens) == 60 for result in results.values()) and runs
     assert any(draft.sources[0] == "draft_model" for draft in seen)
@@ -254,7 +254,7 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
 
 def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup of a text that was joined for in every round holds that text, and nothing besides."""
-    doubting()
+    noisy_draft()
     trails: list[tuple[list[int], list[int]]] = []
     release = Suffix.release
 
@@ -264,6 +264,8 @@ def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyP
         release(self, seq)
 
     monkeypatch.setattr(Suffix, "release", released)
-    requests = [replace(r, speculation={"method": "auto", "chained_drafts": True}) for r in crowd("greedy")]
+    requests = [
+        replace(r, speculation={"method": "auto", "chained_drafts": True}) for r in requests_of("greedy")
+    ]
     run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.05})
     assert len(trails) == len(requests) and all(held == text[: len(held)] for held, text in trails)

@@ -20,11 +20,11 @@ DRAFTED = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def write(prompt: list[int] = PROMPT, **params: Any) -> list[Result]:
-    asked = Request(
+    request = Request(
         prompt, SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 5, **params}), DRAFTED
     )
-    results = run(tiny_target("llama"), [asked])
-    return [results["r", i] for i in range(asked.params.n)]
+    results = run(tiny_target("llama"), [request])
+    return [results["r", i] for i in range(request.params.n)]
 
 
 def text(**params: Any) -> list[int]:

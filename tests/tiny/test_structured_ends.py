@@ -1,4 +1,4 @@
-"""Where structured texts end, what is refused at the door, and the masks themselves."""
+"""Where structured texts end, what is refused at admission, and the masks themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speculon.text import Tokenizer
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain
-from tests.tiny.test_structured import EOS, OFF, crowd, plain, spell, write
+from tests.tiny.test_structured import EOS, OFF, plain, requests_of, spell, write
 
 # where texts end
 
@@ -31,8 +31,8 @@ def one(
     found: list[Result] = []
     for how in (OFF, speculation or {"method": "ngram"}):
         engine = engine_of(target, None if target else "</s>")
-        asked = SamplingParams(**{"max_tokens": 60, "seed": 3, "structured": structured, **params})
-        engine.add_request([1, 30, 31], asked, how, "r")
+        sampling = SamplingParams(**{"max_tokens": 60, "seed": 3, "structured": structured, **params})
+        engine.add_request([1, 30, 31], sampling, how, "r")
         found.append(drain(engine)["r", 0])
     plainly, drafted = found
     assert (plainly.tokens, plainly.finish) == (drafted.tokens, drafted.finish)
@@ -118,7 +118,7 @@ def test_log_probabilities_stay_raw() -> None:
     assert with_form.logprobs[0].logprob < 0  # {" is the only token that is allowed
 
 
-# the door
+# admission
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_log_probabilities_stay_raw() -> None:
         ({"regex": "#"}, "structured.regex", "in this vocabulary"),
     ],
 )
-def test_what_cannot_be_written_is_refused_at_the_door(
+def test_what_cannot_be_written_is_refused_at_admission(
     structured: dict[str, Any], name: str, limit: str
 ) -> None:
     engine = engine_of()
@@ -182,18 +182,18 @@ def test_a_grammar_is_compiled_once() -> None:
 
 def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither alone nor beside others that do; the logits of its rows are the same bits."""
-    alone = [one for one in crowd("sampled") if one.id.startswith("free")]
+    alone = [one for one in requests_of("sampled") if one.id.startswith("free")]
     calls: list[int] = []
     honest = grammar_module.Grammars.allowed
     monkeypatch.setattr(
         grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted)
     )
     engine = engine_of()
-    for asked in alone:
-        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    for request in alone:
+        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     drain(engine)
     assert not calls and engine.grammars._inner is None
-    write(crowd("sampled"))
+    write(requests_of("sampled"))
     assert calls
 
 
@@ -206,8 +206,8 @@ def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.Monkey
         lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted),
     )
     engine = engine_of()
-    for asked in crowd("greedy"):
-        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    for request in requests_of("greedy"):
+        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     before = len(sizes)
     drain(engine)
     assert len(sizes) - before <= engine.counters.steps and max(sizes[before:]) > 5
