@@ -71,7 +71,7 @@ def test_tokens_are_drawn_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_plain_text_is_that_of_the_cpu(mode: str) -> None:
+def test_plain_output_is_that_of_the_cpu(mode: str) -> None:
     assert_same(requests_of(mode), run(cuda_target("llama"), list(requests_of(mode))), plain(mode))
 
 
@@ -112,7 +112,7 @@ def test_logprobs_come_back_from_the_device() -> None:
     )
 
 
-def test_bf16_texts_start_like_the_plain_one() -> None:
+def test_bf16_outputs_start_like_the_plain_one() -> None:
     """By regret: where texts differ, both tokens were close in the target's own eyes."""
     target = wrap_model(copy.deepcopy(tiny_model("llama")).to("cuda", torch.bfloat16), name="bf16")
     base = run(target, list(requests_of("greedy")))

@@ -58,7 +58,7 @@ def test_the_next_step_changes_nothing_that_was_given() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_are_those_of_the_cpu_with_and_without_drafts(mode: str) -> None:
+def test_outputs_are_those_of_the_cpu_with_and_without_drafts(mode: str) -> None:
     target, truth = captured_target("llama"), plain(mode)
     assert_same(requests_of(mode), run(target, list(requests_of(mode))), truth)
     script(truth)

@@ -48,7 +48,7 @@ def check(
     assert len(found) <= ALLOWED and all(difference.gap < TIE for difference in found)
 
 
-def test_plain_text_is_that_of_generate(
+def test_plain_output_is_that_of_generate(
     demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     check("plain against generate", demo, plain, demo.by_generate, capsys)

@@ -93,8 +93,8 @@ def chains(
 def texts(
     case: Case, k: int, proposal: Proposal, output: tuple[int, ...] = (), reported: Proposal | None = None
 ) -> Distribution:
-    """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is
-    given.
+    """Every text that rounds of K drafts can write, with its probability; `reported` is the q that
+    verify is given.
     """
     made: Distribution = {}
     room = (case.params.max_tokens or 0) - len(output)
@@ -134,17 +134,17 @@ def test_the_extremes_of_q(proposal: Proposal) -> None:
         assert error(SAMPLED[name], 2, proposal) < EXACT
 
 
-def joined(case: Case, output: tuple[int, ...]) -> list[float]:
-    """q where drafts are joined: behind one that was drawn stands one that was looked up."""
+def chained(case: Case, output: tuple[int, ...]) -> list[float]:
+    """q where drafts are chained: behind one that was drawn comes one that was looked up."""
     return (certain if len(output) % 2 else drafter)(case, output)
 
 
 def test_a_draft_may_be_drawn_in_part_and_looked_up_in_part() -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
-        assert error(SAMPLED[name], 2, joined) < EXACT
+        assert error(SAMPLED[name], 2, chained) < EXACT
 
 
-def test_a_joined_draft_says_that_its_tail_was_certain() -> None:
+def test_a_chained_draft_marks_its_tail_as_certain() -> None:
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
     head, tail = Draft((3, 0), ("toy", "toy"), q, (0.4, 0.4)), Draft((2, 2, 1), ("looked up",) * 3)
     whole = head.chain(tail)
@@ -162,7 +162,7 @@ def test_a_residual_of_nothing_is_the_target_itself() -> None:
     assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
 
 
-def test_spans_with_and_without_q_stand_in_one_batch() -> None:
+def test_spans_with_and_without_q_share_a_batch() -> None:
     """Each is judged by its own rule, and keeps its own tokens."""
     case = SAMPLED["plain"]
     q = torch.tensor([drafter(case, ()), drafter(case, (1,))])
@@ -221,11 +221,11 @@ def test_a_coin_from_the_drafts_own_noise_is_seen() -> None:
 # planted errors
 
 
-def test_a_looked_up_draft_that_says_nothing_of_its_q_is_seen() -> None:
+def test_a_looked_up_draft_that_reports_no_q_is_seen() -> None:
     def silent(case: Case, output: tuple[int, ...]) -> list[float]:
         return [1e-6] * V if len(output) % 2 else drafter(case, output)
 
-    assert error(SAMPLED["plain"], 2, joined, silent) > VISIBLE
+    assert error(SAMPLED["plain"], 2, chained, silent) > VISIBLE
 
 
 def test_a_residual_that_is_not_renormalised_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def assert_untouched(decoder: SpeculativeDecoder) -> None:
 
 @pytest.mark.parametrize("params", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_rounds_and_whole_texts_are_the_plain_text(
+def test_rounds_and_whole_outputs_are_the_plain_output(
     drafter: tuple[str, int | None], params: SamplingParams
 ) -> None:
     truth = plain(params)
@@ -87,7 +87,7 @@ def test_rounds_and_whole_texts_are_the_plain_text(
 
 
 @pytest.mark.parametrize("params", MODES)
-def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
+def test_by_default_the_output_is_the_plain_one(params: SamplingParams) -> None:
     """Nobody names a policy, a method or K."""
     for draft in (None, tiny_model("llama", 0), tiny_model("llama", 1)):
         decoder = SpeculativeDecoder(tiny_model("llama"), draft)
@@ -97,7 +97,7 @@ def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
             assert_untouched(decoder)
 
 
-def test_the_plain_text_is_that_of_the_stock_model() -> None:
+def test_the_plain_output_is_that_of_the_stock_model() -> None:
     ids = torch.tensor([PROMPT])
     limit = {"max_new_tokens": GREEDY.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     stock = (
@@ -188,7 +188,7 @@ def test_a_verdict_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert judged(decoder, GREEDY) != [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
 
 
-def test_a_verdict_ends_the_text_inside_the_drafts() -> None:
+def test_a_verdict_ends_the_sequence_inside_the_drafts() -> None:
     truth = plain(GREEDY)
     at = next(i for i in range(1, K) if truth[i] not in truth[:i])
     stopping = GREEDY.model_copy(update={"stop_token_ids": (truth[at],)})
@@ -264,7 +264,7 @@ def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) 
     return rows["target"], rows["draft"]
 
 
-def test_a_growing_text_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_sequence_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rows_of_steps(make(block_size=4), monkeypatch)
     assert target <= 4 + K and draft <= 4 + K + 1
     target, draft = rows_of_steps(make(prefix_cache=False), monkeypatch)
@@ -403,7 +403,7 @@ def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPat
     assert decoder.speedup_estimate and clock.plain_calls == calls + 1 + 8, "and forgotten with the rest"
 
 
-def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:
+def test_a_request_with_several_samples_is_counted_but_not_timed() -> None:
     decoder = make()
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3

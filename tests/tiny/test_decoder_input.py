@@ -131,7 +131,7 @@ def test_a_list_a_tensor_a_row_and_a_string_are_the_same_prompt() -> None:
     assert decoder.verify(PROMPT, torch.tensor(plain(GREEDY)[:2]), GREEDY).accepted == 2
 
 
-def test_with_a_tokenizer_stop_strings_end_the_text() -> None:
+def test_with_a_tokenizer_stop_strings_end_the_sequence() -> None:
     decoder, truth = make(tokenizer=Letters()), spell(plain(GREEDY))
     stopping = GREEDY.model_copy(update={"stop": (truth[6:8],)})
     out = decoder.generate(PROMPT, stopping)
@@ -237,7 +237,7 @@ def test_a_bad_call_is_refused_by_name_and_leaves_nothing(
     assert_untouched(decoder)
 
 
-def test_a_text_that_can_never_fit_the_pages_is_refused() -> None:
+def test_a_sequence_that_can_never_fit_the_pages_is_refused() -> None:
     with pytest.raises(NeverFits, match="128 tokens need 32 KV pages of 4, the pool owns 8"):
         make(num_blocks=8).step(PROMPT)
 

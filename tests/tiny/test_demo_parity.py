@@ -33,14 +33,14 @@ def real_differences(demo: Demo, ours: list[list[int]], truth: list[list[int]]) 
     return [difference for difference in demo.differences(ours, truth) if difference.gap >= TIE]
 
 
-def test_plain_text_is_that_of_generate(demo: Demo, plain: list[list[int]]) -> None:
+def test_plain_output_is_that_of_generate(demo: Demo, plain: list[list[int]]) -> None:
     assert not real_differences(demo, plain, demo.by_generate)
     alone, _ = demo.write(1, OFF, count=4)
     assert not real_differences(demo, alone, plain)
 
 
 @pytest.mark.parametrize(("name", "speculation"), list(speculation_modes()))
-def test_a_batch_with_drafts_writes_the_plain_text(
+def test_a_batch_with_drafts_writes_the_plain_output(
     demo: Demo, plain: list[list[int]], name: str, speculation: list[Speculation]
 ) -> None:
     texts, accepted = demo.write(CONCURRENCY, speculation)
@@ -49,13 +49,13 @@ def test_a_batch_with_drafts_writes_the_plain_text(
 
 
 @pytest.mark.parametrize("k", DRAFTS)
-def test_alone_with_drafts_it_writes_the_plain_text(demo: Demo, plain: list[list[int]], k: int) -> None:
+def test_alone_with_drafts_it_writes_the_plain_output(demo: Demo, plain: list[list[int]], k: int) -> None:
     texts, _ = demo.write(1, [{"method": "ngram", "num_speculative_tokens": k}], count=4)
     assert not real_differences(demo, texts, plain)
 
 
 @pytest.mark.parametrize(("concurrency", "count"), [(CONCURRENCY, None), (1, 4)])
-def test_under_goodput_it_writes_the_plain_text(
+def test_under_goodput_it_writes_the_plain_output(
     demo: Demo, plain: list[list[int]], concurrency: int, count: int | None
 ) -> None:
     texts, _ = demo.write(concurrency, GOODPUT, count)

@@ -1,4 +1,4 @@
-"""A draft model changes no token, wherever it stands with its own keys and values, and leaves no trace in the
+"""A draft model changes no token, however far its own keys and values are, and leaves no trace in the
 pages.
 """
 
@@ -238,7 +238,7 @@ def test_rejection_accepts_everything_where_q_is_p() -> None:
     )
 
 
-def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
+def test_rejection_samples_another_output_but_the_same_one_each_time() -> None:
     use_draft(tiny_target("llama", 1))
     requests = sampled(temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
     results = write(requests)
@@ -298,7 +298,7 @@ def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, re
     }
 
 
-def test_beyond_the_drafts_context_the_text_goes_on_plainly() -> None:
+def test_beyond_the_drafts_context_decoding_is_plain() -> None:
     short = NoisyModel(tiny_target("llama"))
     short.max_context = 40
     made = use_draft(short)

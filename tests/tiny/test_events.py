@@ -220,7 +220,7 @@ def test_a_failing_drafter_and_failing_steps_are_recorded(
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_a_record_changes_no_text(tmp_path: Path, mode: str) -> None:
+def test_a_record_changes_no_output(tmp_path: Path, mode: str) -> None:
     _, results = record(tmp_path / "e.jsonl", mode)
     assert_same(requests_of(mode), results, plain(mode))
 

@@ -126,7 +126,7 @@ def test_a_prompt_that_gives_way_half_scored_is_scored_once() -> None:
 
 
 @pytest.mark.parametrize("stop", ["token", "string"])
-def test_logprobs_end_with_the_text(stop: str) -> None:
+def test_logprobs_end_with_the_sequence(stop: str) -> None:
     """Also where drafts beyond the stop were verified."""
     request, truth = requests_of("greedy")[1], plain("greedy")["q1", 0]
     script(plain("greedy"), lambda position: False)

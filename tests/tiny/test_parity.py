@@ -148,7 +148,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("k", DRAFTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_alone_every_accepted_length_gives_the_plain_text(mode: str, k: int) -> None:
+def test_alone_every_accepted_length_gives_the_plain_output(mode: str, k: int) -> None:
     truth = plain(mode)
     script(truth)
     results: dict[Key, Result] = {}
@@ -161,7 +161,7 @@ def test_alone_every_accepted_length_gives_the_plain_text(mode: str, k: int) -> 
 @pytest.mark.parametrize("k", DRAFTS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_in_a_batch_every_accepted_length_gives_the_plain_text(mode: str, setting: str, k: int) -> None:
+def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
     truth = plain(mode)
     script(truth)
     results = run(tiny_target("llama"), drafting(requests_of(mode), k), **SETTINGS[setting])
@@ -173,7 +173,7 @@ def test_in_a_batch_every_accepted_length_gives_the_plain_text(mode: str, settin
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_of_different_methods_and_lengths_gives_the_plain_text(mode: str, setting: str) -> None:
+def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(mode: str, setting: str) -> None:
     truth = plain(mode)
     for k in DRAFTS:
         script(truth)
@@ -183,7 +183,7 @@ def test_a_batch_of_different_methods_and_lengths_gives_the_plain_text(mode: str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pages_found_again_give_the_plain_text(mode: str) -> None:
+def test_pages_found_again_give_the_plain_output(mode: str) -> None:
     truth = plain(mode, shared=14)
     script(truth)
     engine = make_engine(tiny_target("llama"))
@@ -199,7 +199,7 @@ def test_pages_found_again_give_the_plain_text(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_same_seed_same_text_for_all_samples(mode: str) -> None:
+def test_same_seed_same_output_for_all_samples(mode: str) -> None:
     """Off, ngram, synthetic (twice, so that it knows the text) and scripted; alone and in a batch."""
     target = tiny_target("llama")
     (request,) = (replace(r, params=r.params.model_copy(update={"n": 4})) for r in requests_of(mode)[3:4])
@@ -215,7 +215,7 @@ def test_same_seed_same_text_for_all_samples(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
-def test_greedy_plain_text_is_that_of_generate(name: str) -> None:
+def test_greedy_plain_output_is_that_of_generate(name: str) -> None:
     for request in requests_of("greedy")[:4]:
         ids = torch.tensor([request.prompt])
         limit = {

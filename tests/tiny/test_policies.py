@@ -28,7 +28,7 @@ from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, 
 
 LLAMA = "llama"
 # where a model's draft ends before K
-JOINED = {"apart": {}, "joined": {"chained_drafts": True, "draft_min_confidence": 0.02}}
+CHAINED = {"separate": {}, "chained": {"chained_drafts": True, "draft_min_confidence": 0.02}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "few pages": {"num_blocks": 40},
@@ -77,7 +77,7 @@ def test_both_tables_have_the_same_policies() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_batch_writes_the_plain_texts(policy: str, mode: str, setting: str) -> None:
+def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) -> None:
     script(plain(mode))
     engine = make_engine(tiny_target(LLAMA), **SETTINGS[setting])
     for request in under(policy, mode):
@@ -90,7 +90,7 @@ def test_a_batch_writes_the_plain_texts(policy: str, mode: str, setting: str) ->
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_texts_alone_are_the_plain_ones(policy: str, mode: str) -> None:
+def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
     script(plain(mode))
     results: dict[Key, Result] = {}
     for request in under(policy, mode, "scripted"):
@@ -99,19 +99,19 @@ def test_texts_alone_are_the_plain_ones(policy: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_of_different_policies_stand_beside_each_other(mode: str) -> None:
+def test_sequences_of_different_policies_share_a_batch(mode: str) -> None:
     script(plain(mode))
     for turn in range(len(NAMES)):
         results = run(tiny_target(LLAMA), under(NAMES[turn:] + NAMES[:turn], mode))
         assert_same(requests_of(mode), results, plain(mode))
 
 
-@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.parametrize("chained", CHAINED)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, joined: str) -> None:
+def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, chained: str) -> None:
     noisy_draft()
-    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **JOINED[joined]})
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **CHAINED[chained]})
     for request in under(policy, mode, "auto"):
         engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
     assert texts(drain(engine)) == plain(mode)
@@ -140,7 +140,7 @@ def test_a_policy_that_nobody_knows_is_refused() -> None:
 # a planted error: a policy that keeps what it should not
 
 
-def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_is_seen(
+def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_output_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a policy does with drafts cannot change a text; what it does with the text can, and parity goes
@@ -278,7 +278,7 @@ def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **s
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_text(
+def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
     mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(plain(mode))
@@ -312,7 +312,7 @@ def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("costs", [None, CHEAP], ids=["measured", "cheap drafts"])
 @pytest.mark.parametrize("mode", MODES)
-def test_by_default_the_texts_are_the_plain_ones(
+def test_by_default_the_outputs_are_the_plain_ones(
     mode: str, costs: dict[str, list[float]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody names a policy, a method or K.
@@ -357,7 +357,7 @@ def stepped(policy: str, **settings: Any) -> tuple[list[int], SpeculativeDecoder
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_step_by_step_the_text_is_the_plain_one(policy: str) -> None:
+def test_step_by_step_the_output_is_the_plain_one(policy: str) -> None:
     text, decoder = stepped(policy)
     assert text == SpeculativeDecoder(tiny_model(LLAMA), method="off").generate(REPEATED, STEPPED).token_ids
     decoder.step(REPEATED, STEPPED)

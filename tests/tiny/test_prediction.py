@@ -72,7 +72,7 @@ def one(i: int, fields: dict[str, Any], **settings: Any) -> Result:
 @pytest.mark.parametrize("chained", [False, True], ids=["separate", "chained"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_predictions_of_all_variants_in_a_batch_give_the_plain_text(
+def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
     mode: str, setting: str, chained: bool
 ) -> None:
     truth = plain(mode)
@@ -91,7 +91,7 @@ def test_predictions_of_all_variants_in_a_batch_give_the_plain_text(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", WRONG)
-def test_alone_any_prediction_gives_the_plain_text(mode: str, variant: str) -> None:
+def test_alone_any_prediction_gives_the_plain_output(mode: str, variant: str) -> None:
     truth = plain(mode)
     results: dict[Key, Result] = {}
     for request in requests_of(mode)[:3]:
@@ -125,7 +125,7 @@ def test_all_samples_follow_the_same_prediction(mode: str) -> None:
     assert accepted[0] > 40 and (accepted[1] > 40) == (mode == "greedy")
 
 
-def test_pages_found_again_give_the_plain_text() -> None:
+def test_pages_found_again_give_the_plain_output() -> None:
     truth = plain("greedy", shared=14)
     engine = make_engine(tiny_target("llama"))
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_pages_found_again_give_the_plain_text() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 6, 7, 20])
-def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
+def test_a_stop_inside_the_prediction_ends_the_sequence_there(at: int) -> None:
     """What was drafted beyond the stop is counted as rejected; the prediction itself would have gone on."""
     (request, text) = requests_of("sampled")[0], plain("sampled")["q0", 0]
     stop = spell(text[at : at + 2])
@@ -244,8 +244,10 @@ class Counting:
 
 def run_long_drafts(target: Any) -> dict[Key, Result]:
     truth = plain("greedy")
-    wish = {"num_speculative_tokens": MAX_DRAFTS}
-    requests = [replace(r, speculation={"prediction": truth[r.id, 0], **wish}) for r in requests_of("greedy")]
+    options = {"num_speculative_tokens": MAX_DRAFTS}
+    requests = [
+        replace(r, speculation={"prediction": truth[r.id, 0], **options}) for r in requests_of("greedy")
+    ]
     return run(target, requests, max_num_seqs=8, max_batch_tokens=24)
 
 

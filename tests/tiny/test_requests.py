@@ -103,7 +103,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
-def test_a_stop_token_inside_a_span_ends_the_text_there(
+def test_a_stop_token_inside_a_span_ends_the_sequence_there(
     at: int, lies: set[int], outcome: SpanKind, accepted: int
 ) -> None:
     result = one(lies, stop_token_ids=(text()[at], text()[at + 1]))
@@ -113,7 +113,7 @@ def test_a_stop_token_inside_a_span_ends_the_text_there(
 
 
 @pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
-def test_the_end_of_text_token_inside_a_span_ends_the_text(
+def test_the_end_of_text_token_inside_a_span_ends_the_sequence(
     at: int, lies: set[int], outcome: SpanKind, accepted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("llama")
@@ -126,7 +126,7 @@ def test_the_end_of_text_token_inside_a_span_ends_the_text(
 
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
-def test_a_stop_string_inside_a_span_ends_the_text_there(
+def test_a_stop_string_inside_a_span_ends_the_sequence_there(
     at: int, lies: set[int], outcome: SpanKind, accepted: int, length: int
 ) -> None:
     stop = spell(text()[at + 1 - length : at + 1])
@@ -281,7 +281,7 @@ def test_a_request_overrides_the_engine() -> None:
     assert set(result.stats.drafted_at) == set(range(5)) and result.tokens == text()
 
 
-def test_a_text_without_repetition_finds_no_match() -> None:
+def test_a_sequence_without_repetition_finds_no_match() -> None:
     result = run(tiny_target("llama"), [request({"method": "ngram"}, max_tokens=8)])["r", 0]
     assert dict(result.stats.reasons) == {"no_match": 6, "max_tokens": 1} and result.stats.draft_calls == 6
     check_account(result)
@@ -303,7 +303,7 @@ def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
-def test_a_draft_fits_into_pages_that_the_text_holds_already() -> None:
+def test_a_draft_fits_into_pages_that_the_sequence_holds_already() -> None:
     """No page is free, but the last one held is nearly empty."""
     script({("r", 0): text()}, lambda position: False)
     result = run(tiny_target("llama"), [request(max_tokens=9)], block_size=16, num_blocks=1)["r", 0]
@@ -369,7 +369,7 @@ def test_a_faulty_proposer_costs_only_speculation(
 
 
 @pytest.mark.parametrize("method", ["admit", "release"])
-def test_a_proposer_may_fail_when_a_text_begins_or_ends(method: str) -> None:
+def test_a_proposer_may_fail_when_a_sequence_begins_or_ends(method: str) -> None:
     register("faulty", broken(method))
     truth = plain("greedy")
     requests = [replace(r, speculation={"method": "faulty"}) for r in requests_of("greedy")]

@@ -112,7 +112,7 @@ def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
     made.check_integrity()
 
 
-def test_a_text_that_is_stopped_or_aborted_is_accounted_for() -> None:
+def test_a_sequence_that_is_stopped_or_aborted_is_accounted_for() -> None:
     truth = plain("greedy")["q0", 0]
     script({("q0", 0): truth}, lambda position: False)
     (request,) = under("shadow", "greedy", "scripted")[:1]

@@ -29,7 +29,7 @@ from tests.tiny.scripted import Key, Request, Result, drain, script
 from tests.tiny.test_requests import check_account
 
 OFF = {"method": "off"}
-JOINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
+CHAINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
 EOS = 2
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -107,7 +107,7 @@ def spell(result: Result) -> str:
     return words().decode(result.tokens)
 
 
-def test_every_text_has_its_form(mode: str) -> None:
+def test_every_output_has_its_form(mode: str) -> None:
     for (name, _), result in plain(mode).items():
         form = name.split()[0]
         assert result.finish is not None
@@ -124,18 +124,18 @@ def test_every_text_has_its_form(mode: str) -> None:
     ids=["roomy", "few pages", "chunked", "three at a time"],
 )
 @pytest.mark.parametrize(
-    ("shift", "joined"), [*((shift, {}) for shift in range(len(METHODS))), (0, JOINED), (4, JOINED)]
+    ("shift", "chained"), [*((shift, {}) for shift in range(len(METHODS))), (0, CHAINED), (4, CHAINED)]
 )
 @pytest.mark.usefixtures("drafters")
 def test_drafts_change_no_token(
-    mode: str, shift: int, joined: dict[str, Any], settings: dict[str, Any]
+    mode: str, shift: int, chained: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Each form under another method, all of them at once."""
     requests = [
         replace(one, speculation=METHODS[(i + shift) % len(METHODS)])
         for i, one in enumerate(requests_of(mode))
     ]
-    results = write(requests, speculation=DRAFT | joined, **settings)
+    results = write(requests, speculation=DRAFT | chained, **settings)
     assert results.keys() == plain(mode).keys()
     for key, result in results.items():
         assert (result.tokens, result.finish) == (plain(mode)[key].tokens, plain(mode)[key].finish)

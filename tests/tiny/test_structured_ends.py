@@ -49,7 +49,7 @@ def without_eos() -> Target:
 LETTERS = {"regex": "[a-f]{3,40}"}
 
 
-def test_a_text_that_can_go_on_ends_where_the_model_ends_it() -> None:
+def test_a_sequence_that_can_go_on_ends_where_the_model_ends_it() -> None:
     lengths = {seed: len(one(LETTERS, seed=seed, logit_bias={EOS: 3.0}).tokens) for seed in range(8)}
     assert min(lengths.values()) >= 3 and max(lengths.values()) < 40
     ended = one(LETTERS, logit_bias={EOS: 3.0})
@@ -64,7 +64,7 @@ def test_who_does_not_want_to_end_goes_on_as_far_as_the_grammar_does(more: dict[
     check("choice", spell(one(FORMS["choice"], **more)))
 
 
-def test_a_complete_text_ends_without_another_call() -> None:
+def test_a_complete_output_ends_without_another_call() -> None:
     result = one({"regex": "abc"}, OFF)
     assert spell(result) == "abc" and result.stats.target_calls == len(result.tokens)
     exact = one({"regex": "abc"}, max_tokens=3)
@@ -82,13 +82,13 @@ def test_a_model_without_an_end_token_ends_by_completeness() -> None:
     assert endless.finish and endless.finish.reason == "length" and set(spell(endless)) <= set("abcdef")
 
 
-def test_a_dead_end_is_an_error_and_not_a_text() -> None:
+def test_a_dead_end_is_an_error_and_not_an_output() -> None:
     """The vocabulary has no # in it, which llguidance learns when the text is there."""
     result = one({"regex": "ab#c"})
     assert result.finish and result.finish.reason == "error" and spell(result) == "ab"
 
 
-def test_stop_strings_and_stop_tokens_still_end_a_text() -> None:
+def test_stop_strings_and_stop_tokens_still_end_a_sequence() -> None:
     whole = spell(one(FORMS["nested"]))
     stopped = one(FORMS["nested"], stop=('"ok"',))
     assert stopped.finish and stopped.finish.matched == '"ok"' and whole.startswith(spell(stopped)[:-4])
@@ -255,7 +255,7 @@ def test_a_form_can_be_a_flag() -> None:
         pick(SamplingParams, {"structured": "json"})
 
 
-def test_rounds_by_hand_add_up_to_the_text() -> None:
+def test_rounds_by_hand_add_up_to_the_output() -> None:
     """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
     decoder = SpeculativeDecoder(
         tiny_model("llama"), method="ngram", policy="fixed", tokenizer=words().inner, block_size=4

@@ -49,11 +49,11 @@ def test_the_same_answer_again_costs_few_calls(mode: str) -> None:
     engine = make_engine(tiny_target("llama"))
     alike = [{"num_speculative_tokens": 8}] * len(requests_of(mode))
     cold, warm = (calls(write(engine, mode, alike)) for _ in range(2))
-    nobody = calls(write(engine, mode, [{**wish, "pool": ""} for wish in alike]))
+    nobody = calls(write(engine, mode, [{**fields, "pool": ""} for fields in alike]))
     assert warm < 0.5 * cold and nobody == cold
 
 
-def test_an_aborted_text_leaves_what_was_committed() -> None:
+def test_an_aborted_sequence_leaves_what_was_committed() -> None:
     engine = make_engine(tiny_target("llama"))
     request = replace(requests_of("greedy")[1])
     engine.add_request(request.prompt, request.params, {"method": "suffix", "pool": "me"}, "r")

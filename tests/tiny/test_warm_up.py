@@ -40,7 +40,7 @@ def goodput_of(engine: Engine) -> Goodput:
     return policy
 
 
-def test_afterwards_costs_are_known_and_nothing_of_texts() -> None:
+def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
     new = engine()
     assert not goodput_of(new).costs.known
     warm_up(new)

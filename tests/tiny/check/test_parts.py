@@ -55,7 +55,7 @@ def test_the_noise_of_a_seed_is_what_the_engine_draws_with(llm: LLM) -> None:
             assert tokens[int(scores.argmax())] == one.token_ids[position]
 
 
-def test_a_stop_token_belongs_to_the_text() -> None:
+def test_a_stop_token_belongs_to_the_output() -> None:
     assert whole(Completion(token_ids=[5, 6], stop=2)) == [5, 6, 2]
     assert whole(Completion(token_ids=[5, 6], stop="\n")) == whole(Completion(token_ids=[5, 6])) == [5, 6]
 

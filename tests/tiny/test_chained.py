@@ -79,7 +79,7 @@ class Knowing:
         return Draft(tuple(tokens), ("knowing",) * len(tokens))
 
 
-def joining(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
+def with_chain(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
     """An engine whose method `auto` is `brief` and then `knowing`, and the drafts that it verifies."""
     brief, knowing = Brief(truth), Knowing(truth, says)
     registry.register("brief", lambda config, target: brief)
@@ -119,10 +119,10 @@ def write(engine: Engine, mode: str, **options: Any) -> dict[Key, Result]:
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
+def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
     mode: str, setting: str, policy: str
 ) -> None:
-    engine, runs = joining(plain(mode), **SETTINGS[setting])
+    engine, runs = with_chain(plain(mode), **SETTINGS[setting])
     results = write(engine, mode, policy=policy)
     assert_same(requests_of(mode), results, plain(mode))
     if policy == "fixed":
@@ -139,26 +139,26 @@ def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
 
 
 @pytest.mark.parametrize("chained", [None, False])
-def test_a_fixed_policy_joins_only_where_it_is_asked_to(chained: bool | None) -> None:
-    engine, runs = joining(plain("greedy"))
+def test_a_fixed_policy_chains_only_where_it_is_asked_to(chained: bool | None) -> None:
+    engine, runs = with_chain(plain("greedy"))
     write(engine, "greedy", chained_drafts=chained)
     assert runs and all(len(sources) == 1 for sources in runs)
 
 
 def test_the_setting_holds_for_requests_that_say_nothing() -> None:
-    engine, runs = joining(plain("greedy"), speculation={"chained_drafts": True})
+    engine, runs = with_chain(plain("greedy"), speculation={"chained_drafts": True})
     write(engine, "greedy", chained_drafts=None)
     assert any(len(sources) == 2 for sources in runs)
 
 
 def test_k_and_max_tokens_bound_both_together() -> None:
-    engine, runs = joining(plain("greedy"))
+    engine, runs = with_chain(plain("greedy"))
     write(engine, "greedy", num_speculative_tokens=3)
     assert max(sum(n for _, n in sources) for sources in runs) == 3
 
 
-def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path) -> None:
-    engine, runs = joining(plain("greedy"), events=tmp_path / "e.jsonl")
+def test_the_record_separates_proposed_from_chained_drafts(tmp_path: Path) -> None:
+    engine, runs = with_chain(plain("greedy"), events=tmp_path / "e.jsonl")
     write(engine, "greedy")
     engine.close()
     recording = read(tmp_path / "e.jsonl")
@@ -192,7 +192,7 @@ def drawn(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
     ("says", "failed"), [(beyond, True), (raising, True), (drawn, True), (too_much, False)]
 )
 def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
-    engine, runs = joining(plain("greedy"), says)
+    engine, runs = with_chain(plain("greedy"), says)
     results = write(engine, "greedy")
     assert_same(requests_of("greedy"), results, plain("greedy"))
     assert all(("error" in r.stats.reasons) == failed for r in results.values())
@@ -200,10 +200,10 @@ def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bo
 
 
 def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what was joined is committed as it is."""
+    """Planted: what was chained is committed as it is."""
     from speculon.verify import verify as judge
 
-    def trusting(batch: Any, logits: Any) -> Any:
+    def accept_all(batch: Any, logits: Any) -> Any:
         verdicts = judge(batch, logits)
         return [
             replace(v, tokens=(*s.draft.tokens, v.tokens[-1]), accepted=len(s.draft.tokens))
@@ -212,8 +212,8 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
             for s, v in zip(batch.spans, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr("speculon.engine.engine.verify", trusting)
-    engine, _ = joining(plain("greedy"))
+    monkeypatch.setattr("speculon.engine.engine.verify", accept_all)
+    engine, _ = with_chain(plain("greedy"))
     with pytest.raises(AssertionError):
         assert_same(requests_of("greedy"), write(engine, "greedy"), plain("greedy"))
 
@@ -253,7 +253,7 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
 
 
 def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup of a text that was joined for in every round holds that text, and nothing besides."""
+    """The lookup of a text whose drafts were chained in every round holds that text, and nothing besides."""
     noisy_draft()
     trails: list[tuple[list[int], list[int]]] = []
     release = Suffix.release
