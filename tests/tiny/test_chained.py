@@ -40,7 +40,7 @@ def restored() -> Iterator[None]:
 
 
 class Brief:
-    """Says the first tokens of what is known of the text; a lookup that says the others goes on for it."""
+    """Drafts the first known tokens of a sequence; a lookup that knows the others continues the draft."""
 
     def __init__(self, truth: Texts):
         self.known = script(truth)
@@ -53,7 +53,7 @@ class Brief:
 
 
 class Knowing:
-    """A lookup beside it: right of each token in three cases of four, or whatever `says` says."""
+    """A lookup that continues drafts: each token is right in three cases of four, or `says` gives it."""
 
     def __init__(self, truth: Texts, says: Any = None):
         self.truth, self.says = truth, says

@@ -302,7 +302,7 @@ def exchange_pages(engine: Engine, step: int) -> None:
 
 
 def keep_rejected(engine: Engine, step: int) -> None:
-    """A sequence believes that one rejected draft is committed: its last token is one slot too far."""
+    """One rejected draft is committed: the last token of its sequence is one slot too far."""
     if step == 6:
         seq = engine.scheduler.running[0]
         seq.tokens.insert(seq.committed, 7)

@@ -138,7 +138,7 @@ def test_pages_found_again_give_the_plain_output() -> None:
 
 @pytest.mark.parametrize("at", [1, 6, 7, 20])
 def test_a_stop_inside_the_prediction_ends_the_sequence_there(at: int) -> None:
-    """What was drafted beyond the stop is counted as rejected; the prediction itself would have gone on."""
+    """What was drafted beyond the stop is counted as rejected; the prediction itself is longer."""
     (request, text) = requests_of("sampled")[0], plain("sampled")["q0", 0]
     stop = spell(text[at : at + 2])
     first = spell(text).index(stop) + 2

@@ -211,10 +211,10 @@ def test_a_row_without_its_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matcher_that_eats_rejected_drafts_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Matcher.allows
+    original = Matcher.allows
 
     def greedy(self: Matcher, tokens: Any) -> int:
-        fitting = honest(self, tokens)
+        fitting = original(self, tokens)
         if fitting > 2:
             self.consume(tokens[:1])
         return fitting
@@ -243,14 +243,14 @@ def test_a_failed_step_moves_no_matcher(mode: str, monkeypatch: pytest.MonkeyPat
     for request in requests_of(mode):
         engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
     results: dict[Key, Result] = {}
-    honest, steps = engine_module.cut, 0
+    original, steps = engine_module.cut, 0
 
     def sometimes(*args: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps % 3 == 0:
             raise MemoryError("planted")
-        return honest(*args)
+        return original(*args)
 
     monkeypatch.setattr(engine_module, "cut", sometimes)
     failed = 0

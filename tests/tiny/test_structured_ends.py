@@ -184,9 +184,9 @@ def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) 
     """Neither alone nor beside others that do; the logits of its rows are the same bits."""
     alone = [one for one in requests_of("sampled") if one.id.startswith("free")]
     calls: list[int] = []
-    honest = grammar_module.Grammars.allowed
+    original = grammar_module.Grammars.allowed
     monkeypatch.setattr(
-        grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted)
+        grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or original(self, drafted)
     )
     engine = engine_of()
     for request in alone:
@@ -199,11 +199,11 @@ def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    honest = grammar_module.Grammars.allowed
+    original = grammar_module.Grammars.allowed
     monkeypatch.setattr(
         grammar_module.Grammars,
         "allowed",
-        lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted),
+        lambda self, drafted: sizes.append(len(drafted)) or original(self, drafted),
     )
     engine = engine_of()
     for request in requests_of("greedy"):
