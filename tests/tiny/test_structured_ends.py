@@ -39,6 +39,10 @@ def one(
     return drafted
 
 
+def grammars_of(engine: Engine) -> grammar_module.Grammars:
+    return engine.admission._grammars
+
+
 def without_eos() -> Target:
     target = tiny_target("llama")
     made = Target.__new__(Target)
@@ -173,10 +177,10 @@ def test_a_grammar_is_compiled_once() -> None:
         engine.add_request(
             [1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]})
         )
-    assert len(engine.grammars._compiled) == 1
+    assert len(grammars_of(engine)._compiled) == 1
     for i in range(grammar_module.KEPT + 9):
         engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
-    assert len(engine.grammars._compiled) == grammar_module.KEPT
+    assert len(grammars_of(engine)._compiled) == grammar_module.KEPT
     drain(engine)
 
 
@@ -192,7 +196,7 @@ def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) 
     for request in alone:
         engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     drain(engine)
-    assert not calls and engine.grammars._inner is None
+    assert not calls and grammars_of(engine)._inner is None
     write(requests_of("sampled"))
     assert calls
 
@@ -235,7 +239,7 @@ def test_json_objects_and_any_json() -> None:
 def test_masks_are_those_of_a_walk_token_by_token() -> None:
     engine = engine_of()
     params = SamplingParams(structured=FORMS["nested"])
-    matcher = engine.grammars.matcher(params)
+    matcher = grammars_of(engine).matcher(params)
     assert matcher is not None
     draft = tuple(plain("sampled")["nested 2", 0].tokens)
     masks = grammar_module.forbid([(matcher, draft), (matcher.fork(), ())], torch.device("cpu"))
