@@ -111,7 +111,7 @@ class Grammars:
         return found
 
     def _compile(self, form: Structured) -> LLMatcher:
-        name, value = form.kind, getattr(form, form.kind)
+        name, value = form.constraint
         key = name + json.dumps(value)
         if key in self._compiled:
             self._compiled.move_to_end(key)

@@ -76,7 +76,7 @@ def weigh(logits: Tensor, rows: list[Row]) -> Tensor:
 
 def pick(weights: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
     """The best token of greedy rows, a drawn one of the others."""
-    draw = draw or race
+    draw = draw or exponential_race
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
     if len(drawn) == len(rows):
         return draw(weights, rows).tolist()
@@ -204,7 +204,7 @@ def keep_among(logits: Tensor, params: list[SamplingParams], head: int) -> tuple
     return kept, ~beyond[:, 0] | (head == vocab)
 
 
-def race(logits: Tensor, rows: list[Row]) -> Tensor:
+def exponential_race(logits: Tensor, rows: list[Row]) -> Tensor:
     """Draws one token per row [N] from softmax(logits), logits at most 0: argmax p / E with keyed noise."""
     return best(logits.exp().div_(noise_of(rows, logits.shape[-1], logits.device)))
 

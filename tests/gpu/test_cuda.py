@@ -24,12 +24,12 @@ from tests.tiny.test_parity import (
     SETTINGS,
     accepted_lengths,
     assert_same,
-    crowd,
     drafting,
     mixed,
     plain,
+    requests_of,
     row_error,
-    short_crowd,
+    short_requests,
 )
 
 pytestmark = [
@@ -71,8 +71,8 @@ def test_tokens_are_drawn_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_plain_text_is_that_of_the_cpu(mode: str) -> None:
-    assert_same(crowd(mode), run(cuda_target("llama"), list(crowd(mode))), plain(mode))
+def test_plain_output_is_that_of_the_cpu(mode: str) -> None:
+    assert_same(requests_of(mode), run(cuda_target("llama"), list(requests_of(mode))), plain(mode))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -81,39 +81,46 @@ def test_drafts_change_no_token(mode: str, setting: str) -> None:
     truth = plain(mode)
     for k in DRAFTS:
         script(truth)
-        results: dict[Key, Result] = run(cuda_target("llama"), drafting(crowd(mode), k), **SETTINGS[setting])
-        assert_same(crowd(mode), results, truth)
+        results: dict[Key, Result] = run(
+            cuda_target("llama"), drafting(requests_of(mode), k), **SETTINGS[setting]
+        )
+        assert_same(requests_of(mode), results, truth)
         assert accepted_lengths(results) >= set(range(min(k, 4) + 1))
-        assert_same(crowd(mode), run(cuda_target("llama"), mixed(crowd(mode), k), **SETTINGS[setting]), truth)
+        assert_same(
+            requests_of(mode),
+            run(cuda_target("llama"), mixed(requests_of(mode), k), **SETTINGS[setting]),
+            truth,
+        )
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
-    assert row_error(name, make_engine(cuda_target(name), max_batch_tokens=24), short_crowd(name)) < 1e-3
+    assert row_error(name, make_engine(cuda_target(name), max_batch_tokens=24), short_requests(name)) < 1e-3
 
 
 def test_logprobs_come_back_from_the_device() -> None:
-    asked = crowd("greedy")[0]
-    wanted = asked.params.model_copy(update={"logprobs": 2, "prompt_logprobs": 1})
-    asked = type(asked)(asked.prompt, wanted, asked.speculation, asked.id)
-    result = run(cuda_target("llama"), [asked])[asked.id, 0]
-    stock = stock_logprobs(asked.prompt + result.tokens)
-    said = [*result.prompt_logprobs, *result.logprobs]
-    assert len(said) == len(stock)
+    request = requests_of("greedy")[0]
+    params = request.params.model_copy(update={"logprobs": 2, "prompt_logprobs": 1})
+    request = type(request)(request.prompt, params, request.speculation, request.id)
+    result = run(cuda_target("llama"), [request])[request.id, 0]
+    stock = stock_logprobs(request.prompt + result.tokens)
+    logprobs = [*result.prompt_logprobs, *result.logprobs]
+    assert len(logprobs) == len(stock)
     assert (
-        max(abs(one.logprob - float(logp[one.token])) for one, logp in zip(said, stock, strict=True)) < 1e-3
+        max(abs(one.logprob - float(logp[one.token])) for one, logp in zip(logprobs, stock, strict=True))
+        < 1e-3
     )
 
 
-def test_bf16_texts_start_like_the_plain_one() -> None:
+def test_bf16_outputs_start_like_the_plain_one() -> None:
     """By regret: where texts differ, both tokens were close in the target's own eyes."""
     target = wrap_model(copy.deepcopy(tiny_model("llama")).to("cuda", torch.bfloat16), name="bf16")
-    base = run(target, list(crowd("greedy")))
+    base = run(target, list(requests_of("greedy")))
     script({key: result.tokens for key, result in base.items()})
-    drafted = run(target, drafting(crowd("greedy"), 4))
-    for asked in crowd("greedy"):
-        a, b = base[asked.id, 0].tokens, drafted[asked.id, 0].tokens
+    drafted = run(target, drafting(requests_of("greedy"), 4))
+    for request in requests_of("greedy"):
+        a, b = base[request.id, 0].tokens, drafted[request.id, 0].tokens
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
         if at is not None:
-            logp = stock_logprobs([*asked.prompt, *a[:at], 0])[-1]
+            logp = stock_logprobs([*request.prompt, *a[:at], 0])[-1]
             assert float((logp[a[at]] - logp[b[at]]).abs()) < 0.2  # up to 0.02 was seen in bf16 on a CPU

@@ -17,7 +17,7 @@ from speculon.models.target import Target
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.scripted import run, script
 from tests.tiny.test_captured import LAYERS, kept_after_another_step, logits, step
-from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
+from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,12 +58,12 @@ def test_the_next_step_changes_nothing_that_was_given() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_are_those_of_the_cpu_with_and_without_drafts(mode: str) -> None:
+def test_outputs_are_those_of_the_cpu_with_and_without_drafts(mode: str) -> None:
     target, truth = captured_target("llama"), plain(mode)
-    assert_same(crowd(mode), run(target, list(crowd(mode))), truth)
+    assert_same(requests_of(mode), run(target, list(requests_of(mode))), truth)
     script(truth)
     for k in (1, 4, 16):
-        assert_same(crowd(mode), run(target, drafting(crowd(mode), k)), truth)
+        assert_same(requests_of(mode), run(target, drafting(requests_of(mode), k)), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

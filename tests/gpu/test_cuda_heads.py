@@ -11,7 +11,7 @@ import torch
 from speculon.proposers import registry
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_rows
-from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, crowd, plain, texts_of, whole, write
+from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, plain, requests_of, texts_of, whole, write
 from tests.tiny.test_parity import MODES
 
 pytestmark = [
@@ -31,7 +31,7 @@ def restored() -> Iterator[None]:
 def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, **VARIANTS[variant])
     watch = watch_heads(plain("greedy"))
-    assert texts_of(write(crowd("greedy"), folder_of(head), ask(4), "cuda")) == plain("greedy")
+    assert texts_of(write(requests_of("greedy"), folder_of(head), ask(4), "cuda")) == plain("greedy")
     assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"), atol=1e-3)
 
 
@@ -41,5 +41,5 @@ def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
 def test_no_setting_changes_a_token(setting: str, k: int, mode: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
     watch_heads(plain(mode, 9))
-    results = write(crowd(mode, 9), folder_of(head), ask(k), "cuda", **SETTINGS[setting])
+    results = write(requests_of(mode, 9), folder_of(head), ask(k), "cuda", **SETTINGS[setting])
     assert texts_of(results) == plain(mode, 9)

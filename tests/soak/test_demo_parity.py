@@ -1,12 +1,22 @@
 """Two hundred pieces of code, 64 tokens each: generate, plain, and n-gram drafts with K of 1, 4 and 16, alone
-and crowded.
+and batched.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.tiny.demo_texts import CROWD, GOODPUT, MISSING, TIE, TOKENS, Demo, Speculation, asked, report
+from tests.tiny.demo_texts import (
+    CONCURRENCY,
+    GOODPUT,
+    MISSING,
+    TIE,
+    TOKENS,
+    Demo,
+    Speculation,
+    report,
+    speculation_modes,
+)
 
 PROMPTS = 200
 ALLOWED = PROMPTS // 200  # texts that may differ, each at a tie
@@ -38,36 +48,36 @@ def check(
     assert len(found) <= ALLOWED and all(difference.gap < TIE for difference in found)
 
 
-def test_plain_text_is_that_of_generate(
+def test_plain_output_is_that_of_generate(
     demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     check("plain against generate", demo, plain, demo.by_generate, capsys)
 
 
-def test_a_plain_crowd_writes_what_each_writes_alone(
+def test_a_plain_batch_writes_what_each_writes_alone(
     demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(f"plain, {CROWD} at once", demo, demo.write(CROWD, OFF)[0], plain, capsys)
+    check(f"plain, {CONCURRENCY} at once", demo, demo.write(CONCURRENCY, OFF)[0], plain, capsys)
 
 
-@pytest.mark.parametrize("crowd", [1, CROWD])
-@pytest.mark.parametrize(("name", "speculation"), list(asked()))
+@pytest.mark.parametrize("concurrency", [1, CONCURRENCY])
+@pytest.mark.parametrize(("name", "speculation"), list(speculation_modes()))
 def test_drafts_change_no_token(
     demo: Demo,
     plain: list[list[int]],
     name: str,
     speculation: list[Speculation],
-    crowd: int,
+    concurrency: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    texts, accepted = demo.write(crowd, speculation)
-    check(f"{name}, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)
+    texts, accepted = demo.write(concurrency, speculation)
+    check(f"{name}, {concurrency} at once, {accepted} drafts accepted", demo, texts, plain, capsys)
     assert accepted > PROMPTS
 
 
-@pytest.mark.parametrize("crowd", [1, CROWD])
+@pytest.mark.parametrize("concurrency", [1, CONCURRENCY])
 def test_under_goodput_it_changes_no_token(
-    demo: Demo, plain: list[list[int]], crowd: int, capsys: pytest.CaptureFixture[str]
+    demo: Demo, plain: list[list[int]], concurrency: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts, accepted = demo.write(crowd, GOODPUT)
-    check(f"policy goodput, {crowd} at once, {accepted} drafts accepted", demo, texts, plain, capsys)
+    texts, accepted = demo.write(concurrency, GOODPUT)
+    check(f"policy goodput, {concurrency} at once, {accepted} drafts accepted", demo, texts, plain, capsys)

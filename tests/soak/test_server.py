@@ -99,7 +99,7 @@ async def warm(port: int, chance: random.Random) -> None:
             pass
 
 
-class Crowd:
+class Traffic:
     """Clients that ask, one request after the other; `ends` counts how theirs ended."""
 
     def __init__(self, port: int, prompts: list[list[int]]):
@@ -164,7 +164,7 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
-def test_a_crowd_for_minutes(server: Server, llm: LLM) -> None:
+def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
     prompts = [case.prompt for case in build("code", llm.tokenizer, Size(16, 128, 2048))]
     pids = server.pids
     memory: list[dict[str, int]] = []
@@ -176,18 +176,18 @@ def test_a_crowd_for_minutes(server: Server, llm: LLM) -> None:
 
     async def soak() -> dict[str, float]:
         await warm(server.port, random.Random(0))
-        await crowd.run(seconds=60)  # the shapes of drafting, too
-        crowd.ends.clear()
+        await traffic.run(seconds=60)  # the shapes of drafting, too
+        traffic.ends.clear()
         checks = server.metrics()["speculon_integrity_checks_total"]
         watching = asyncio.create_task(watch())
-        await crowd.run(seconds=60 * MINUTES)
+        await traffic.run(seconds=60 * MINUTES)
         await watching
         return await at_rest(server, checks)
 
-    crowd = Crowd(server.port, prompts)
+    traffic = Traffic(server.port, prompts)
     rest = asyncio.run(soak())
-    print(f"\n{dict(crowd.ends)}, resident {memory}")
-    assert min(crowd.ends[how] for how in ("stop", "length", "gone", "refused")) > 10, crowd.ends
+    print(f"\n{dict(traffic.ends)}, resident {memory}")
+    assert min(traffic.ends[how] for how in ("stop", "length", "gone", "refused")) > 10, traffic.ends
     assert (
         rest["speculon_kv_pages_held"]
         == rest["speculon_sequences_running"]

@@ -22,7 +22,7 @@ from speculon.proposers import registry
 from speculon.sequence import Event
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CONTEXT, tiny_target
-from tests.tiny.drafting import DRAFT, Doubting, use_draft
+from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.heads import deep_model, deep_target, folder_of, watch_heads
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import TIE, gap
@@ -100,7 +100,7 @@ def spoiled(request: Request, chance: random.Random) -> Request:
     )
 
 
-class Crowd:
+class Traffic:
     """Feeds an engine at random moments, aborts at random moments, and keeps what it says."""
 
     def __init__(self, engine: Engine, requests: list[Request], chance: random.Random):
@@ -194,30 +194,32 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
         truth |= run(target, [replace(request, speculation={"method": "off"})])
     script({key: result.tokens for key, result in truth.items()})
 
-    draft = Doubting(target, doubt=0.4)
+    draft = NoisyModel(target, error_rate=0.4)
     use_draft(draft)
 
     engine = make_engine(
         target,
         **{"speculation": DRAFT, "num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40} | settings,
     )
-    crowd = Crowd(engine, requests, chance)
-    crowd.run()
+    traffic = Traffic(engine, requests, chance)
+    traffic.run()
     drain(engine)  # nothing left, the pool whole
 
-    assert set(crowd.refused) == crowd.spoiled
-    assert {name for name, _ in crowd.results} | set(crowd.refused) == {request.id for request in requests}
+    assert set(traffic.refused) == traffic.spoiled
+    assert {name for name, _ in traffic.results} | set(traffic.refused) == {
+        request.id for request in requests
+    }
     ties = 0
     for request in requests:
-        if request.id in crowd.refused:
-            assert request.id not in {name for name, _ in crowd.results}
+        if request.id in traffic.refused:
+            assert request.id not in {name for name, _ in traffic.results}
             continue
         for sample in range(request.params.n):
-            result, plain = crowd.results[request.id, sample], truth[request.id, sample]
+            result, plain = traffic.results[request.id, sample], truth[request.id, sample]
             assert result.finish is not None
             check_account(result)
             if result.finish.reason == "abort":
-                assert request.id in crowd.aborted and result.tokens == plain.tokens[: len(result.tokens)]
+                assert request.id in traffic.aborted and result.tokens == plain.tokens[: len(result.tokens)]
                 continue
             if result.tokens != plain.tokens or result.finish != plain.finish:
                 at = next(
@@ -233,16 +235,16 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     assert ties <= 2
 
     total = engine.counters
-    kinds = Counter(result.finish.reason for result in crowd.results.values() if result.finish)
-    assert total.finished == kinds and min(kinds[reason] for reason in ("stop", "length", "abort")) > 10
+    ended = Counter(result.finish.reason for result in traffic.results.values() if result.finish)
+    assert total.finished == ended and min(ended[reason] for reason in ("stop", "length", "abort")) > 10
     assert total.totals.accepted > 200 and (total.totals.cached_tokens > 200) == engine.pool.prefix_cache
     assert total.totals.accepted_from["draft_model"] > 100 and max(draft.calls) > 30
     assert total.totals.preemptions > 10 or engine.scheduler.max_num_seqs == 4
-    assert total.totals.reasons["no_pages"] > 0 and len(set(crowd.refused.values())) >= 4
+    assert total.totals.reasons["no_pages"] > 0 and len(set(traffic.refused.values())) >= 4
     assert total.totals.watched.total() > 5 and unknown_to(engine)
     assert not engine._requests and not engine.proposers._admitted and not engine.scheduler._siblings
     print(
-        f"\n{dict(kinds)}, refused {dict(Counter(crowd.refused.values()))}, {ties} ties, {total.snapshot()}"
+        f"\n{dict(ended)}, refused {dict(Counter(traffic.refused.values()))}, {ties} ties, {total.snapshot()}"
     )
 
 
@@ -262,13 +264,13 @@ def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
     speculation = folder_of(write_eagle3(tmp_path, deep_model().config, draft_vocab=64))
     sizes = {"num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40, "max_context": CONTEXT}
     engine = make_engine(deep_target(), speculation=speculation, **sizes)
-    crowd = Crowd(engine, requests, chance)
-    crowd.run()
+    traffic = Traffic(engine, requests, chance)
+    traffic.run()
     drain(engine)
     registry._registered.pop("eagle3", None)
 
-    assert set(crowd.refused) == crowd.spoiled
-    for key, result in crowd.results.items():
+    assert set(traffic.refused) == traffic.spoiled
+    for key, result in traffic.results.items():
         assert result.finish is not None
         whole = texts[key]
         assert result.tokens == (whole[: len(result.tokens)] if result.finish.reason == "abort" else whole), (
@@ -280,6 +282,6 @@ def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
 
 
 def with_head(request: Request, number: int) -> Request:
-    asked = request.speculation or {}
-    known = asked.get("method") not in (None, "draft_model") and number % 2
-    return request if known else replace(request, speculation={**asked, "method": "eagle3"})
+    speculation = request.speculation or {}
+    known = speculation.get("method") not in (None, "draft_model") and number % 2
+    return request if known else replace(request, speculation={**speculation, "method": "eagle3"})

@@ -90,7 +90,7 @@ def test_the_statistic_is_the_textbooks() -> None:
     assert float(max_z(counts, deal(20, 20, 0, 0))[0]) == pytest.approx(expected)
 
 
-def test_where_every_run_says_the_same_nothing_is_told() -> None:
+def test_equal_runs_give_no_finding() -> None:
     arms = deal(8, 8, 99, seed=0)
     z = max_z(counts_of(torch.full((16, 1), 5)), arms)
     assert p_value(z) == 1 and not z.any()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speculon import sampling
 from speculon.config import SamplingParams
-from speculon.sampling import Row, exponential, race, row_key, sample, uniform
+from speculon.sampling import Row, exponential, exponential_race, row_key, sample, uniform
 from speculon.sequence import Rules
 from tests.builders import make_sequence
 
@@ -169,7 +169,7 @@ STREAMS: dict[str, Callable[[int], Key]] = {
 def drawn(p: list[float], keys: Iterable[Key]) -> Tensor:
     rows = rows_of(keys)
     return (
-        race(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows)
+        exponential_race(torch.tensor(p).log().expand(len(rows), -1).contiguous(), rows)
         .bincount(minlength=len(p))
         .double()
     )
@@ -191,7 +191,7 @@ def test_tokens_are_drawn_from_the_softmax(name: str, stream: str) -> None:
 def test_two_rows_of_one_span_are_drawn_independently() -> None:
     p = [0.4, 0.3, 0.2, 0.1]
     logits = torch.tensor(p).log().expand(N, -1).contiguous()
-    first, second = (race(logits, rows_of((i, 0, at) for i in range(N))) for at in (3, 4))
+    first, second = (exponential_race(logits, rows_of((i, 0, at) for i in range(N))) for at in (3, 4))
     joint = (first * 4 + second).bincount(minlength=16).double()
     assert surprise([a * b for a in p for b in p], joint) > 1e-3
 
@@ -204,12 +204,12 @@ def test_the_race_is_won_by_the_largest_log_p_plus_gumbel_noise(spread: float) -
     low, high = torch.tensor([row_key(*key) for key in keys], dtype=torch.int32).T[:, :, None]
     v = uniform(low, high, torch.arange(2000, dtype=torch.int32)).double()
     whole = logits.double() - torch.log(-torch.log1p(-v))
-    assert torch.equal(race(logits, rows_of(keys)), whole.argmax(-1))
+    assert torch.equal(exponential_race(logits, rows_of(keys)), whole.argmax(-1))
 
 
 def test_a_removed_token_is_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, -60.0]]).expand(5000, -1).contiguous()
-    assert race(logits, rows_of((i, 0, 0) for i in range(5000))).unique().tolist() == [1]
+    assert exponential_race(logits, rows_of((i, 0, 0) for i in range(5000))).unique().tolist() == [1]
 
 
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:

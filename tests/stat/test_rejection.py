@@ -15,7 +15,7 @@ from torch import Tensor
 from speculon import verify as verifying
 from speculon.batch import Batch
 from speculon.core import Draft, Verdict
-from speculon.sampling import Row, race
+from speculon.sampling import Row, exponential_race
 from speculon.sequence import Span
 from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
 from tests.builders import make_sequence
@@ -24,7 +24,7 @@ from tests.stat.toy import Case, Distribution, V, distance, reference_probs, ref
 
 SAMPLED = {name: case for name, case in CASES.items() if not case.params.greedy}
 OTHER_PROMPT = (3, 3, 1)  # what the drafter sees instead of the prompt: another model's q
-Guess = Callable[[Case, tuple[int, ...]], list[float]]
+Proposal = Callable[[Case, tuple[int, ...]], list[float]]
 
 
 def drafter(case: Case, output: tuple[int, ...]) -> list[float]:
@@ -77,43 +77,43 @@ def one_round(
 
 
 def chains(
-    case: Case, output: tuple[int, ...], k: int, guess: Guess
+    case: Case, output: tuple[int, ...], k: int, proposal: Proposal
 ) -> list[tuple[float, tuple[int, ...], Tensor]]:
     """(probability, tokens, q [K, V]) of every chain that the drafter can draw."""
     found: list[tuple[float, tuple[int, ...], list[list[float]]]] = [(1.0, (), [])]
     for _ in range(k):
         grown = []
         for chance, chain, probs in found:
-            q = guess(case, (*output, *chain))
+            q = proposal(case, (*output, *chain))
             grown += [(chance * q[token], (*chain, token), [*probs, q]) for token in range(V) if q[token] > 0]
         found = grown
     return [(chance, chain, torch.tensor(probs)) for chance, chain, probs in found]
 
 
 def texts(
-    case: Case, k: int, guess: Guess, output: tuple[int, ...] = (), told: Guess | None = None
+    case: Case, k: int, proposal: Proposal, output: tuple[int, ...] = (), reported: Proposal | None = None
 ) -> Distribution:
-    """Every text that rounds of K drafts can write, with its probability; `told` is the q that verify is
-    given.
+    """Every text that rounds of K drafts can write, with its probability; `reported` is the q that
+    verify is given.
     """
     made: Distribution = {}
     room = (case.params.max_tokens or 0) - len(output)
     k_now = min(k, room - 1)
     if k_now < 1:
         return reference_texts(case, output)
-    for q, chain, probs in chains(case, output, k_now, guess):
-        if told is not None:
-            probs = torch.tensor([told(case, (*output, *chain[:i])) for i in range(k_now)])
+    for q, chain, probs in chains(case, output, k_now, proposal):
+        if reported is not None:
+            probs = torch.tensor([reported(case, (*output, *chain[:i])) for i in range(k_now)])
         for chance, verdict in one_round(case, output, chain, probs):
             grown, finish = (*output, *verdict.tokens), verdict.finish and verdict.finish.reason
-            follow = {(grown, finish): 1.0} if finish else texts(case, k, guess, grown, told)
+            follow = {(grown, finish): 1.0} if finish else texts(case, k, proposal, grown, reported)
             for text, part in follow.items():
                 made[text] = made.get(text, 0.0) + q * chance * part
     return made
 
 
-def error(case: Case, k: int, guess: Guess = drafter, told: Guess | None = None) -> float:
-    return distance(texts(case, k, guess, told=told), reference_texts(case))
+def error(case: Case, k: int, proposal: Proposal = drafter, reported: Proposal | None = None) -> float:
+    return distance(texts(case, k, proposal, reported=reported), reference_texts(case))
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -128,23 +128,23 @@ def test_three_drafts() -> None:
         assert error(longer, 3) < EXACT
 
 
-@pytest.mark.parametrize("guess", [certain, itself], ids=["q on one token", "q = p"])
-def test_the_extremes_of_q(guess: Guess) -> None:
+@pytest.mark.parametrize("proposal", [certain, itself], ids=["q on one token", "q = p"])
+def test_the_extremes_of_q(proposal: Proposal) -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
-        assert error(SAMPLED[name], 2, guess) < EXACT
+        assert error(SAMPLED[name], 2, proposal) < EXACT
 
 
-def joined(case: Case, output: tuple[int, ...]) -> list[float]:
-    """q where drafts are joined: behind one that was drawn stands one that was looked up."""
+def chained(case: Case, output: tuple[int, ...]) -> list[float]:
+    """q where drafts are chained: behind one that was drawn comes one that was looked up."""
     return (certain if len(output) % 2 else drafter)(case, output)
 
 
 def test_a_draft_may_be_drawn_in_part_and_looked_up_in_part() -> None:
     for name in ("plain", "filters", "penalties", "min_tokens"):
-        assert error(SAMPLED[name], 2, joined) < EXACT
+        assert error(SAMPLED[name], 2, chained) < EXACT
 
 
-def test_a_joined_draft_says_that_its_tail_was_certain() -> None:
+def test_a_chained_draft_marks_its_tail_as_certain() -> None:
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
     head, tail = Draft((3, 0), ("toy", "toy"), q, (0.4, 0.4)), Draft((2, 2, 1), ("looked up",) * 3)
     whole = head.chain(tail)
@@ -162,7 +162,7 @@ def test_a_residual_of_nothing_is_the_target_itself() -> None:
     assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
 
 
-def test_spans_with_and_without_q_stand_in_one_batch() -> None:
+def test_spans_with_and_without_q_share_a_batch() -> None:
     """Each is judged by its own rule, and keeps its own tokens."""
     case = SAMPLED["plain"]
     q = torch.tensor([drafter(case, ()), drafter(case, (1,))])
@@ -200,10 +200,10 @@ def test_the_coin_falls_with_the_ratio(p: float, q: float) -> None:
 
 
 def test_the_coin_the_draft_and_the_residual_are_independent() -> None:
-    """At one position, over seeds: what was drawn tells nothing of the coin, nor of what is drawn after it."""
+    """At one position, over seeds: the draw is independent of the coin and of the draw after it."""
     logits = torch.full((len(SEEDS), 2), 0.5).log()
-    drawn = race(logits, keyed(0)).double()
-    again = race(logits, keyed(RESIDUAL)).double()
+    drawn = exponential_race(logits, keyed(0)).double()
+    again = exponential_race(logits, keyed(RESIDUAL)).double()
     half = torch.full((len(SEEDS),), 0.5)
     fell = flip(half, torch.ones(len(SEEDS)), keyed(COIN)).double()
     for a, b in itertools.combinations((drawn, again, fell), 2):
@@ -214,18 +214,18 @@ def test_the_coin_the_draft_and_the_residual_are_independent() -> None:
 def test_a_coin_from_the_drafts_own_noise_is_seen() -> None:
     logits = torch.full((len(SEEDS), 2), 0.5).log()
     fell = flip(torch.full((len(SEEDS),), 0.5), torch.ones(len(SEEDS)), keyed(0)).double()
-    correlation = torch.corrcoef(torch.stack([race(logits, keyed(0)).double(), fell]))[0, 1]
+    correlation = torch.corrcoef(torch.stack([exponential_race(logits, keyed(0)).double(), fell]))[0, 1]
     assert abs(correlation) > 0.1
 
 
 # planted errors
 
 
-def test_a_looked_up_draft_that_says_nothing_of_its_q_is_seen() -> None:
+def test_a_looked_up_draft_that_reports_no_q_is_seen() -> None:
     def silent(case: Case, output: tuple[int, ...]) -> list[float]:
         return [1e-6] * V if len(output) % 2 else drafter(case, output)
 
-    assert error(SAMPLED["plain"], 2, joined, silent) > VISIBLE
+    assert error(SAMPLED["plain"], 2, chained, silent) > VISIBLE
 
 
 def test_a_residual_that_is_not_renormalised_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,14 +242,14 @@ def test_q_before_the_filters_is_seen() -> None:
     def unfiltered(case: Case, output: tuple[int, ...]) -> list[float]:
         return drafter(SAMPLED["plain"], output)
 
-    assert error(FILTERED, 2, told=unfiltered) > VISIBLE
+    assert error(FILTERED, 2, reported=unfiltered) > VISIBLE
 
 
 def test_q_of_another_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(case: Case, output: tuple[int, ...]) -> list[float]:
         return drafter(case, (*output, 0))
 
-    assert error(SAMPLED["plain"], 2, told=shifted) > VISIBLE
+    assert error(SAMPLED["plain"], 2, reported=shifted) > VISIBLE
 
 
 def test_p_and_q_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

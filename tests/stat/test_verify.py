@@ -1,4 +1,4 @@
-"""What leaves verify and cut is the target's own distribution, whatever was drafted: enumerated, not sampled."""
+"""The output of verify and cut has the target's distribution whatever the drafts: enumerated, not sampled."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ DEMO_SCHEMAS: list[Schema] = [
         "maxItems": 4,
     },
     an_object(
-        kind={"enum": ["file", "folder", "link"]},
+        type={"enum": ["file", "folder", "link"]},
         size={"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.01},
         owner=an_object(
             user={"type": "string", "minLength": 2, "maxLength": 8},

@@ -21,7 +21,7 @@ from speculon.text import Tokenizer
 
 DEMO = Path(speculon.__file__).parent / "demo" / "target"
 MISSING = not (DEMO / "model.safetensors").exists()
-TOKENS, CROWD = 64, 8
+TOKENS, CONCURRENCY = 64, 8
 DRAFTS = (1, 4, 16)
 TIE = 1e-4  # nat
 Speculation = dict[str, object]
@@ -84,16 +84,16 @@ class Demo:
         return texts
 
     def write(
-        self, crowd: int, speculation: list[Speculation], count: int | None = None
+        self, concurrency: int, speculation: list[Speculation], count: int | None = None
     ) -> tuple[list[list[int]], int]:
-        """The texts of our engine, `crowd` at a time, the n-th asking for `speculation[n % len]`; and
+        """The texts of our engine, `concurrency` at a time, the n-th asking for `speculation[n % len]`; and
         accepted drafts.
         """
         texts: list[list[int]] = [[] for _ in self.prompts[:count]]
         engine = Engine(
             self.target,
             self.tokenizer,
-            EngineConfig(max_num_seqs=crowd, speculation={"policy": "fixed", "draft": "demo-draft"}),
+            EngineConfig(max_num_seqs=concurrency, speculation={"policy": "fixed", "draft": "demo-draft"}),
         )
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         for i in range(len(texts)):
@@ -131,8 +131,8 @@ def report(name: str, found: list[Difference], count: int) -> str:
 GOODPUT: list[Speculation] = [{"policy": "goodput"}]  # the engine's default, which decides by the clock
 
 
-def asked() -> Iterator[tuple[str, list[Speculation]]]:
-    """The modes: every K by itself, and a different K for each text of the crowd."""
+def speculation_modes() -> Iterator[tuple[str, list[Speculation]]]:
+    """The modes: every K by itself, and a different K for each sequence of the batch."""
     ngram: list[Speculation] = [{"method": "ngram", "num_speculative_tokens": k} for k in DRAFTS]
     for k, one in zip(DRAFTS, ngram, strict=True):
         yield f"ngram, K = {k}", [one]

@@ -17,11 +17,11 @@ from tests.tiny.conftest import tiny_target
 DRAFT: dict[str, Any] = {"draft": "a model in memory"}
 
 
-class Doubting:
+class NoisyModel:
     """A model that says something else in some rows, so that every accepted length occurs."""
 
-    def __init__(self, model: Target, doubt: float = 0.3):
-        self.model, self.doubt, self.chance = model, doubt, random.Random(0)
+    def __init__(self, model: Target, error_rate: float = 0.3):
+        self.model, self.error_rate, self.chance = model, error_rate, random.Random(0)
         self.calls: list[int] = []  # rows of each forward
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +30,7 @@ class Doubting:
     def forward(self, batch: Batch, view: View) -> Output:
         out = self.model.forward(batch, view)
         self.calls.append(batch.input_ids.shape[1])
-        wrong = torch.tensor([self.chance.random() < self.doubt for _ in out.logits], dtype=torch.bool)[
+        wrong = torch.tensor([self.chance.random() < self.error_rate for _ in out.logits], dtype=torch.bool)[
             :, None
         ]
         return Output(torch.where(wrong, out.logits.flip(-1), out.logits))
@@ -50,7 +50,7 @@ def use_draft(model: Any) -> list[DraftModel]:
     return made
 
 
-def doubting(name: str = "llama", doubt: float = 0.3) -> Doubting:
-    model = Doubting(tiny_target(name), doubt)
+def noisy_draft(name: str = "llama", error_rate: float = 0.3) -> NoisyModel:
+    model = NoisyModel(tiny_target(name), error_rate)
     use_draft(model)
     return model

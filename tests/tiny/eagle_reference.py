@@ -41,7 +41,7 @@ def reference_chain(
     embed: Tensor | None = None,
     lm_head: Tensor | None = None,
 ) -> tuple[list[int], Tensor]:
-    """k greedy drafts after x_n as the target's ids, and the hiddens [k, H] of the rows that guessed them."""
+    """k greedy drafts after x_n as the target's ids, and the hiddens [k, H] of the rows that gave them."""
     tokens, u = list(ids[1:]), fuse(tensors, head, taps)
     drafts, hiddens = [], []
     for _ in range(k):

@@ -50,7 +50,7 @@ def deep_target(device: str = "cpu") -> Target:
 
 @dataclass
 class Round:
-    """What the head guessed by itself after some tokens of a text."""
+    """What the head drafted by itself after some tokens of a sequence."""
 
     key: Key
     length: int
@@ -77,14 +77,14 @@ class Watched(Eagle3Drafter):
 
     watch: Watch
     truth: Texts
-    doubt = 0.3
+    error_rate = 0.3
 
     def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
         drafts = super().propose(seqs, budgets, lease)
         for seq, draft in zip(seqs, drafts, strict=True):
             self.watch.rounds.append(Round((seq.request.id, seq.sample), len(seq.tokens), draft.tokens))
         return (
-            [self._told(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+            [self._true_draft(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
             if self.truth
             else drafts
         )
@@ -102,11 +102,12 @@ class Watched(Eagle3Drafter):
         self.last = super()._forward(pieces, ids, states, own)
         return self.last
 
-    def _told(self, seq: Sequence, draft: Draft) -> Draft:
+    def _true_draft(self, seq: Sequence, draft: Draft) -> Draft:
         rest = self.truth[seq.request.id, seq.sample][seq.num_output :]
         chance = random.Random(f"{seq.request.id} {len(seq.tokens)}")
         tokens = [
-            true if chance.random() > self.doubt else (true + 1) % VOCAB for true in rest[: len(draft.tokens)]
+            true if chance.random() > self.error_rate else (true + 1) % VOCAB
+            for true in rest[: len(draft.tokens)]
         ]
         return Draft(tuple(tokens), (NAME,) * len(tokens))
 

@@ -1,4 +1,4 @@
-"""A proposer that knows the text beforehand and lies when told to, a letter tokenizer, and a way to run
+"""A proposer that knows the text beforehand and is wrong where asked, a letter tokenizer, and a way to run
 requests.
 """
 
@@ -24,9 +24,9 @@ Key = tuple[str, int]  # request id, sample
 
 
 class Scripted:
-    """Drafts the known text; `lies(position in the output)` says where another token stands in its place.
+    """Drafts the known text; where `lies(position in the output)`, another token.
 
-    Without `lies` the truth is told with probability 0.6 per position, and in every other round up to a
+    Without `lies` a draft is true with probability 0.6 per position, and in every other round up to a
     position that goes through 0..K, so that long accepted runs occur as well.
     """
 
@@ -115,7 +115,7 @@ class Result:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
-        assert self.finish is None, "news after the end"
+        assert self.finish is None, "an event after the last one"
         self.tokens += event.tokens
         self.logprobs += event.logprobs or ()
         self.prompt_logprobs += event.prompt_logprobs or ()
@@ -124,7 +124,7 @@ class Result:
 
 
 def make_engine(target: Target, **settings: Any) -> Engine:
-    """Under policy `fixed` unless `speculation` names another: what is drafted must not depend on the clock."""
+    """Under policy `fixed` unless `speculation` names another: drafts must not depend on the clock."""
     speculation = {"policy": "fixed", **settings.pop("speculation", {})}
     return Engine(
         target, Tokenizer(Letters()), EngineConfig(**{"block_size": 4, **settings}, speculation=speculation)

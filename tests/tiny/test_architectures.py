@@ -130,7 +130,7 @@ class ShiftedMasks(MaskCache):
 
 
 def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
-    """Continued spans stand one position too far."""
+    """Continued spans are one position too far."""
     forward = target.forward
     late = torch.cat([torch.full((end - start,), int(start > 0)) for _, _, start, end in pieces])
     try:

@@ -28,7 +28,7 @@ from speculon.models.target import Target
 from speculon.models.trial import Trial
 from tests.tiny.conftest import build, tiny_model, tiny_target
 from tests.tiny.scripted import run, script
-from tests.tiny.test_parity import MODES, assert_same, crowd, drafting, plain
+from tests.tiny.test_parity import MODES, assert_same, drafting, plain, requests_of
 
 NAMES = ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
 LAYERS = (-1, 0, 1)
@@ -88,9 +88,9 @@ def test_what_is_captured_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_outputs_are_those_of_the_loop(mode: str) -> None:
     target, truth = made(tiny_model("llama")), plain(mode)
-    assert_same(crowd(mode), run(target, list(crowd(mode))), truth)
+    assert_same(requests_of(mode), run(target, list(requests_of(mode))), truth)
     script(truth)
-    assert_same(crowd(mode), run(target, drafting(crowd(mode), 4)), truth)
+    assert_same(requests_of(mode), run(target, drafting(requests_of(mode), 4)), truth)
 
 
 def test_a_bucket_holds_its_rows_and_is_the_smallest_that_does() -> None:

@@ -151,7 +151,7 @@ def test_float16_on_a_cpu_is_warned_of(caplog: pytest.LogCaptureFixture) -> None
     assert "float16" not in caplog.text
 
 
-def test_a_log_line_waits_for_the_end_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_line_waits_for_the_end_of_the_stream(capsys: pytest.CaptureFixture[str]) -> None:
     root, handler = logging.getLogger(), LogLines()
     root.addHandler(handler)
     try:

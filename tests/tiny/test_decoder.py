@@ -1,6 +1,4 @@
-"""The front door for model objects: rounds add up to the plain text, figures are measured, nothing is left
-behind.
-"""
+"""The decoder of model objects: rounds add up to the plain text, figures are measured, no state is left."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def assert_untouched(decoder: SpeculativeDecoder) -> None:
 
 @pytest.mark.parametrize("params", MODES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_rounds_and_whole_texts_are_the_plain_text(
+def test_rounds_and_whole_outputs_are_the_plain_output(
     drafter: tuple[str, int | None], params: SamplingParams
 ) -> None:
     truth = plain(params)
@@ -89,7 +87,7 @@ def test_rounds_and_whole_texts_are_the_plain_text(
 
 
 @pytest.mark.parametrize("params", MODES)
-def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
+def test_by_default_the_output_is_the_plain_one(params: SamplingParams) -> None:
     """Nobody names a policy, a method or K."""
     for draft in (None, tiny_model("llama", 0), tiny_model("llama", 1)):
         decoder = SpeculativeDecoder(tiny_model("llama"), draft)
@@ -99,7 +97,7 @@ def test_by_default_the_text_is_the_plain_one(params: SamplingParams) -> None:
             assert_untouched(decoder)
 
 
-def test_the_plain_text_is_that_of_the_stock_model() -> None:
+def test_the_plain_output_is_that_of_the_stock_model() -> None:
     ids = torch.tensor([PROMPT])
     limit = {"max_new_tokens": GREEDY.max_tokens, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
     stock = (
@@ -165,9 +163,9 @@ def judged(decoder: SpeculativeDecoder, params: SamplingParams) -> list[tuple[in
 def test_verify_accepts_every_length_and_corrects(params: SamplingParams) -> None:
     truth, decoder = plain(params), make()
     assert judged(decoder, params) == [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
-    kinds = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).outcome for n in (0, 1)]
+    outcomes = [decoder.verify(PROMPT, [*truth[:n], lie(truth[n])], params).outcome for n in (0, 1)]
     assert (
-        kinds == [SpanOutcome.TAIL, SpanOutcome.TAIL]
+        outcomes == [SpanOutcome.TAIL, SpanOutcome.TAIL]
         and decoder.verify(PROMPT, truth[:2], params).outcome is SpanOutcome.FULL
     )
     assert decoder.verify(PROMPT, [], params).tokens == (truth[0],)
@@ -190,7 +188,7 @@ def test_a_verdict_one_position_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert judged(decoder, GREEDY) != [(true, tuple(truth[: true + 1])) for true in range(K + 1)]
 
 
-def test_a_verdict_ends_the_text_inside_the_drafts() -> None:
+def test_a_verdict_ends_the_sequence_inside_the_drafts() -> None:
     truth = plain(GREEDY)
     at = next(i for i in range(1, K) if truth[i] not in truth[:i])
     stopping = GREEDY.model_copy(update={"stop_token_ids": (truth[at],)})
@@ -233,7 +231,7 @@ def test_draft_and_verify_leave_no_trace(drafter: tuple[str, int | None]) -> Non
     assert_untouched(decoder)
     now, fresh = decoder.step(text, GREEDY), alone.step(text, GREEDY)
     assert (now.draft_tokens, now.verdict, now.reason) == (fresh.draft_tokens, fresh.verdict, fresh.reason)
-    assert drafts[0] == now.draft_tokens, "the step guesses what draft() said"
+    assert drafts[0] == now.draft_tokens, "step() drafts what draft() returned"
 
 
 def test_draft_takes_k() -> None:
@@ -266,7 +264,7 @@ def rows_of_steps(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) 
     return rows["target"], rows["draft"]
 
 
-def test_a_growing_text_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_sequence_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = rows_of_steps(make(block_size=4), monkeypatch)
     assert target <= 4 + K and draft <= 4 + K + 1
     target, draft = rows_of_steps(make(prefix_cache=False), monkeypatch)
@@ -397,15 +395,15 @@ def test_the_speedup_is_the_measured_one(way: str, monkeypatch: pytest.MonkeyPat
     round_ms = K * 2 + 10 + K + 1  # brings K + 1 tokens
     assert decoder.speedup_estimate == pytest.approx(11 * (K + 1) / round_ms)
     assert decoder.naive_speedup == K + 1 > decoder.speedup_estimate
-    asked = clock.plain_calls
-    assert asked == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == asked, "remembered"
+    calls = clock.plain_calls
+    assert calls == 1 + 8 and decoder.speedup_estimate and clock.plain_calls == calls, "remembered"
     decoder.reset_stats()
     decoder.generate(PROMPT, params)
-    asked = clock.plain_calls
-    assert decoder.speedup_estimate and clock.plain_calls == asked + 1 + 8, "and forgotten with the rest"
+    calls = clock.plain_calls
+    assert decoder.speedup_estimate and clock.plain_calls == calls + 1 + 8, "and forgotten with the rest"
 
 
-def test_a_text_with_several_samples_is_counted_but_not_timed() -> None:
+def test_a_request_with_several_samples_is_counted_but_not_timed() -> None:
     decoder = make()
     out = decoder.generate(PROMPT, SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True))
     assert len({tuple(one.token_ids) for one in out.outputs}) == 3

@@ -1,6 +1,4 @@
-"""What goes into the front door for model objects: the models, which stay as they are, prompts, parameters
-and settings.
-"""
+"""Input of the decoder of model objects: unchanged models, prompts, parameters and settings."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_a_draft_with_more_ids_is_padded_and_one_with_fewer_is_refused() -> None
         SpeculativeDecoder(target, build("llama", 1, vocab_size=VOCAB - 1), method="draft_model")
 
 
-def test_a_draft_of_another_kind_and_dtype_guesses_too() -> None:
+def test_a_draft_of_another_architecture_and_dtype_drafts_too() -> None:
     draft = build("qwen3", 2).to(torch.bfloat16)
     decoder = SpeculativeDecoder(
         tiny_model("llama"), draft, method="draft_model", policy="fixed", block_size=4
@@ -133,7 +131,7 @@ def test_a_list_a_tensor_a_row_and_a_string_are_the_same_prompt() -> None:
     assert decoder.verify(PROMPT, torch.tensor(plain(GREEDY)[:2]), GREEDY).accepted == 2
 
 
-def test_with_a_tokenizer_stop_strings_end_the_text() -> None:
+def test_with_a_tokenizer_stop_strings_end_the_sequence() -> None:
     decoder, truth = make(tokenizer=Letters()), spell(plain(GREEDY))
     stopping = GREEDY.model_copy(update={"stop": (truth[6:8],)})
     out = decoder.generate(PROMPT, stopping)
@@ -141,7 +139,7 @@ def test_with_a_tokenizer_stop_strings_end_the_text() -> None:
     assert spell(by_steps(decoder, stopping)).startswith(out.text) and len(by_steps(decoder, stopping)) < 30
 
 
-def test_without_a_tokenizer_the_text_is_empty_and_max_tokens_may_be_said_alone() -> None:
+def test_without_a_tokenizer_the_text_is_empty_and_max_tokens_may_be_set_alone() -> None:
     out = make().generate(PROMPT, GREEDY, max_tokens=3)
     assert (out.text, out.token_ids, out.finish_reason) == ("", plain(GREEDY)[:3], "length")
     assert len(make().generate(PROMPT, max_tokens=2).token_ids) <= 2
@@ -227,19 +225,19 @@ CALLS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "said"), CALLS)
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
 def test_a_bad_call_is_refused_by_name_and_leaves_nothing(
-    call: Any, error: type[Exception], said: str
+    call: Any, error: type[Exception], message: str
 ) -> None:
     decoder = make()
     before = account(decoder)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         call(decoder)
     assert account(decoder) == before
     assert_untouched(decoder)
 
 
-def test_a_text_that_can_never_fit_the_pages_is_refused() -> None:
+def test_a_sequence_that_can_never_fit_the_pages_is_refused() -> None:
     with pytest.raises(NeverFits, match="128 tokens need 32 KV pages of 4, the pool owns 8"):
         make(num_blocks=8).step(PROMPT)
 
@@ -250,7 +248,7 @@ def test_a_full_context_ends_without_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "draft", "settings", "error", "said"),
+    ("model", "draft", "settings", "error", "message"),
     [
         pytest.param("demo", None, {}, ConfigError, "model = str: .*LLM takes paths", id="a path"),
         pytest.param(
@@ -271,9 +269,9 @@ def test_a_full_context_ends_without_a_token() -> None:
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(
-    model: Any, draft: Any, settings: dict[str, Any], error: type[Exception], said: str
+    model: Any, draft: Any, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         SpeculativeDecoder(model or tiny_model("llama"), draft, **settings)
 
 

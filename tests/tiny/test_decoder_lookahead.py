@@ -69,20 +69,22 @@ def reference(config: AdaptiveConfig, rounds: Rounds) -> tuple[list[int], Adapti
     """What a controller says before each of these rounds and how it ends, by the rules written down once
     more.
     """
-    follow, said = AdaptiveLookahead(config), []
+    follow, lookaheads = AdaptiveLookahead(config), []
     for _, drafted, accepted in rounds:
-        said.append(follow.lookahead)
+        lookaheads.append(follow.lookahead)
         cut_short = drafted < follow.lookahead and accepted == drafted
         if drafted and not (cut_short and accepted < follow.mean_accepted):
             follow.observe(drafted, accepted)
-    return said, follow
+    return lookaheads, follow
 
 
 def differs(config: AdaptiveConfig, drafter: tuple[str, int | None]) -> bool:
     decoder = with_controller(config, drafter)
     _, rounds = rounds_of(decoder, SEEDED)
-    said, follow = reference(config, rounds)
-    return [lookahead for lookahead, _, _ in rounds] != said or figures(decoder.adaptive) != figures(follow)
+    lookaheads, follow = reference(config, rounds)
+    return [lookahead for lookahead, _, _ in rounds] != lookaheads or figures(decoder.adaptive) != figures(
+        follow
+    )
 
 
 # the controller
@@ -109,7 +111,7 @@ def test_each_step_drafts_what_the_controller_says_and_reports_to_it(
     assert_untouched(decoder)
 
 
-def test_a_controller_that_is_told_nothing_or_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_observes_nothing_or_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(adaptive_module, "counts", lambda *_: True)
         assert differs(QUICK, SAME), "planted: a draft that max_tokens cut short pulls the mean down"
@@ -189,14 +191,14 @@ def test_the_controller_can_be_replaced_inside_a_sequence(other: AdaptiveConfig 
     former, text = decoder.adaptive, list(PROMPT)
     for _ in range(2):
         text += decoder.step(text, GREEDY, prompt_len=len(PROMPT)).emitted_tokens
-    told = figures(former)
+    before = figures(former)
     decoder.adaptive = other and AdaptiveLookahead(other)
     result = decoder.step(text, GREEDY, prompt_len=len(PROMPT))
     assert len(result.draft_tokens) == (K if other is None else 6)
-    assert figures(former) == told and told[2] == 2, "the former is told nothing more"
+    assert figures(former) == before and before[2] == 2, "the former observes nothing more"
     assert decoder.adaptive is None or decoder.adaptive.observations == 1
     decoder.adaptive = former
-    assert decoder.lookahead == told[0] and by_steps(decoder, GREEDY) == plain(GREEDY)
+    assert decoder.lookahead == before[0] and by_steps(decoder, GREEDY) == plain(GREEDY)
 
 
 def test_another_policy_ends_with_the_sequence_so_far_and_comes_back() -> None:

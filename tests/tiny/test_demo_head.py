@@ -1,4 +1,4 @@
-"""The EAGLE-3 head that ships with the demo model: it guesses well, and would not if it were read wrongly."""
+"""The EAGLE-3 head of the demo model: its drafts are accepted, and are not if the checkpoint is misread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -
     assert tokens / calls > 2.2
 
 
-def test_taps_in_the_wrong_order_are_told_apart(llm: LLM) -> None:
+def test_taps_in_the_wrong_order_are_seen(llm: LLM) -> None:
     """Single layers of this deep target are much alike; `test_eagle3` shows that each of them is the right
     one.
     """

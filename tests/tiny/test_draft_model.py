@@ -1,4 +1,4 @@
-"""A draft model changes no token, wherever it stands with its own keys and values, and leaves no trace in the
+"""A draft model changes no token, however far its own keys and values are, and leaves no trace in the
 pages.
 """
 
@@ -20,9 +20,9 @@ from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.sequence import Event
 from tests.tiny.conftest import tiny_target
-from tests.tiny.drafting import DRAFT, Doubting, doubting, use_draft
+from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
-from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, crowd, plain
+from tests.tiny.test_parity import GREEDY, MODES, OFF, Texts, plain, requests_of
 
 METHODS = ("draft_model", "auto")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,12 +54,12 @@ def write(
     return drain(made)
 
 
-def asked(mode: str, method: str, shared: int = 0) -> list[Request]:
-    """The crowd, with different K beside each other."""
+def drafted_requests(mode: str, method: str, shared: int = 0) -> list[Request]:
+    """The requests, with different K beside each other."""
     ks = (4, 1, 7, 16, 4, 2, 0, 5)
     return [
         Request(r.prompt, r.params, {"method": method, "num_speculative_tokens": k}, r.id)
-        for r, k in zip(crowd(mode, shared), ks, strict=True)
+        for r, k in zip(requests_of(mode, shared), ks, strict=True)
     ]
 
 
@@ -71,25 +71,25 @@ def texts(results: dict[Key, Result]) -> Texts:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_token_changes(setting: str, method: str, mode: str) -> None:
-    """Alone is a crowd of one: all spans, chunks and preemptions of the crowd are there too."""
-    doubting()
-    results = write(asked(mode, method), **SETTINGS[setting])
+    """Alone is a batch of one: all spans, chunks and preemptions of the batch are there too."""
+    noisy_draft()
+    results = write(drafted_requests(mode, method), **SETTINGS[setting])
     assert texts(results) == plain(mode)
-    kinds = {kind for result in results.values() for kind in result.stats.outcomes}
-    assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= kinds
+    outcomes = {kind for result in results.values() for kind in result.stats.outcomes}
+    assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= outcomes
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_draft_that_knows_nothing_changes_nothing(mode: str) -> None:
     use_draft(tiny_target("llama", 1))
-    assert texts(write(asked(mode, "draft_model"))) == plain(mode)
+    assert texts(write(drafted_requests(mode, "draft_model"))) == plain(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
     """Keyed noise is shared: where q is p, every sampled draft is the target's own token."""
     use_draft(tiny_target("llama"))
-    results = write(asked(mode, "draft_model"))
+    results = write(drafted_requests(mode, "draft_model"))
     assert texts(results) == plain(mode)
     for result in results.values():
         done = result.stats.speculation()
@@ -98,10 +98,10 @@ def test_the_target_as_its_own_draft_is_always_right(mode: str) -> None:
 
 def test_a_prefix_hit_in_the_middle_of_writing() -> None:
     """Pages that others filled hold no keys of the draft for this text: it catches up from the ids."""
-    doubting(doubt=0.1)
+    noisy_draft(error_rate=0.1)
     made = engine()
     results: dict[Key, Result] = {}
-    for request in asked("greedy", "draft_model", shared=24):
+    for request in drafted_requests("greedy", "draft_model", shared=24):
         made.add_request(request.prompt, request.params, request.speculation, request.id)
         for event in [event for _ in range(3) for event in made.step()]:
             results.setdefault((event.request_id, event.sample), Result()).take(event)
@@ -109,7 +109,7 @@ def test_a_prefix_hit_in_the_middle_of_writing() -> None:
 
 
 def test_several_samples_of_one_prompt() -> None:
-    doubting()
+    noisy_draft()
     params = SamplingParams(temperature=0.9, seed=3, n=4, max_tokens=24, ignore_eos=True)
     prompt = list(range(3, 30))
     truth = run(tiny_target("llama"), [Request(prompt, params, OFF)])
@@ -122,7 +122,7 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     prompt = [chance.randrange(3, 96) for _ in range(500)]
     params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
     truth = run(big, [Request(prompt, params, OFF)])
-    model = Doubting(big, doubt=0.0)
+    model = NoisyModel(big, error_rate=0.0)
     use_draft(model)
     made = make_engine(big, speculation=DRAFT)
     made.add_request(prompt, params, {"method": "draft_model", "num_speculative_tokens": 4}, "r")
@@ -136,8 +136,8 @@ def test_a_lag_of_five_hundred_tokens_is_caught_up_in_one_call() -> None:
     assert done is not None and done.rejected == 0
 
 
-def test_what_is_caught_up_is_told_with_the_time_it_took() -> None:
-    doubting("llama", doubt=0.0)
+def test_what_is_caught_up_is_reported_with_the_time_it_took() -> None:
+    noisy_draft("llama", error_rate=0.0)
     made = make_engine(tiny_target("llama"), speculation=DRAFT)
     params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
     for name in "ab":
@@ -159,9 +159,9 @@ def test_what_is_caught_up_is_told_with_the_time_it_took() -> None:
     assert made.counters.proposals["draft_model"] == sum(call.sequences for call in calls)
 
 
-def test_a_crowd_catches_up_in_calls_of_the_promised_size() -> None:
+def test_a_batch_catches_up_in_calls_of_the_estimated_size() -> None:
     """Eight texts of a hundred tokens each, and scratch for a part of them."""
-    model = doubting(doubt=0.1)
+    model = noisy_draft(error_rate=0.1)
     chance = random.Random(2)
     params = SamplingParams(max_tokens=16, ignore_eos=True, **GREEDY)
     prompts = [[chance.randrange(3, 96) for _ in range(100)] for _ in range(8)]
@@ -184,11 +184,11 @@ def tiny_target_of(context: int) -> Any:
 
 
 def test_a_draft_ends_early_where_it_is_unsure() -> None:
-    model = doubting(doubt=0.0)
-    long = write(asked("greedy", "draft_model"))
+    model = noisy_draft(error_rate=0.0)
+    long = write(drafted_requests("greedy", "draft_model"))
     everything = len(model.calls)
     use_draft(model)
-    short = write(asked("greedy", "draft_model"), {"draft_min_confidence": 0.9})
+    short = write(drafted_requests("greedy", "draft_model"), {"draft_min_confidence": 0.9})
     assert texts(short) == texts(long) == plain("greedy")
 
     def drafted(results: dict[Key, Result]) -> int:
@@ -198,7 +198,7 @@ def test_a_draft_ends_early_where_it_is_unsure() -> None:
 
 
 def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
-    doubting(doubt=0.2)
+    noisy_draft(error_rate=0.2)
     prompt = [5, 6, 7, 8] * 6
     params = SamplingParams(max_tokens=48, ignore_eos=True, **GREEDY)
     requests = [Request(prompt, params, None, "a"), Request(list(range(3, 20)), params, None, "b")]
@@ -238,7 +238,7 @@ def test_rejection_accepts_everything_where_q_is_p() -> None:
     )
 
 
-def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
+def test_rejection_samples_another_output_but_the_same_one_each_time() -> None:
     use_draft(tiny_target("llama", 1))
     requests = sampled(temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
     results = write(requests)
@@ -253,7 +253,7 @@ def test_rejection_writes_another_text_but_the_same_one_each_time() -> None:
         assert done is not None and 0 < done.accepted < done.drafted
 
 
-class Padded(Doubting):
+class Padded(NoisyModel):
     """A model whose head has `more` rows than the target's, or fewer."""
 
     def __init__(self, more: int):
@@ -271,7 +271,8 @@ class Padded(Doubting):
 def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
     use_draft(Padded(more))
     requests = [
-        Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id) for r in crowd("sampled")
+        Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id)
+        for r in requests_of("sampled")
     ]
     results = write(requests)
     assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
@@ -297,18 +298,18 @@ def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, re
     }
 
 
-def test_beyond_the_drafts_context_the_text_goes_on_plainly() -> None:
-    short = Doubting(tiny_target("llama"))
+def test_beyond_the_drafts_context_decoding_is_plain() -> None:
+    short = NoisyModel(tiny_target("llama"))
     short.max_context = 40
     made = use_draft(short)
-    requests = asked("greedy", "draft_model")
+    requests = drafted_requests("greedy", "draft_model")
     results = write(requests)
     assert texts(results) == plain("greedy") and made[0].needs.max_context == 40
     assert any(result.stats.reasons[Reason.CONTEXT_LIMIT] for result in results.values())
 
 
 def test_a_draft_that_fails_costs_the_drafts_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Doubting):
+    class Failing(NoisyModel):
         def forward(self, batch: Any, view: Any) -> Any:
             if len(self.calls) > 6:
                 super().forward(batch, view)
@@ -316,18 +317,18 @@ def test_a_draft_that_fails_costs_the_drafts_and_nothing_else(caplog: pytest.Log
             return super().forward(batch, view)
 
     use_draft(Failing(tiny_target("llama")))
-    results = write(asked("greedy", "draft_model"))
+    results = write(drafted_requests("greedy", "draft_model"))
     assert texts(results) == plain("greedy")
     assert any(result.stats.reasons[Reason.ERROR] for result in results.values()) and "planted" in caplog.text
 
 
 class Steps:
-    """An engine with the crowd, stepped by hand."""
+    """An engine with the requests, stepped by hand."""
 
     def __init__(self, **settings: Any):
         self.engine = engine(**settings)
         self.results: dict[Key, Result] = {}
-        for request in asked("greedy", "draft_model"):
+        for request in drafted_requests("greedy", "draft_model"):
             self.engine.add_request(request.prompt, request.params, request.speculation, request.id)
 
     def take(self, events: list[Event]) -> None:
@@ -345,7 +346,7 @@ class Steps:
 
 
 def test_aborts_between_drafts_leave_the_pool_whole() -> None:
-    doubting()
+    noisy_draft()
     steps = Steps(num_blocks=60, max_num_seqs=8)
     aborted = [f"q{i}" for i in range(0, 8, 2)]
     for name in aborted:
@@ -356,8 +357,8 @@ def test_aborts_between_drafts_leave_the_pool_whole() -> None:
 
 
 def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None:
-    model = doubting()
-    steps, forward = Steps(), Doubting.forward
+    model = noisy_draft()
+    steps, forward = Steps(), NoisyModel.forward
     interrupted = 0
     while steps.engine.has_work:
         if len(model.calls) % 7 == 6:
@@ -378,7 +379,7 @@ def test_an_interrupt_in_the_middle_of_a_draft_leaves_the_engine_whole() -> None
 
 def test_a_step_that_fails_leaves_the_draft_where_it_was() -> None:
     """What a failed step has drafted is forgotten: the next one drafts again and the text is the same."""
-    doubting(doubt=0.1)
+    noisy_draft(error_rate=0.1)
     steps = Steps()
     made, forward = steps.engine, steps.engine.target.forward
     failed = 0
@@ -415,7 +416,7 @@ def test_rows_that_are_not_caught_up_are_seen(monkeypatch: pytest.MonkeyPatch) -
 
     use_draft(tiny_target("llama"))
     monkeypatch.setattr(DraftLease, "view", forgetful)
-    results = write(asked("greedy", "draft_model"), block_size=64)
+    results = write(drafted_requests("greedy", "draft_model"), block_size=64)
     done = [result.stats.speculation() for result in results.values()]
     assert sum(one.rejected for one in done if one) > 0
 
@@ -425,4 +426,4 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
     use_draft(tiny_target("llama", 1))
     of = DraftLease.__init__
     monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer: of(self, store, 0))
-    assert texts(write(asked("greedy", "draft_model"))) != plain("greedy")
+    assert texts(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")

@@ -69,7 +69,7 @@ def restored() -> Iterator[None]:
 
 
 @cache
-def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
+def requests_of(mode: str, shared: int = 0) -> tuple[Request, ...]:
     chance = random.Random(7)
     common = [chance.randrange(3, 96) for _ in range(shared)]
     requests = []
@@ -85,21 +85,21 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
 def write(
     requests: tuple[Request, ...],
     speculation: dict[str, Any],
-    asked: dict[str, Any],
+    request_speculation: dict[str, Any],
     device: str = "cpu",
     **settings: Any,
 ) -> dict[Key, Result]:
     engine = make_engine(deep_target(device), speculation=speculation, **settings)
     for request in requests:
-        engine.add_request(request.prompt, request.params, asked, request.id)
+        engine.add_request(request.prompt, request.params, request_speculation, request.id)
     return drain(engine)
 
 
 @cache
 def plain(mode: str, shared: int = 0) -> Texts:
-    """What is written for each of the crowd alone and without speculation."""
+    """What is written for each of the requests alone and without speculation."""
     texts: dict[Key, list[int]] = {}
-    for request in crowd(mode, shared):
+    for request in requests_of(mode, shared):
         texts |= {key: result.tokens for key, result in write((request,), {}, OFF).items()}
     return texts
 
@@ -110,7 +110,7 @@ def texts_of(results: dict[Key, Result]) -> Texts:
 
 def whole(mode: str, shared: int = 0) -> Texts:
     """Prompt and text of each."""
-    return {(r.id, 0): [*r.prompt, *plain(mode, shared)[r.id, 0]] for r in crowd(mode, shared)}
+    return {(r.id, 0): [*r.prompt, *plain(mode, shared)[r.id, 0]] for r in requests_of(mode, shared)}
 
 
 def ask(k: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> N
     taps = None if format in TAPLESS else (1, 3, 4)
     head = write_eagle3(tmp_path, deep_model().config, format, taps=taps)
     watch = watch_heads(plain("greedy"))
-    results = write(crowd("greedy"), folder_of(head), ask(k))
+    results = write(requests_of("greedy"), folder_of(head), ask(k))
     assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_rows(watch, head_of(taps=taps), whole("greedy"))
@@ -134,7 +134,7 @@ def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> N
 def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, **VARIANTS[variant])
     watch = watch_heads(plain("greedy"))
-    results = write(crowd("greedy"), folder_of(head), ask(4))
+    results = write(requests_of("greedy"), folder_of(head), ask(4))
     assert texts_of(results) == plain("greedy")
     assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"))
 
@@ -145,7 +145,7 @@ def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
 def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
     watch = watch_heads(plain(mode, 9))
-    results = write(crowd(mode, 9), folder_of(head), ask(k), **SETTINGS[setting])
+    results = write(requests_of(mode, 9), folder_of(head), ask(k), **SETTINGS[setting])
     assert texts_of(results) == plain(mode, 9)
     if setting == "few pages":
         assert any(result.stats.preemptions for result in results.values())
@@ -158,7 +158,7 @@ def test_alone_every_length_is_accepted(k: int, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config)
     results: dict[Key, Result] = {}
     watch = watch_heads(plain("greedy"))
-    for request in crowd("greedy"):
+    for request in requests_of("greedy"):
         results |= write((request,), folder_of(head), ask(k))
     assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
@@ -166,36 +166,37 @@ def test_alone_every_length_is_accepted(k: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["solo", "adaptive", "goodput", "shadow"])
-def test_switched_off_and_on_it_goes_on_where_it_was(policy: str, tmp_path: Path) -> None:
-    """Under `solo` the long text is drafted for alone, rests while others are beside it, and is drafted for
-    again.
-    """
+def test_switched_off_and_on_it_continues_where_it_was(policy: str, tmp_path: Path) -> None:
+    """Under `solo` the long sequence has drafts while it is alone, none in a batch, and drafts again."""
     head = write_eagle3(tmp_path, deep_model().config)
     long = Request(
-        crowd("greedy")[1].prompt, SamplingParams(max_tokens=120, ignore_eos=True, **GREEDY), OFF, "long"
+        requests_of("greedy")[1].prompt,
+        SamplingParams(max_tokens=120, ignore_eos=True, **GREEDY),
+        OFF,
+        "long",
     )
     alone = texts_of(write((long,), {}, OFF))
     watch = watch_heads({**plain("greedy"), **alone})
     engine = make_engine(deep_target(), speculation=folder_of(head))
-    asked = {**ask(3), "policy": policy}
-    engine.add_request(long.prompt, long.params, asked, long.id)
-    news = []
+    speculation = {**ask(3), "policy": policy}
+    engine.add_request(long.prompt, long.params, speculation, long.id)
+    events = []
     for step in range(400):
         if step in (5, 30):
-            for request in crowd("greedy")[:2]:
-                engine.add_request(request.prompt, request.params, asked, f"{request.id}{step}")
+            for request in requests_of("greedy")[:2]:
+                engine.add_request(request.prompt, request.params, speculation, f"{request.id}{step}")
                 watch_key = (f"{request.id}{step}", 0)
                 engine.proposers._built["eagle3"].truth[watch_key] = plain("greedy")[request.id, 0]
-        news += engine.step()
+        events += engine.step()
         if not engine.has_work:
             break
-    tokens = [token for event in news if event.request_id == "long" for token in event.tokens]
+    tokens = [token for event in events if event.request_id == "long" for token in event.tokens]
     assert tokens == alone["long", 0]
     assert not wrong_rows(watch, head_of(), {("long", 0): [*long.prompt, *tokens]})
     if policy == "solo":
         starts = [rows.start for rows in watch.rows if rows.key == ("long", 0)]
         sizes = [len(rows.states) for rows in watch.rows if rows.key == ("long", 0)]
-        assert max(sizes[1:]) > 8, f"it never rested: {sizes}"
+        assert max(sizes[1:]) > 8, f"drafting never paused: {sizes}"
         assert starts == sorted(starts)
 
 
@@ -224,12 +225,12 @@ def test_drafts_of_a_reduced_vocabulary_carry_a_whole_distribution(sampling: str
         assert probs.shape[1] == 96
 
 
-def test_a_prefix_hit_loses_no_block_and_no_guess(tmp_path: Path) -> None:
+def test_a_prefix_hit_loses_no_block_and_no_draft(tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config)
     chance = random.Random(3)
     prefix = [chance.randrange(3, 96) for _ in range(512)]
     params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
-    texts, guesses, reads = [], [], []
+    texts, drafts, reads = [], [], []
     for cache_it in (True, False):
         watch = watch_heads()
         engine = make_engine(deep_target(), speculation=folder_of(head), block_size=16, prefix_cache=cache_it)
@@ -238,10 +239,10 @@ def test_a_prefix_hit_loses_no_block_and_no_guess(tmp_path: Path) -> None:
             results = drain(engine)
         texts.append(results["second", 0].tokens)
         assert results["second", 0].stats.cached_tokens == (512 if cache_it else 0)
-        guesses.append([made.drafts for made in watch.rounds if made.key[0] == "second"])
+        drafts.append([made.drafts for made in watch.rounds if made.key[0] == "second"])
         reads.append(sum(len(rows.states) for rows in watch.rows if rows.key[0] == "second"))
     assert texts[0] == texts[1]
-    assert guesses[0] == guesses[1]
+    assert drafts[0] == drafts[1]
     assert reads[0] == reads[1] - 511
 
 
@@ -273,7 +274,7 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
     monkeypatch.setattr("speculon.proposers.eagle3.agreement", favour)
     with caplog.at_level("INFO", "speculon"):
         watch = watch_heads(plain("greedy"))
-        results = write(crowd("greedy"), folder_of(head), ask(3))
+        results = write(requests_of("greedy"), folder_of(head), ask(3))
     assert texts_of(results) == plain("greedy")
     assert f"taken: {list(tap_layouts[better])}" in caplog.text
     assert bool(wrong_rows(watch, head_of(taps=tap_layouts[0]), whole("greedy"))) == bool(better)
@@ -289,7 +290,7 @@ def test_a_wrong_config_can_be_set_right(tmp_path: Path) -> None:
     )
     for options, right in (({}, False), ({"taps": [0, 2, 3], "norm_before_residual": True}, True)):
         watch = watch_heads(plain("greedy"))
-        results = write(crowd("greedy"), {**folder_of(head), "options": options}, ask(3))
+        results = write(requests_of("greedy"), {**folder_of(head), "options": options}, ask(3))
         assert texts_of(results) == plain("greedy")
         assert bool(wrong_rows(watch, head_of(**true), whole("greedy"))) != right
 
@@ -317,7 +318,7 @@ def test_an_activation_that_nobody_knows_is_refused(tmp_path: Path) -> None:
         make_engine(deep_target(), speculation=folder_of(head))
 
 
-# planted errors: each must show in the rows or in the guesses
+# planted errors: each must show in the rows or in the drafts
 
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -379,7 +380,7 @@ def test_planted_errors_show(plant: Any, tmp_path: Path, monkeypatch: pytest.Mon
     head = write_eagle3(tmp_path, deep_model().config, draft_vocab=40)
     plant(monkeypatch)
     watch: Watch = watch_heads(plain("greedy"))
-    results = write(crowd("greedy"), folder_of(head), ask(3))
+    results = write(requests_of("greedy"), folder_of(head), ask(3))
     assert texts_of(results) == plain("greedy"), "the text is the target's, however wrong the head"
     assert wrong_rows(watch, head_of(draft_vocab=40), whole("greedy"))
 

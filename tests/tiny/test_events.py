@@ -18,7 +18,7 @@ from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import assert_same, crowd, mixed, plain
+from tests.tiny.test_parity import assert_same, mixed, plain, requests_of
 
 Faults = dict[int, str]  # step -> which request is aborted
 
@@ -28,8 +28,8 @@ def record(
 ) -> tuple[Engine, dict[Key, Result]]:
     script(plain(mode))
     engine = make_engine(tiny_target("llama"), events=path, **settings)
-    for asked in mixed(crowd(mode), 4):
-        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    for request in mixed(requests_of(mode), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
     results: dict[Key, Result] = {}
     for step in range(max(faults or [0])):
         for event in [*engine.step(), *engine.abort((faults or {}).get(step, "nobody"))]:
@@ -39,24 +39,28 @@ def record(
     return engine, results
 
 
-def add_up(told: list[TextRound]) -> dict[str, Any]:
+def add_up(entries: list[TextRound]) -> dict[str, Any]:
     """What the lines of a text say, in the words of its stats."""
-    ended = Counter((asked.method, asked.stop) for one in told for asked in one.asked if asked.stop)
-    matched = Counter((asked.method, asked.match) for one in told for asked in one.asked if asked.match)
-    drafted = [one for one in told if one.drafts]
+    ended = Counter(
+        (proposal.method, proposal.stop) for one in entries for proposal in one.asked if proposal.stop
+    )
+    matched = Counter(
+        (proposal.method, proposal.match) for one in entries for proposal in one.asked if proposal.match
+    )
+    drafted = [one for one in entries if one.drafts]
     sources = Counter[str]()
     for one in drafted:
         sources.update(dict(one.drafts))
     return {
-        "target_calls": len(told),
-        "emitted": sum(one.tokens for one in told),
+        "target_calls": len(entries),
+        "emitted": sum(one.tokens for one in entries),
         "rounds": len(drafted),
         "accepted": sum(one.accepted for one in drafted),
         # a call that failed made no draft
-        "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in told),
+        "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in entries),
         "drafted_from": sources,
         "outcomes": Counter(one.outcome for one in drafted),
-        "reasons": Counter(one.reason for one in told if one.reason),
+        "reasons": Counter(one.reason for one in entries if one.reason),
         "stops": by_method(ended),
         "matches": by_method(matched),
     }
@@ -73,15 +77,15 @@ def disagreements(recording: Recording, engine: Engine, results: dict[Key, Resul
     """Where the record and the counters differ: nowhere."""
     found = []
     by_text: dict[Key, list[TextRound]] = {key: [] for key in results}
-    for told in (told for round_ in recording.rounds for told in round_.texts):
-        by_text[told.key].append(told)
-    for key, told in by_text.items():
+    for entry in (entry for round_ in recording.rounds for entry in round_.texts):
+        by_text[entry.key].append(entry)
+    for key, entries in by_text.items():
         stats: RequestStats = results[key].stats
-        found += [f"{key} {name}" for name, value in add_up(told).items() if value != getattr(stats, name)]
-        ends = [one.finish for one in told if one.finish]
+        found += [f"{key} {name}" for name, value in add_up(entries).items() if value != getattr(stats, name)]
+        ends = [one.finish for one in entries if one.finish]
         if ends != [f.reason for f in [results[key].finish] if f and f.reason != "abort"]:
             found.append(f"{key} finish")
-    whole = add_up([told for of in by_text.values() for told in of])
+    whole = add_up([entry for of in by_text.values() for entry in of])
     found += [
         f"all {name}" for name, value in whole.items() if value != getattr(engine.counters.totals, name)
     ]
@@ -115,14 +119,15 @@ def test_the_record_adds_up_with_the_accounts(
     assert engine.counters.totals.rounds and recording.header.pages == engine.pool.num_blocks
     for round_ in recording.rounds:
         assert (
-            round_.prompt_rows + sum(1 + told.drafted for told in round_.texts if not told.prompt)
+            round_.prompt_rows + sum(1 + entry.drafted for entry in round_.texts if not entry.prompt)
             == round_.rows
         )
-        for told in round_.texts:
+        for entry in round_.texts:
             assert (
-                told.drafted <= (told.asked[-1].found if told.asked else 0) and told.accepted <= told.drafted
+                entry.drafted <= (entry.asked[-1].found if entry.asked else 0)
+                and entry.accepted <= entry.drafted
             )
-            assert all(asked.found <= asked.k for asked in told.asked)
+            assert all(proposal.found <= proposal.k for proposal in entry.asked)
 
 
 LIES = [
@@ -155,11 +160,11 @@ def without_reasons(round_: Any) -> Any:
 
 def without(name: str, round_: Any) -> tuple[Any, ...]:
     """Its sequences, whose proposals lack this field."""
-    asked = [
+    proposals = [
         tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked)
         for t in round_.texts
     ]
-    return tuple(t.model_copy(update={"asked": a}) for t, a in zip(round_.texts, asked, strict=True))
+    return tuple(t.model_copy(update={"asked": a}) for t, a in zip(round_.texts, proposals, strict=True))
 
 
 @pytest.mark.parametrize(("lie", "found"), LIES)
@@ -170,7 +175,7 @@ def test_a_record_that_does_not_add_up_is_found_out(tmp_path: Path, lie: Any, fo
     assert found in disagreements(recording, engine, results)
 
 
-def test_a_drafter_that_fails_and_steps_that_fail_are_told_as_they_were(
+def test_a_failing_drafter_and_failing_steps_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proposer = script(plain("sampled"))
@@ -198,8 +203,8 @@ def test_a_drafter_that_fails_and_steps_that_fail_are_told_as_they_were(
 
     proposer._draft = fail_once  # type: ignore[method-assign]
     monkeypatch.setattr(engine.target, "forward", fail_at_times)
-    for asked in mixed(crowd("sampled"), 4):
-        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    for request in mixed(requests_of("sampled"), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
     for _ in range(400):
         try:
             for event in engine.step():
@@ -211,16 +216,16 @@ def test_a_drafter_that_fails_and_steps_that_fail_are_told_as_they_were(
     recording = read(tmp_path / "e.jsonl")
     assert not disagreements(recording, engine, results)
     assert engine.counters.totals.reasons["error"] > 10
-    assert_same(crowd("sampled"), results, plain("sampled"))
+    assert_same(requests_of("sampled"), results, plain("sampled"))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_a_record_changes_no_text(tmp_path: Path, mode: str) -> None:
+def test_a_record_changes_no_output(tmp_path: Path, mode: str) -> None:
     _, results = record(tmp_path / "e.jsonl", mode)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
 
 
-def test_what_was_proposed_and_what_was_kept_are_told_apart(
+def test_the_record_separates_proposed_from_verified_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script({}, lambda position: True)
@@ -230,8 +235,10 @@ def test_what_was_proposed_and_what_was_kept_are_told_apart(
     engine.add_request([5] * 6, params, {"method": "scripted", "num_speculative_tokens": 3})
     drain(engine)
     engine.close()
-    told = [told for round_ in read(tmp_path / "e.jsonl").rounds for told in round_.texts if told.drafts]
-    assert told and all((one.asked[0].found, one.drafted) in ((3, 1), (2, 1), (1, 1)) for one in told)
+    entries = [
+        entry for round_ in read(tmp_path / "e.jsonl").rounds for entry in round_.texts if entry.drafts
+    ]
+    assert entries and all((one.asked[0].found, one.drafted) in ((3, 1), (2, 1), (1, 1)) for one in entries)
 
 
 def test_without_a_record_a_round_asks_for_none() -> None:

@@ -1,4 +1,4 @@
-"""Aborts, errors in the middle of a step and bad input: the pool stays whole, the others' texts stay right."""
+"""Aborts, errors within a step and bad input: the pool stays whole, other sequences stay right."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from speculon.errors import EmptyPrompt, InvalidParameter, InvalidRequest, Never
 from speculon.models.load import wrap_model
 from tests.tiny.conftest import CONTEXT, build, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import crowd, mixed, plain
+from tests.tiny.test_parity import mixed, plain, requests_of
 from tests.tiny.test_requests import check_account
 
 
-def crowded_engine(mode: str, **settings: Any) -> Engine:
+def engine_with_requests(mode: str, **settings: Any) -> Engine:
     script(plain(mode))
     engine = make_engine(tiny_target("llama"), **settings)
-    for asked in mixed(crowd(mode), 4):
-        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    for request in mixed(requests_of(mode), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
     return engine
 
 
@@ -41,7 +41,7 @@ def step_into(engine: Engine, results: dict[Key, Result]) -> None:
 )
 def test_an_abort_frees_its_pages_at_once_and_touches_nobody(settings: dict[str, Any], moment: int) -> None:
     truth = plain("sampled")
-    engine, results = crowded_engine("sampled", **settings), {}
+    engine, results = engine_with_requests("sampled", **settings), {}
     for _ in range(moment):
         step_into(engine, results)
     for name in ("q0", "q3", "q7"):
@@ -84,8 +84,8 @@ def test_an_abort_ends_every_sample(moment: int) -> None:
 def test_proposers_forget_what_has_ended() -> None:
     proposer = script(plain("greedy"))
     engine = make_engine(tiny_target("llama"), num_blocks=40)
-    for asked in crowd("greedy"):
-        engine.add_request(asked.prompt, asked.params, {"method": "scripted"}, asked.id)
+    for request in requests_of("greedy"):
+        engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
     for _ in range(10):
         engine.step()
     assert proposer.known
@@ -121,7 +121,7 @@ def test_an_error_while_drafts_are_trimmed_leaves_every_sequence_as_it_was(
 ) -> None:
     """Only a step that has drafts gets there."""
     truth = plain("sampled")
-    engine, results, failed = crowded_engine("sampled"), {}, 0
+    engine, results, failed = engine_with_requests("sampled"), {}, 0
     trim = engine.policy.trim
 
     def fail_sometimes(*args: Any) -> Any:
@@ -168,7 +168,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
 @pytest.mark.parametrize("place", ["decide", "pack", "view", "forward", "verify", "cut"])
 def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str, Any]) -> None:
     truth = plain("sampled")
-    engine, results = crowded_engine("sampled", **settings), {}
+    engine, results = engine_with_requests("sampled", **settings), {}
     for step in range(400):
         if not engine.has_work:
             break
@@ -193,7 +193,7 @@ def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str
 
 def test_a_half_written_lease_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: a lease that does not give its tail back."""
-    engine = crowded_engine("sampled")
+    engine = engine_with_requests("sampled")
     for _ in range(3):
         engine.step()
     pages = engine.pool.available
@@ -218,7 +218,7 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error", "message"),
     [
         pytest.param({"prompt": []}, EmptyPrompt, "no tokens", id="empty"),
         pytest.param(
@@ -276,13 +276,13 @@ def test_an_end_of_text_id_outside_the_vocabulary_is_no_danger() -> None:
     ],
 )
 def test_bad_input_is_refused_by_name_and_starts_nothing(
-    change: dict[str, Any], error: type[Exception], said: str
+    change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     engine = make_engine(tiny_target("llama"), num_blocks=20)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=4, temperature=0), request_id="taken")
     call: dict[str, Any] = {"prompt": [5, 6, 7], "speculation": None, "request_id": "new"}
     settings = {"max_tokens": 4, "temperature": 0} | {k: v for k, v in change.items() if k not in call}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         call |= {k: v for k, v in change.items() if k in call}
         engine.add_request(
             call["prompt"], SamplingParams(**settings), call["speculation"], call["request_id"]

@@ -1,4 +1,4 @@
-"""The synchronous front door, over a whole checkpoint on disk."""
+"""The synchronous interface, over a whole checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_string_a_list_and_token_ids_say_the_same(llm: LLM):
     assert len(set(texts)) == 1 and texts[0]
 
 
-def test_by_default_the_texts_are_the_plain_ones(folder: Path, llm: LLM):
+def test_by_default_the_outputs_are_the_plain_ones(folder: Path, llm: LLM):
     """Nobody names a policy, a method or K; twice, for the second time there are earlier answers."""
     default = LLM(str(folder))
     assert default.config.speculation.policy == "goodput" and default.engine.policy.costs.known
@@ -130,7 +130,7 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "wish", "error", "said"),
+    ("prompts", "params", "speculation", "error", "message"),
     [
         pytest.param("", GREEDY, None, EmptyPrompt, "no tokens", id="empty"),
         pytest.param("x" * 5000, GREEDY, None, TooLong, "> context 512", id="beyond the context"),
@@ -175,22 +175,22 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
             "ngram",
             InvalidParameter,
             "speculation = 'ngram': takes",
-            id="a method for a wish",
+            id="a method for the settings",
         ),
     ],
 )
 def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
-    llm: LLM, prompts: object, params: object, wish: object, error: type[Exception], said: str
+    llm: LLM, prompts: object, params: object, speculation: object, error: type[Exception], message: str
 ):
-    with pytest.raises(error, match=said):
-        llm.generate(prompts, params, speculation=wish)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, params, speculation=speculation)  # type: ignore[arg-type]
     assert not llm.engine.has_work
     llm.engine.check_integrity()
     assert not llm.engine._requests
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         pytest.param({"blok_size": 4}, "blok_size", id="unknown key"),
         pytest.param({"max_context": 1}, "max_context = 1", id="range"),
@@ -213,8 +213,8 @@ def test_bad_input_is_refused_by_name_and_nothing_is_left_running(
         ),
     ],
 )
-def test_wrong_settings_stop_the_start(folder: Path, settings: dict, said: str):
-    with pytest.raises((ConfigError, InvalidParameter), match=said):
+def test_wrong_settings_stop_the_start(folder: Path, settings: dict, message: str):
+    with pytest.raises((ConfigError, InvalidParameter), match=message):
         LLM(str(folder), **settings)
 
 

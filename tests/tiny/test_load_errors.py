@@ -237,16 +237,16 @@ def test_an_unknown_hub_id_is_not_found(name: str) -> None:
 
 
 def test_a_hub_id_is_fetched_without_pickles_or_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    patterns: list[str] = []
 
     def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
+        patterns.extend(allow_patterns)
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert load_target("org/tiny").name == "org/tiny"
-    assert "*.safetensors" in asked
-    assert not {"*.bin", "*.py"} & set(asked)
+    assert "*.safetensors" in patterns
+    assert not {"*.bin", "*.py"} & set(patterns)
 
 
 def test_a_context_beyond_the_model_is_a_config_error(folder: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_missing_tokenizer_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored", "native", "expected"),
+    ("requested", "stored", "native", "expected"),
     [
         ("auto", "float32", True, torch.float32),
         ("auto", "bfloat16", True, torch.bfloat16),
@@ -278,7 +278,7 @@ def test_a_missing_tokenizer_is_named(folder: Path) -> None:
     ],
 )
 def test_dtype_on_a_cpu(
-    asked: str, stored: str | None, native: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    requested: str, stored: str | None, native: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "native_bf16", lambda: native)
-    assert load.pick_dtype(asked, stored, torch.device("cpu")) is expected
+    assert load.pick_dtype(requested, stored, torch.device("cpu")) is expected

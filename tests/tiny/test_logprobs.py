@@ -15,7 +15,7 @@ from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
-from tests.tiny.test_parity import crowd, drafting, plain
+from tests.tiny.test_parity import drafting, plain, requests_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -30,11 +30,11 @@ def stock_logprobs(tokens: list[int]) -> torch.Tensor:  # [T - 1, V]: of each to
         return tiny_model("llama")(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
 
 
-def error(said: list[TokenLogprobs], tokens: list[int], stock: torch.Tensor, top: int) -> float:
+def error(reported: list[TokenLogprobs], tokens: list[int], stock: torch.Tensor, top: int) -> float:
     """The largest difference of any stated value; ranks and likeliest tokens must be the stock model's."""
-    assert len(said) == len(tokens) == len(stock)
+    assert len(reported) == len(tokens) == len(stock)
     worst = 0.0
-    for one, token, logp in zip(said, tokens, stock, strict=True):
+    for one, token, logp in zip(reported, tokens, stock, strict=True):
         assert one.token == token and len(one.top) == top
         assert abs(one.rank - 1 - int((logp > logp[token]).sum())) <= 1  # a tie may fall either way
         values = [value for _, value in one.top]
@@ -47,8 +47,8 @@ def error(said: list[TokenLogprobs], tokens: list[int], stock: torch.Tensor, top
 
 def results_with_logprobs(mode: str, settings: dict[str, Any]) -> tuple[list[Request], dict[Key, Result]]:
     script(plain(mode))
-    wanted = {"logprobs": 3, "prompt_logprobs": 2}
-    requests = [replace(r, params=r.params.model_copy(update=wanted)) for r in drafting(crowd(mode), 4)]
+    fields = {"logprobs": 3, "prompt_logprobs": 2}
+    requests = [replace(r, params=r.params.model_copy(update=fields)) for r in drafting(requests_of(mode), 4)]
     return requests, run(tiny_target("llama"), requests, **settings)
 
 
@@ -126,12 +126,12 @@ def test_a_prompt_that_gives_way_half_scored_is_scored_once() -> None:
 
 
 @pytest.mark.parametrize("stop", ["token", "string"])
-def test_logprobs_end_with_the_text(stop: str) -> None:
+def test_logprobs_end_with_the_sequence(stop: str) -> None:
     """Also where drafts beyond the stop were verified."""
-    asked, truth = crowd("greedy")[1], plain("greedy")["q1", 0]
+    request, truth = requests_of("greedy")[1], plain("greedy")["q1", 0]
     script(plain("greedy"), lambda position: False)
     ends = {"stop_token_ids": (truth[4],)} if stop == "token" else {"stop": (spell(truth[3:5]),)}
-    params = asked.params.model_copy(update={"logprobs": 1, **ends})
-    result = run(tiny_target("llama"), drafting((replace(asked, params=params),), 16))["q1", 0]
+    params = request.params.model_copy(update={"logprobs": 1, **ends})
+    result = run(tiny_target("llama"), drafting((replace(request, params=params),), 16))["q1", 0]
     assert result.finish and result.finish.reason == "stop" and result.stats.drafted_at.total() == 16
     assert [one.token for one in result.logprobs] == result.tokens == truth[: len(result.tokens)]

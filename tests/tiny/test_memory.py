@@ -1,6 +1,4 @@
-"""Memory is promised before it is used: the policy's three answers at the last byte, and a promise that is
-kept.
-"""
+"""Memory is estimated before it is used: the policy's three answers at the last byte, and the peak."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from speculon.kv import budget
 from speculon.kv.budget import Budget
 from speculon.proposers import draft_model, registry
 from tests.tiny.conftest import tiny_target
-from tests.tiny.drafting import DRAFT, Doubting, use_draft
+from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder
 from tests.tiny.scripted import make_engine
 
@@ -103,10 +101,10 @@ def test_fallback_keeps_the_lookups_of_the_cascade(folder: Path, loaded: list[st
 def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]) -> None:
     with pytest.raises(MemoryExceeded) as raised:
         at_limit(folder, "fail", missing=1)
-    promise = raised.value.memory
-    assert len(loaded) == 1 and promise.total == promise.limit + 1 and promise.action == "refuse"
-    assert sum(getattr(promise, part) for part in budget.PARTS) == promise.total and promise.held == HELD
-    for number in (promise.total, promise.limit, promise.drafters, promise.pages):
+    estimate = raised.value.memory
+    assert len(loaded) == 1 and estimate.total == estimate.limit + 1 and estimate.action == "refuse"
+    assert sum(getattr(estimate, part) for part in budget.PARTS) == estimate.total and estimate.held == HELD
+    for number in (estimate.total, estimate.limit, estimate.drafters, estimate.pages):
         assert str(number) in str(raised.value)
 
 
@@ -117,7 +115,7 @@ def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(
     again.
     """
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    use_draft(Doubting(tiny_target("llama"), 1.0))
+    use_draft(NoisyModel(tiny_target("llama"), 1.0))
     engine = make_engine(
         tiny_target("llama"), num_blocks=40, block_size=1, prefix_cache=False, speculation=DRAFT
     )
@@ -206,7 +204,7 @@ def test_a_pool_that_cannot_be_is_refused_with_the_numbers(
 # earlier answers
 
 
-def test_earlier_answers_are_part_of_the_promise(folder: Path) -> None:
+def test_earlier_answers_are_part_of_the_estimate(folder: Path) -> None:
     """At their fullest, whoever drafts: a request may ask for them at any time."""
     least, most = (start(folder, suffix_pools=n, suffix_pool_tokens=2**16).engine.memory for n in (0, 64))
     answers = SpeculationConfig(suffix_pools=64, suffix_pool_tokens=2**16).remembered_bytes
@@ -231,14 +229,14 @@ def test_pages_leave_room_for_earlier_answers() -> None:
 
 def test_more_earlier_answers_than_the_machine_holds_are_refused_with_the_numbers() -> None:
     answers = {"suffix_pools": 4096, "suffix_pool_tokens": 2**20}
-    wanted = SpeculationConfig(**answers).remembered_bytes
+    needed = SpeculationConfig(**answers).remembered_bytes
     with pytest.raises(
-        ConfigError, match=f"suffix_pool_tokens = 1048576: 4096 pools of them need {wanted} bytes, {FREE} are"
+        ConfigError, match=f"suffix_pool_tokens = 1048576: 4096 pools of them need {needed} bytes, {FREE} are"
     ):
         pages([], speculation=answers)
 
 
-# the promise against a process that keeps it
+# the estimate against the peak of a process
 
 CHILD = """
 import json, sys
@@ -256,7 +254,7 @@ print(json.dumps({**llm.engine.memory.to_dict(), "peak": int(status["VmHWM"].spl
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_the_peak_of_a_process_is_what_was_promised(folder: Path, tmp_path: Path) -> None:
+def test_the_peak_of_a_process_is_what_was_estimated(folder: Path, tmp_path: Path) -> None:
     """The pool is used to its last page, and the draft weighs as much as a good part of the rest."""
     from tests.tiny.folders import heavy_draft
 
@@ -273,7 +271,7 @@ def test_the_peak_of_a_process_is_what_was_promised(folder: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["peak"] == pytest.approx(found["estimate"], rel=0.1), found
-    for part in ("drafters", "pages"):  # what the promise would be worth without them
+    for part in ("drafters", "pages"):  # the estimate without this part
         assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), (
             f"{part} are too light to matter"
         )

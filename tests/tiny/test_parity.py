@@ -1,4 +1,4 @@
-"""Speculation changes no token: any method, any K, alone or crowded, chunked, preempted, from the prefix
+"""Speculation changes no token: any method, any K, alone or batched, chunked, preempted, from the prefix
 cache.
 """
 
@@ -42,7 +42,7 @@ Texts = dict[Key, list[int]]
 
 
 @cache
-def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
+def requests_of(mode: str, shared: int = 0) -> tuple[Request, ...]:
     """Eight requests of different lengths, the first `shared` prompt tokens alike."""
     chance = random.Random(5)
     common = [chance.randrange(3, 96) for _ in range(shared)]
@@ -58,9 +58,9 @@ def crowd(mode: str, shared: int = 0) -> tuple[Request, ...]:
 
 @cache
 def plain(mode: str, shared: int = 0) -> Texts:
-    """What the engine writes for each of the crowd alone and without speculation."""
+    """What the engine writes for each of the requests alone and without speculation."""
     texts = {}
-    for request in crowd(mode, shared):
+    for request in requests_of(mode, shared):
         texts |= {key: result.tokens for key, result in run(tiny_target("llama"), [request]).items()}
     return texts
 
@@ -134,8 +134,8 @@ def mixed(requests: tuple[Request, ...], k: int) -> list[Request]:
     """A different method and K for each, half of them the scripted one."""
     methods = ["scripted", "ngram", "scripted", "off", "scripted", "synthetic", "scripted", "scripted"]
     ks = [k, 4, 3, 0, 40, 5, k, 1]
-    asked = [{"method": m, "num_speculative_tokens": n} for m, n in zip(methods, ks, strict=True)]
-    return [replace(r, speculation=s) for r, s in zip(requests, asked, strict=True)]
+    speculations = [{"method": m, "num_speculative_tokens": n} for m, n in zip(methods, ks, strict=True)]
+    return [replace(r, speculation=s) for r, s in zip(requests, speculations, strict=True)]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -148,24 +148,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("k", DRAFTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_alone_every_accepted_length_gives_the_plain_text(mode: str, k: int) -> None:
+def test_alone_every_accepted_length_gives_the_plain_output(mode: str, k: int) -> None:
     truth = plain(mode)
     script(truth)
     results: dict[Key, Result] = {}
-    for request in drafting(crowd(mode), k):
+    for request in drafting(requests_of(mode), k):
         results |= run(tiny_target("llama"), [request])
-    assert_same(crowd(mode), results, truth)
+    assert_same(requests_of(mode), results, truth)
     assert accepted_lengths(results) >= set(range(k + 1))
 
 
 @pytest.mark.parametrize("k", DRAFTS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_in_a_crowd_every_accepted_length_gives_the_plain_text(mode: str, setting: str, k: int) -> None:
+def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
     truth = plain(mode)
     script(truth)
-    results = run(tiny_target("llama"), drafting(crowd(mode), k), **SETTINGS[setting])
-    assert_same(crowd(mode), results, truth)
+    results = run(tiny_target("llama"), drafting(requests_of(mode), k), **SETTINGS[setting])
+    assert_same(requests_of(mode), results, truth)
     scarce = setting == "few pages"  # where K shrinks, too
     assert accepted_lengths(results) >= set(range((min(k, 4) if scarce else k) + 1))
     assert (sum(r.stats.preemptions for r in results.values()) > 0) == scarce
@@ -173,50 +173,50 @@ def test_in_a_crowd_every_accepted_length_gives_the_plain_text(mode: str, settin
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_crowd_of_different_methods_and_lengths_gives_the_plain_text(mode: str, setting: str) -> None:
+def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(mode: str, setting: str) -> None:
     truth = plain(mode)
     for k in DRAFTS:
         script(truth)
-        results = run(tiny_target("llama"), mixed(crowd(mode), k), **SETTINGS[setting])
-        assert_same(crowd(mode), results, truth)
+        results = run(tiny_target("llama"), mixed(requests_of(mode), k), **SETTINGS[setting])
+        assert_same(requests_of(mode), results, truth)
         assert {source for r in results.values() for source in r.stats.drafted_from} >= {"scripted", "ngram"}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_pages_found_again_give_the_plain_text(mode: str) -> None:
+def test_pages_found_again_give_the_plain_output(mode: str) -> None:
     truth = plain(mode, shared=14)
     script(truth)
     engine = make_engine(tiny_target("llama"))
     for k in DRAFTS:
-        for request in mixed(crowd(mode, shared=14), k):
+        for request in mixed(requests_of(mode, shared=14), k):
             engine.add_request(request.prompt, request.params, request.speculation, request.id)
         results = drain(engine)
-        assert_same(crowd(mode, shared=14), results, truth)
+        assert_same(requests_of(mode, shared=14), results, truth)
         cached = {key: result.stats.cached_tokens for key, result in results.items()}
-        for request in crowd(mode, shared=14):
+        for request in requests_of(mode, shared=14):
             whole = (len(request.prompt) - 1) // 4 * 4
             assert cached[request.id, 0] == whole if k > 1 else cached[request.id, 0] in (0, 12), cached
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_same_seed_same_text_for_all_samples(mode: str) -> None:
-    """Off, ngram, synthetic (twice, so that it knows the text) and scripted; alone and in a crowd."""
+def test_same_seed_same_output_for_all_samples(mode: str) -> None:
+    """Off, ngram, synthetic (twice, so that it knows the text) and scripted; alone and in a batch."""
     target = tiny_target("llama")
-    (request,) = (replace(r, params=r.params.model_copy(update={"n": 4})) for r in crowd(mode)[3:4])
+    (request,) = (replace(r, params=r.params.model_copy(update={"n": 4})) for r in requests_of(mode)[3:4])
     truth = {key: result.tokens for key, result in run(target, [request]).items()}
     assert len(truth) == 4 and (len({tuple(t) for t in truth.values()}) == 1) == (mode == "greedy")
     script(truth)
-    others = crowd(mode)[:2] + crowd(mode)[5:7]
+    others = requests_of(mode)[:2] + requests_of(mode)[5:7]
     for method in ("off", "ngram", "synthetic", "synthetic", "scripted"):
-        asked = replace(request, speculation={"method": method})
-        assert_same((request,), run(target, [asked]), truth)
-        results = run(target, [*others[:2], asked, *others[2:]])
+        drafted = replace(request, speculation={"method": method})
+        assert_same((request,), run(target, [drafted]), truth)
+        results = run(target, [*others[:2], drafted, *others[2:]])
         assert_same((request,), {key: r for key, r in results.items() if key[0] == request.id}, truth)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
-def test_greedy_plain_text_is_that_of_generate(name: str) -> None:
-    for request in crowd("greedy")[:4]:
+def test_greedy_plain_output_is_that_of_generate(name: str) -> None:
+    for request in requests_of("greedy")[:4]:
         ids = torch.tensor([request.prompt])
         limit = {
             "max_new_tokens": request.params.max_tokens,
@@ -267,10 +267,10 @@ def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
     return worst
 
 
-def short_crowd(name: str) -> list[Request]:
+def short_requests(name: str) -> list[Request]:
     """Four texts with K = 4 whose truth is known."""
     requests = [
-        replace(r, params=r.params.model_copy(update={"max_tokens": 28})) for r in crowd("greedy")[:4]
+        replace(r, params=r.params.model_copy(update={"max_tokens": 28})) for r in requests_of("greedy")[:4]
     ]
     results = run(tiny_target(name), requests)
     script({key: result.tokens for key, result in results.items()})
@@ -279,7 +279,7 @@ def short_crowd(name: str) -> list[Request]:
 
 @pytest.mark.parametrize("name", TINY)
 def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
-    requests = short_crowd(name)
+    requests = short_requests(name)
     assert row_error(name, make_engine(tiny_target(name), max_batch_tokens=24), requests) < 1e-4
 
 
@@ -302,7 +302,7 @@ def exchange_pages(engine: Engine, step: int) -> None:
 
 
 def keep_rejected(engine: Engine, step: int) -> None:
-    """A sequence believes that one rejected draft is committed: its last token is written one slot too far."""
+    """One rejected draft is committed: the last token of its sequence is one slot too far."""
     if step == 6:
         seq = engine.scheduler.running[0]
         seq.tokens.insert(seq.committed, 7)
@@ -314,14 +314,14 @@ def test_a_planted_error_in_the_pages_is_seen(plant: Any) -> None:
     truth = plain("greedy")
     script(truth)
     engine = make_engine(tiny_target("llama"))
-    for request in drafting(crowd("greedy"), 4):
+    for request in drafting(requests_of("greedy"), 4):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     results: dict[Key, Result] = {}
     for step in range(500):
         plant(engine, step)
         for event in engine.step():
             results.setdefault((event.request_id, event.sample), Result()).take(event)
-    assert any(nat >= TIE for _, _, nat in differences(crowd("greedy"), results, truth))
+    assert any(nat >= TIE for _, _, nat in differences(requests_of("greedy"), results, truth))
 
 
 def test_drafts_one_position_too_far_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,15 +332,15 @@ def test_drafts_one_position_too_far_are_seen(monkeypatch: pytest.MonkeyPatch) -
         late = torch.cat([torch.arange(s.rows) >= s.length for s in spans]).long()
         return replace(batch, position_ids=batch.position_ids + late)
 
-    requests = short_crowd("llama")
+    requests = short_requests("llama")
     monkeypatch.setattr(Batch, "pack", shifted)
     assert row_error("llama", make_engine(tiny_target("llama")), requests) > 1e-2
 
 
 def test_a_foreign_seed_is_seen() -> None:
     truth = plain("sampled")
-    others = [replace(r, params=r.params.model_copy(update={"seed": 1})) for r in crowd("sampled")]
+    others = [replace(r, params=r.params.model_copy(update={"seed": 1})) for r in requests_of("sampled")]
     results = run(tiny_target("llama"), others)
-    assert len([nat for _, _, nat in differences(crowd("sampled"), results, truth) if nat >= TIE]) == len(
-        others
-    )
+    assert len(
+        [nat for _, _, nat in differences(requests_of("sampled"), results, truth) if nat >= TIE]
+    ) == len(others)

@@ -22,13 +22,13 @@ from speculon.proposers import registry
 from speculon.sequence import Sequence
 from speculon.text import Tokenizer
 from tests.tiny.conftest import tiny_model, tiny_target
-from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, crowd, plain
+from tests.tiny.test_parity import MODES, Texts, accepted_lengths, assert_same, plain, requests_of
 
 LLAMA = "llama"
 # where a model's draft ends before K
-JOINED = {"apart": {}, "joined": {"chained_drafts": True, "draft_min_confidence": 0.02}}
+CHAINED = {"separate": {}, "chained": {"chained_drafts": True, "draft_min_confidence": 0.02}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "few pages": {"num_blocks": 40},
@@ -45,12 +45,12 @@ def restored() -> Iterator[None]:
 
 
 def under(policy: str | list[str], mode: str, method: str | None = None) -> list[Request]:
-    """The crowd with one policy, or with these in turn; methods alternate where none is named."""
+    """The requests with one policy, or with these in turn; methods alternate where none is named."""
     names = [policy] if isinstance(policy, str) else policy
     methods = [method] if method else ["scripted", "ngram", "suffix", "auto"]
     return [
         replace(r, speculation={"method": methods[i % len(methods)], "policy": names[i % len(names)]})
-        for i, r in enumerate(crowd(mode))
+        for i, r in enumerate(requests_of(mode))
     ]
 
 
@@ -77,41 +77,41 @@ def test_both_tables_have_the_same_policies() -> None:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_crowd_writes_the_plain_texts(policy: str, mode: str, setting: str) -> None:
+def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) -> None:
     script(plain(mode))
     engine = make_engine(tiny_target(LLAMA), **SETTINGS[setting])
     for request in under(policy, mode):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     results = drain(engine)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
     assert all(result.stats.rounds + result.stats.reasons.total() > 0 for result in results.values())
     assert unknown_to(engine)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_texts_alone_are_the_plain_ones(policy: str, mode: str) -> None:
+def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
     script(plain(mode))
     results: dict[Key, Result] = {}
     for request in under(policy, mode, "scripted"):
         results |= run(tiny_target(LLAMA), [request])
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_of_different_policies_stand_beside_each_other(mode: str) -> None:
+def test_sequences_of_different_policies_share_a_batch(mode: str) -> None:
     script(plain(mode))
     for turn in range(len(NAMES)):
         results = run(tiny_target(LLAMA), under(NAMES[turn:] + NAMES[:turn], mode))
-        assert_same(crowd(mode), results, plain(mode))
+        assert_same(requests_of(mode), results, plain(mode))
 
 
-@pytest.mark.parametrize("joined", JOINED)
+@pytest.mark.parametrize("chained", CHAINED)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, joined: str) -> None:
-    doubting()
-    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **JOINED[joined]})
+def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, chained: str) -> None:
+    noisy_draft()
+    engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **CHAINED[chained]})
     for request in under(policy, mode, "auto"):
         engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
     assert texts(drain(engine)) == plain(mode)
@@ -127,7 +127,7 @@ def test_each_request_may_say_its_own_policy(mode: str) -> None:
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
         results |= drain(engine)
         assert ("shadow" in results[request.id, 0].stats.reasons) == (NAMES[i % len(NAMES)] == "shadow")
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
 
 
 def test_a_policy_that_nobody_knows_is_refused() -> None:
@@ -140,7 +140,7 @@ def test_a_policy_that_nobody_knows_is_refused() -> None:
 # a planted error: a policy that keeps what it should not
 
 
-def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_is_seen(
+def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_output_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a policy does with drafts cannot change a text; what it does with the text can, and parity goes
@@ -170,15 +170,15 @@ def test_a_trim_that_spoils_a_draft_costs_no_token_and_one_that_spoils_the_text_
 # adaptive
 
 
-def test_adaptive_drafts_more_where_drafts_stand_and_less_where_they_do_not() -> None:
+def test_adaptive_drafts_more_after_acceptance_and_less_after_rejection() -> None:
     long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    prompt = crowd("greedy")[2].prompt
+    prompt = requests_of("greedy")[2].prompt
     truth = texts(run(tiny_target(LLAMA), [Request(prompt, long, {"method": "off"})]))
-    asked = Request(prompt, long, {"method": "scripted", "policy": "adaptive"})
+    request = Request(prompt, long, {"method": "scripted", "policy": "adaptive"})
     script(truth, lambda position: False)
-    good = run(tiny_target(LLAMA), [asked])["r", 0]
+    good = run(tiny_target(LLAMA), [request])["r", 0]
     script(truth, lambda position: True)
-    bad = run(tiny_target(LLAMA), [asked])["r", 0]
+    bad = run(tiny_target(LLAMA), [request])["r", 0]
     assert texts({("r", 0): good}) == texts({("r", 0): bad}) == truth
     assert max(good.stats.drafted_at) + 1 > 6 and good.stats.rounds < 20
     assert max(bad.stats.drafted_at) + 1 == 5, "the first rounds draft `initial`, K or not"
@@ -191,12 +191,12 @@ def test_adaptive_settings_and_the_request_s_k_hold() -> None:
     settings = {"policy": "adaptive", "adaptive_initial": 3, "adaptive_min": 3, "adaptive_max": 3}
     results = run(
         tiny_target(LLAMA),
-        [replace(r, speculation={"method": "scripted"}) for r in crowd("greedy")],
+        [replace(r, speculation={"method": "scripted"}) for r in requests_of("greedy")],
         speculation=settings,
     )
     assert {max(r.stats.drafted_at) + 1 for r in results.values()} == {3}
-    asked = {"method": "scripted", "policy": "adaptive", "num_speculative_tokens": 2}
-    results = run(tiny_target(LLAMA), [replace(r, speculation=asked) for r in crowd("greedy")])
+    speculation = {"method": "scripted", "policy": "adaptive", "num_speculative_tokens": 2}
+    results = run(tiny_target(LLAMA), [replace(r, speculation=speculation) for r in requests_of("greedy")])
     assert {max(r.stats.drafted_at) + 1 for r in results.values()} == {2}
 
 
@@ -278,7 +278,7 @@ def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **s
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_text(
+def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
     mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(plain(mode))
@@ -288,10 +288,10 @@ def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_text(
         speculation={"policy": "goodput", "num_speculative_tokens": 4},
         **SETTINGS[setting],
     )
-    for request in crowd(mode):
+    for request in requests_of(mode):
         engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
     results = drain(engine)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
     assert accepted_lengths(results) == set(range(5))
     assert sum(result.stats.accepted for result in results.values()) > 100 and unknown_to(engine)
 
@@ -303,7 +303,7 @@ def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.M
     for request in under("goodput", mode):
         engine.add_request(request.prompt, request.params, request.speculation, request.id)
     results = drain(engine)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
     assert not any(result.stats.rounds for result in results.values()) and unknown_to(engine)
 
 
@@ -312,7 +312,7 @@ def test_where_drafts_are_dear_none_is_verified(mode: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("costs", [None, CHEAP], ids=["measured", "cheap drafts"])
 @pytest.mark.parametrize("mode", MODES)
-def test_by_default_the_texts_are_the_plain_ones(
+def test_by_default_the_outputs_are_the_plain_ones(
     mode: str, costs: dict[str, list[float]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody names a policy, a method or K.
@@ -327,10 +327,10 @@ def test_by_default_the_texts_are_the_plain_ones(
         engine.policy.costs.restore(costs)
         monkeypatch.setattr(engine.policy.costs, "observe", lambda *_: None)
     for _ in range(2):
-        for request in crowd(mode):
+        for request in requests_of(mode):
             engine.add_request(request.prompt, request.params, request_id=request.id)
         results = drain(engine)
-        assert_same(crowd(mode), results, plain(mode))
+        assert_same(requests_of(mode), results, plain(mode))
         assert unknown_to(engine) and engine.counters.proposals["suffix"] > 0
         assert not any(Reason.COLD in result.stats.reasons for result in results.values())
     if costs:
@@ -357,7 +357,7 @@ def stepped(policy: str, **settings: Any) -> tuple[list[int], SpeculativeDecoder
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_step_by_step_the_text_is_the_plain_one(policy: str) -> None:
+def test_step_by_step_the_output_is_the_plain_one(policy: str) -> None:
     text, decoder = stepped(policy)
     assert text == SpeculativeDecoder(tiny_model(LLAMA), method="off").generate(REPEATED, STEPPED).token_ids
     decoder.step(REPEATED, STEPPED)
@@ -369,13 +369,13 @@ def test_step_by_step_the_text_is_the_plain_one(policy: str) -> None:
 def test_step_by_step_the_account_in_the_shadow_is_the_one_that_verification_has() -> None:
     fixed, seen = (stepped(policy)[1].stats for policy in ("fixed", "shadow"))
     assert fixed is not None and seen is not None
-    told = seen.shadow["ngram"]
-    assert (told["rounds"], told["drafted"], told["accepted"]) == (
+    shadow = seen.shadow["ngram"]
+    assert (shadow["rounds"], shadow["drafted"], shadow["accepted"]) == (
         fixed.rounds,
         fixed.drafted,
         fixed.accepted,
     )
-    assert told["per_position"] == fixed.per_position and seen.rounds == 0
+    assert shadow["per_position"] == fixed.per_position and seen.rounds == 0
 
 
 def test_step_by_step_adaptive_keeps_its_mean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from speculon.proposers.prediction import Cursor
 from tests.tiny.conftest import tiny_target
 from tests.tiny.demo_texts import MISSING, TIE, Demo, first_difference
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, spell
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, crowd, plain
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 
 K = 8
 CHANCE = random.Random(3)
@@ -43,42 +43,44 @@ METHODS = ("ngram", "auto", "synthetic", "draft_model")  # the last one is lacki
 
 
 def with_predictions(
-    requests: tuple[Request, ...], truth: Texts, k: int | None = K, join: bool = False
+    requests: tuple[Request, ...], truth: Texts, k: int | None = K, chained: bool = False
 ) -> list[Request]:
-    """Another kind of prediction and another method for each; the fourth and the eighth ask for what there is
+    """Another prediction and another method for each; the fourth and the eighth ask for what there is
     not.
     """
-    asked = []
+    made = []
     for i, (request, wrong) in enumerate(zip(requests, WRONG.values(), strict=False)):
-        said = wrong(truth[request.id, 0])
-        prediction: Any = spell(said) if i % 2 else said  # as text and as ids
+        tokens = wrong(truth[request.id, 0])
+        prediction: Any = spell(tokens) if i % 2 else tokens  # as text and as ids
         speculation = {
             "prediction": prediction,
             "method": METHODS[i % 4],
             "num_speculative_tokens": k,
-            "chained_drafts": join,
+            "chained_drafts": chained,
         }
-        asked.append(replace(request, speculation=speculation))
-    return asked
+        made.append(replace(request, speculation=speculation))
+    return made
 
 
-def one(i: int, asked: dict[str, Any], **settings: Any) -> Result:
-    """One of the crowd, alone."""
-    request = replace(crowd("greedy")[i], speculation=asked)
+def one(i: int, fields: dict[str, Any], **settings: Any) -> Result:
+    """One of the requests, alone."""
+    request = replace(requests_of("greedy")[i], speculation=fields)
     (result,) = run(tiny_target("llama"), [request], **settings).values()
     return result
 
 
-@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("chained", [False, True], ids=["separate", "chained"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, setting: str, join: bool) -> None:
+def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
+    mode: str, setting: str, chained: bool
+) -> None:
     truth = plain(mode)
     for k in (1, K, None):
         results = run(
-            tiny_target("llama"), with_predictions(crowd(mode), truth, k, join), **SETTINGS[setting]
+            tiny_target("llama"), with_predictions(requests_of(mode), truth, k, chained), **SETTINGS[setting]
         )
-        assert_same(crowd(mode), results, truth)
+        assert_same(requests_of(mode), results, truth)
         right = results["q0", 0].stats
         assert (
             right.accepted_prediction_tokens > (5 if setting == "few pages" else 20)
@@ -88,61 +90,61 @@ def test_predictions_of_all_kinds_in_a_crowd_give_the_plain_text(mode: str, sett
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", WRONG)
-def test_alone_any_prediction_gives_the_plain_text(mode: str, kind: str) -> None:
+@pytest.mark.parametrize("variant", WRONG)
+def test_alone_any_prediction_gives_the_plain_output(mode: str, variant: str) -> None:
     truth = plain(mode)
     results: dict[Key, Result] = {}
-    for request in crowd(mode)[:3]:
-        said = WRONG[kind](truth[request.id, 0])
-        results |= run(tiny_target("llama"), [replace(request, speculation={"prediction": said})])
-    assert_same(crowd(mode)[:3], results, {key: truth[key] for key in results})
+    for request in requests_of(mode)[:3]:
+        tokens = WRONG[variant](truth[request.id, 0])
+        results |= run(tiny_target("llama"), [replace(request, speculation={"prediction": tokens})])
+    assert_same(requests_of(mode)[:3], results, {key: truth[key] for key in results})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_neighbours_with_other_methods_and_without_any(mode: str) -> None:
     truth = plain(mode)
-    asked = with_predictions(crowd(mode), truth)
+    requests = with_predictions(requests_of(mode), truth)
     for i, other in enumerate(
         ({"method": "off"}, {"method": "ngram"}, {"method": "synthetic"}, {"method": "auto"})
     ):
-        asked[2 * i + 1] = replace(asked[2 * i + 1], speculation=other)
-    results = run(tiny_target("llama"), asked)
-    assert_same(crowd(mode), results, truth)
-    assert all("prediction" not in results[r.id, 0].stats.drafted_from for r in asked[1::2])
-    assert sum(results[r.id, 0].stats.accepted_prediction_tokens for r in asked[::2]) > 40
+        requests[2 * i + 1] = replace(requests[2 * i + 1], speculation=other)
+    results = run(tiny_target("llama"), requests)
+    assert_same(requests_of(mode), results, truth)
+    assert all("prediction" not in results[r.id, 0].stats.drafted_from for r in requests[1::2])
+    assert sum(results[r.id, 0].stats.accepted_prediction_tokens for r in requests[::2]) > 40
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_samples_follow_the_same_prediction(mode: str) -> None:
-    (request,) = (replace(r, params=r.params.model_copy(update={"n": 2})) for r in crowd(mode)[3:4])
+    (request,) = (replace(r, params=r.params.model_copy(update={"n": 2})) for r in requests_of(mode)[3:4])
     truth = {key: result.tokens for key, result in run(tiny_target("llama"), [request]).items()}
-    asked = replace(request, speculation={"prediction": truth[request.id, 0]})
-    results = run(tiny_target("llama"), [crowd(mode)[0], asked])
+    predicted = replace(request, speculation={"prediction": truth[request.id, 0]})
+    results = run(tiny_target("llama"), [requests_of(mode)[0], predicted])
     assert_same((request,), {key: r for key, r in results.items() if key[0] == request.id}, truth)
     accepted = [results[request.id, sample].stats.accepted_prediction_tokens for sample in range(2)]
     assert accepted[0] > 40 and (accepted[1] > 40) == (mode == "greedy")
 
 
-def test_pages_found_again_give_the_plain_text() -> None:
+def test_pages_found_again_give_the_plain_output() -> None:
     truth = plain("greedy", shared=14)
     engine = make_engine(tiny_target("llama"))
     for _ in range(2):
-        for request in with_predictions(crowd("greedy", shared=14), truth):
+        for request in with_predictions(requests_of("greedy", shared=14), truth):
             engine.add_request(request.prompt, request.params, request.speculation, request.id)
         results = drain(engine)
-        assert_same(crowd("greedy", shared=14), results, truth)
+        assert_same(requests_of("greedy", shared=14), results, truth)
     assert sum(r.stats.cached_tokens for r in results.values()) > 100
 
 
 @pytest.mark.parametrize("at", [1, 6, 7, 20])
-def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
-    """What was drafted beyond the stop is counted as rejected; the prediction itself would have gone on."""
-    (request, text) = crowd("sampled")[0], plain("sampled")["q0", 0]
+def test_a_stop_inside_the_prediction_ends_the_sequence_there(at: int) -> None:
+    """What was drafted beyond the stop is counted as rejected; the prediction itself is longer."""
+    (request, text) = requests_of("sampled")[0], plain("sampled")["q0", 0]
     stop = spell(text[at : at + 2])
     first = spell(text).index(stop) + 2
     params = request.params.model_copy(update={"stop": (stop,)})
-    asked = replace(request, params=params, speculation={"prediction": text})
-    (result,) = run(tiny_target("llama"), [asked]).values()
+    predicted = replace(request, params=params, speculation={"prediction": text})
+    (result,) = run(tiny_target("llama"), [predicted]).values()
     stats = result.stats
     assert result.tokens == text[:first] and result.finish and result.finish.matched == stop
     assert stats.accepted_prediction_tokens <= first - 1
@@ -154,7 +156,7 @@ def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "settings", "reason"),
+    ("fields", "settings", "reason"),
     [
         pytest.param({"method": "off"}, {}, Reason.OFF_REQUEST, id="off by request"),
         pytest.param({"num_speculative_tokens": 0}, {}, Reason.OFF_REQUEST, id="no drafts by request"),
@@ -162,10 +164,10 @@ def test_a_stop_inside_the_prediction_ends_the_text_there(at: int) -> None:
     ],
 )
 def test_whoever_turns_speculation_off_gets_none(
-    asked: dict[str, Any], settings: dict[str, Any], reason: Reason
+    fields: dict[str, Any], settings: dict[str, Any], reason: Reason
 ) -> None:
     text = plain("greedy")["q0", 0]
-    result = one(0, {**asked, "prediction": text}, **settings)
+    result = one(0, {**fields, "prediction": text}, **settings)
     assert result.tokens == text and not result.stats.rounds and set(result.stats.reasons) == {reason}
 
 
@@ -216,7 +218,7 @@ def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:
     assert not engine.has_work
 
 
-# memory was promised for so many rows
+# the memory estimate covers so many rows
 
 
 class Counting:
@@ -231,7 +233,7 @@ class Counting:
         return getattr(self.inner, name)
 
     def needs(self, rows: int, scored: int) -> Any:
-        self.promised = rows, scored
+        self.estimated = rows, scored
         return self.inner.needs(rows, scored)
 
     def forward(self, batch: Batch, view: View) -> Output:
@@ -240,23 +242,25 @@ class Counting:
         return self.inner.forward(batch, view)
 
 
-def crowd_with_long_drafts(target: Any) -> dict[Key, Result]:
+def run_long_drafts(target: Any) -> dict[Key, Result]:
     truth = plain("greedy")
-    wish = {"num_speculative_tokens": MAX_DRAFTS}
-    asked = [replace(r, speculation={"prediction": truth[r.id, 0], **wish}) for r in crowd("greedy")]
-    return run(target, asked, max_num_seqs=8, max_batch_tokens=24)
+    options = {"num_speculative_tokens": MAX_DRAFTS}
+    requests = [
+        replace(r, speculation={"prediction": truth[r.id, 0], **options}) for r in requests_of("greedy")
+    ]
+    return run(target, requests, max_num_seqs=8, max_batch_tokens=24)
 
 
-def test_the_largest_forward_is_the_promised_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_forward_is_the_estimated_one(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Counting()
-    assert_same(crowd("greedy"), crowd_with_long_drafts(target), plain("greedy"))
-    rows, scored = target.promised
+    assert_same(requests_of("greedy"), run_long_drafts(target), plain("greedy"))
+    rows, scored = target.estimated
     assert (rows, scored) == (24 + MAX_DRAFTS, 8 + MAX_DRAFTS)
     assert MAX_DRAFTS < max(target.rows) <= rows and MAX_DRAFTS < max(target.scored) <= scored
 
     unbounded, init = Counting(), Leases.__init__
     monkeypatch.setattr(Leases, "__init__", lambda self, pool, store, most: init(self, pool, store, 10**6))
-    crowd_with_long_drafts(unbounded)
+    run_long_drafts(unbounded)
     assert max(unbounded.rows) > rows and max(unbounded.scored) > scored
 
 
@@ -285,9 +289,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def answers(llm: LLM) -> list[tuple[workloads.Case, list[int]]]:
-    """Three edits of 200 tokens and more, as the model writes them; none runs in circles, where guessing is
-    easy.
-    """
+    """Three edits of 200 tokens and more, as the model writes them; none repeats itself."""
     cases = workloads.build("edit", llm.tokenizer, workloads.Size(40, 512, llm.engine.max_context))
     long = [c for c in cases if 220 < len(llm.tokenizer.encode(c.reference or "")) < 400][:6]
     written = llm.generate([c.prompt for c in long], [c.params for c in long], speculation={"method": "off"})
@@ -298,12 +300,12 @@ def answers(llm: LLM) -> list[tuple[workloads.Case, list[int]]]:
 
 
 def write(
-    llm: LLM, case: workloads.Case, prediction: Any, **asked: Any
+    llm: LLM, case: workloads.Case, prediction: Any, **options: Any
 ) -> tuple[list[int], list[tuple[int, int]], Any]:
     """The text, (position, accepted drafts) of each of its rounds, and its account."""
     text: list[int] = []
     rounds = []
-    for event in llm.events(case.prompt, case.params, speculation={"prediction": prediction, **asked}):
+    for event in llm.events(case.prompt, case.params, speculation={"prediction": prediction, **options}):
         rounds.append((len(text), len(event.sources)))
         text += event.tokens
         stats = event.stats

@@ -19,7 +19,7 @@ from speculon.telemetry import PARTS, Stopwatch
 from tests.tiny.conftest import tiny_model
 from tests.tiny.scripted import drain, make_engine
 
-SECONDS = {  # powers of two: any sum tells its parts
+SECONDS = {  # powers of two: any sum identifies its parts
     "plan": ("prepare", 1),
     "decide": ("decide", 2),
     "reserve": ("prepare", 4),

@@ -40,14 +40,14 @@ def greedy(max_tokens: int = TOKENS, **params: Any) -> SamplingParams:
 
 
 def stats_of(
-    engine: Engine, asked: dict[str, Any] | None, prompt: list[int] | None = None, **params: Any
+    engine: Engine, fields: dict[str, Any] | None, prompt: list[int] | None = None, **params: Any
 ) -> RequestStats:
-    engine.add_request(prompt or PROMPT, greedy(**params), asked, "r")
+    engine.add_request(prompt or PROMPT, greedy(**params), fields, "r")
     return drain(engine)["r", 0].stats
 
 
-def reasons(asked: dict[str, Any] | None, settings: dict[str, Any] | None = None, **request: Any) -> Reasons:
-    return dict(stats_of(make_engine(tiny_target("llama"), **settings or {}), asked, **request).reasons)
+def reasons(fields: dict[str, Any] | None, settings: dict[str, Any] | None = None, **request: Any) -> Reasons:
+    return dict(stats_of(make_engine(tiny_target("llama"), **settings or {}), fields, **request).reasons)
 
 
 def scripted(**fields: Any) -> dict[str, Any]:
@@ -172,10 +172,10 @@ def test_without_their_cause_rounds_are_speculative() -> None:
 # why the proposals of a model end
 
 
-def stops(asked: dict[str, Any], **speculation: Any) -> dict[str, int]:
+def stops(params: dict[str, Any], **speculation: Any) -> dict[str, int]:
     use_draft(tiny_target("llama"))
     engine = engine_of(speculation={**DRAFT, **speculation})
-    return stats_of(engine, {"method": "draft_model", "num_speculative_tokens": 4}, **asked).stops[
+    return stats_of(engine, {"method": "draft_model", "num_speculative_tokens": 4}, **params).stops[
         "draft_model"
     ]
 
@@ -198,9 +198,9 @@ def test_lookups_tell_their_match_in_the_account() -> None:
         tiny_target("llama"), [Request([5, 6, 7, 8, 9, 5, 6, 7, 8], greedy(2 * TOKENS), {"method": "ngram"})]
     )["r", 0]
     (found,) = result.stats.matches.values()
-    told = result.stats.stops["ngram"]
-    assert found.total() == told["limit"] > 0 and set(told) <= {"limit", "no_match"}
-    assert sum(told.values()) == result.stats.draft_calls
+    ends = result.stats.stops["ngram"]
+    assert found.total() == ends["limit"] > 0 and set(ends) <= {"limit", "no_match"}
+    assert sum(ends.values()) == result.stats.draft_calls
 
 
 def test_proposals_are_counted() -> None:

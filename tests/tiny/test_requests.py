@@ -27,7 +27,7 @@ from tests.tiny.scripted import (
     script,
     spell,
 )
-from tests.tiny.test_parity import crowd, drafting, mixed, plain
+from tests.tiny.test_parity import drafting, mixed, plain, requests_of
 
 K = 6
 PROMPT = [42, 58, 67, 89, 48, 70, 44]
@@ -50,7 +50,7 @@ def text() -> list[int]:
 
 
 def one(lies: set[int] = frozenset(), target: Any = None, **params: Any) -> Result:  # type: ignore[assignment]
-    """Runs the request with drafts that are true but for `lies`; the first round drafts output tokens 1..6."""
+    """Runs the request with true drafts but for `lies`; the first round drafts output tokens 1..6."""
     script({("r", 0): text()}, lies.__contains__)
     result = run(target or tiny_target("llama"), [request(**params)])["r", 0]
     check_account(result)
@@ -88,7 +88,7 @@ def check_account(result: Result) -> None:
         )
 
 
-# (where the stop stands, position of the stop in the output, lies, span kind, drafts accepted and kept)
+# (place of the stop, position of the stop in the output, lies, span kind, drafts accepted and kept)
 PLACES = [
     pytest.param(1, set(), SpanOutcome.STOP, 0, id="the first draft"),
     pytest.param(4, set(), SpanOutcome.STOP, 3, id="an accepted draft"),
@@ -102,44 +102,44 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
-def test_a_stop_token_inside_a_span_ends_the_text_there(
-    at: int, lies: set[int], kind: SpanOutcome, accepted: int
+@pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
+def test_a_stop_token_inside_a_span_ends_the_sequence_there(
+    at: int, lies: set[int], outcome: SpanOutcome, accepted: int
 ) -> None:
     result = one(lies, stop_token_ids=(text()[at], text()[at + 1]))
     assert result.tokens == text()[:at]
     assert result.finish == Finish("stop", text()[at])
-    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == accepted
+    assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == accepted
 
 
-@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
-def test_the_end_of_text_token_inside_a_span_ends_the_text(
-    at: int, lies: set[int], kind: SpanOutcome, accepted: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
+def test_the_end_of_text_token_inside_a_span_ends_the_sequence(
+    at: int, lies: set[int], outcome: SpanOutcome, accepted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target("llama")
     monkeypatch.setattr(target, "eos_ids", frozenset({text()[at]}))
     result = one(lies, ignore_eos=False)
     assert (result.tokens, result.finish) == (text()[:at], Finish("stop", text()[at]))
-    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == accepted
+    assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == accepted
     assert one(lies, ignore_eos=True).tokens == text()
 
 
 @pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize(("at", "lies", "kind", "accepted"), PLACES)
-def test_a_stop_string_inside_a_span_ends_the_text_there(
-    at: int, lies: set[int], kind: SpanOutcome, accepted: int, length: int
+@pytest.mark.parametrize(("at", "lies", "outcome", "accepted"), PLACES)
+def test_a_stop_string_inside_a_span_ends_the_sequence_there(
+    at: int, lies: set[int], outcome: SpanOutcome, accepted: int, length: int
 ) -> None:
     stop = spell(text()[at + 1 - length : at + 1])
     result = one(lies, stop=("no such text", spell(text()[at + 1 : at + 3]), stop))
     assert result.tokens == text()[: at + 1]  # the token that completes it is kept
     assert result.finish == Finish("stop", stop)
     assert final_text(Tokenizer(Letters()), result.tokens, stop) == spell(text()[: at + 1 - length])
-    kept = accepted + (kind is SpanOutcome.STOP)
-    assert dict(result.stats.outcomes) == {kind: 1} and result.stats.accepted == kept
+    kept = accepted + (outcome is SpanOutcome.STOP)
+    assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == kept
 
 
 @pytest.mark.parametrize(
-    ("lies", "limit", "kind", "accepted"),
+    ("lies", "limit", "outcome", "accepted"),
     [
         pytest.param(set(), 8, SpanOutcome.FULL, 6, id="all accepted"),
         pytest.param({6}, 8, SpanOutcome.TAIL, 5, id="all but the last"),
@@ -149,16 +149,16 @@ def test_a_stop_string_inside_a_span_ends_the_text_there(
     ],
 )
 def test_a_span_is_named_by_how_it_ended(
-    lies: set[int], limit: int, kind: SpanOutcome, accepted: int
+    lies: set[int], limit: int, outcome: SpanOutcome, accepted: int
 ) -> None:
     script({("r", 0): text()}, lies.__contains__)
     engine = make_engine(tiny_target("llama"))
-    asked = request(max_tokens=limit)
-    engine.add_request(asked.prompt, asked.params, asked.speculation, "r")
+    single = request(max_tokens=limit)
+    engine.add_request(single.prompt, single.params, single.speculation, "r")
     engine.step()
     (seq,) = engine.scheduler.running
     engine.step()
-    assert dict(seq.stats.outcomes) == {kind: 1} and seq.stats.accepted == accepted
+    assert dict(seq.stats.outcomes) == {outcome: 1} and seq.stats.accepted == accepted
     assert seq.tokens[len(PROMPT) :] == text()[: accepted + 2]
 
 
@@ -192,8 +192,8 @@ def test_max_tokens_is_kept_by_the_cut_alone(limit: int, monkeypatch: pytest.Mon
         engine.policy, "decide", lambda seqs, load: [Decision.of([Ask("scripted", K)]) for _ in seqs]
     )
     script({("r", 0): text()}, lambda position: False)
-    asked = request(max_tokens=limit)
-    engine.add_request(asked.prompt, asked.params, asked.speculation, "r")
+    single = request(max_tokens=limit)
+    engine.add_request(single.prompt, single.params, single.speculation, "r")
     result = drain(engine)["r", 0]
     check_account(result)
     assert (result.tokens, result.finish) == (text()[:limit], Finish("length"))
@@ -242,8 +242,8 @@ def test_cached_tokens_count_the_prompt_once() -> None:
     assert drain(engine)["again", 0].stats.cached_tokens == 0  # the long one has written over them meanwhile
 
     script(plain("greedy"))
-    for key, result in run(tiny_target("llama"), drafting(crowd("greedy"), 4), num_blocks=40).items():
-        prompts = {r.id: len(r.prompt) for r in crowd("greedy")}
+    for key, result in run(tiny_target("llama"), drafting(requests_of("greedy"), 4), num_blocks=40).items():
+        prompts = {r.id: len(r.prompt) for r in requests_of("greedy")}
         assert result.stats.cached_tokens < prompts[key[0]]
 
 
@@ -251,7 +251,7 @@ def test_cached_tokens_count_the_prompt_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "asked", "reason"),
+    ("engine", "fields", "reason"),
     [
         ({"method": "ngram"}, {"method": "off"}, "off_request"),
         ({"method": "ngram"}, {"num_speculative_tokens": 0}, "off_request"),
@@ -260,10 +260,10 @@ def test_cached_tokens_count_the_prompt_once() -> None:
         ({"method": "ngram", "num_speculative_tokens": 0}, None, "off_config"),
     ],
 )
-def test_no_speculation_says_who_wanted_none(
-    engine: dict[str, Any], asked: dict[str, Any] | None, reason: str
+def test_no_speculation_says_who_turned_it_off(
+    engine: dict[str, Any], fields: dict[str, Any] | None, reason: str
 ) -> None:
-    result = run(tiny_target("llama"), [replace(request(), speculation=asked)], speculation=engine)["r", 0]
+    result = run(tiny_target("llama"), [replace(request(), speculation=fields)], speculation=engine)["r", 0]
     assert dict(result.stats.reasons) == {reason: LAST - 1} and result.stats.speculation() is None
     assert result.tokens == text()
 
@@ -276,12 +276,12 @@ def test_a_request_overrides_the_engine() -> None:
     )["r", 0]
     assert set(result.stats.drafted_at) == {0, 1} and result.tokens == text()
     engine = {"method": "scripted", "num_speculative_tokens": 2}
-    asked = replace(request(), speculation={"num_speculative_tokens": 5})
-    result = run(tiny_target("llama"), [asked], speculation=engine)["r", 0]
+    drafted = replace(request(), speculation={"num_speculative_tokens": 5})
+    result = run(tiny_target("llama"), [drafted], speculation=engine)["r", 0]
     assert set(result.stats.drafted_at) == set(range(5)) and result.tokens == text()
 
 
-def test_a_text_without_repetition_finds_no_match() -> None:
+def test_a_sequence_without_repetition_finds_no_match() -> None:
     result = run(tiny_target("llama"), [request({"method": "ngram"}, max_tokens=8)])["r", 0]
     assert dict(result.stats.reasons) == {"no_match": 6, "max_tokens": 1} and result.stats.draft_calls == 6
     check_account(result)
@@ -291,19 +291,19 @@ def test_without_pages_a_draft_shrinks_and_takes_none_from_a_neighbour() -> None
     """Two texts fill the pool to the last slot: drafts get what is left over."""
     truth = plain("greedy")
     script(truth, lambda position: True)
-    asked = drafting(crowd("greedy")[:2], 16)
-    pages = sum(-(-(len(r.prompt) + 8) // 4) for r in asked)
-    asked = [replace(r, params=r.params.model_copy(update={"max_tokens": 8})) for r in asked]
-    results = run(tiny_target("llama"), asked, num_blocks=pages)
+    requests = drafting(requests_of("greedy")[:2], 16)
+    pages = sum(-(-(len(r.prompt) + 8) // 4) for r in requests)
+    requests = [replace(r, params=r.params.model_copy(update={"max_tokens": 8})) for r in requests]
+    results = run(tiny_target("llama"), requests, num_blocks=pages)
     assert all(r.tokens == truth[key][:8] and r.stats.preemptions == 0 for key, r in results.items())
     truth = plain("sampled")
     script(truth)
-    results = run(tiny_target("llama"), drafting(crowd("sampled"), 16), num_blocks=30)
+    results = run(tiny_target("llama"), drafting(requests_of("sampled"), 16), num_blocks=30)
     assert sum(r.stats.reasons["no_pages"] for r in results.values()) > 0
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
-def test_a_draft_fits_into_pages_that_the_text_holds_already() -> None:
+def test_a_draft_fits_into_pages_that_the_sequence_holds_already() -> None:
     """No page is free, but the last one held is nearly empty."""
     script({("r", 0): text()}, lambda position: False)
     result = run(tiny_target("llama"), [request(max_tokens=9)], block_size=16, num_blocks=1)["r", 0]
@@ -334,10 +334,10 @@ def broken(method: str) -> Callable[..., Any]:
     return build
 
 
-def drafts_of(*guesses: Any) -> Callable[..., Any]:
+def drafts_of(*drafts: Any) -> Callable[..., Any]:
     def build(config: Any, facts: Any) -> Scripted:
         proposer = Scripted({})
-        proposer.propose = lambda seqs, budgets, lease: list(guesses)  # type: ignore[method-assign]
+        proposer.propose = lambda seqs, budgets, lease: list(drafts)  # type: ignore[method-assign]
         return proposer
 
     return build
@@ -369,15 +369,15 @@ def test_a_faulty_proposer_costs_only_speculation(
 
 
 @pytest.mark.parametrize("method", ["admit", "release"])
-def test_a_proposer_may_fail_when_a_text_begins_or_ends(method: str) -> None:
+def test_a_proposer_may_fail_when_a_sequence_begins_or_ends(method: str) -> None:
     register("faulty", broken(method))
     truth = plain("greedy")
-    asked = [replace(r, speculation={"method": "faulty"}) for r in crowd("greedy")]
-    results = run(tiny_target("llama"), asked, max_num_seqs=2)
+    requests = [replace(r, speculation={"method": "faulty"}) for r in requests_of("greedy")]
+    results = run(tiny_target("llama"), requests, max_num_seqs=2)
     assert {key: r.tokens for key, r in results.items()} == truth
 
 
-def test_an_unknown_method_is_refused_at_the_door() -> None:
+def test_an_unknown_method_is_refused_at_admission() -> None:
     engine = make_engine(tiny_target("llama"))
     with pytest.raises(UnknownMethod, match=r"method = 'eagle9': known are off, auto, .*ngram"):
         engine.add_request(PROMPT, SamplingParams(max_tokens=3), {"method": "eagle9"})
@@ -394,8 +394,8 @@ def test_an_unknown_method_is_refused_at_the_door() -> None:
 def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
     script(plain(mode))
     engine = make_engine(tiny_target("llama"), **settings)
-    for asked in mixed(crowd(mode), 4):
-        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    for drafted in mixed(requests_of(mode), 4):
+        engine.add_request(drafted.prompt, drafted.params, drafted.speculation, drafted.id)
     results: dict[Key, Result] = drain(engine)
     for result in results.values():
         check_account(result)
@@ -406,5 +406,5 @@ def test_the_account_adds_up(mode: str, settings: dict[str, Any]) -> None:
     for name in ("rounds", "accepted", "target_calls", "emitted", "verified_positions", "preemptions"):
         assert getattr(total, name) == sum(getattr(r.stats, name) for r in results.values())
     assert counters["finished"] == {"length": 8} and counters["requests"] == 8
-    assert counters["prompt_tokens"] == sum(len(r.prompt) for r in crowd(mode))
+    assert counters["prompt_tokens"] == sum(len(r.prompt) for r in requests_of(mode))
     assert counters["emitted"] == sum(len(r.tokens) for r in results.values())

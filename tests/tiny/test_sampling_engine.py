@@ -20,11 +20,11 @@ DRAFTED = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 def write(prompt: list[int] = PROMPT, **params: Any) -> list[Result]:
-    asked = Request(
+    request = Request(
         prompt, SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": 5, **params}), DRAFTED
     )
-    results = run(tiny_target("llama"), [asked])
-    return [results["r", i] for i in range(asked.params.n)]
+    results = run(tiny_target("llama"), [request])
+    return [results["r", i] for i in range(request.params.n)]
 
 
 def text(**params: Any) -> list[int]:
@@ -72,7 +72,7 @@ def test_without_a_seed_every_request_draws_its_own() -> None:
     assert len({tuple(text(seed=None)) for _ in range(4)}) == 4
 
 
-def test_seeds_of_any_size_give_different_texts() -> None:
+def test_seeds_of_any_size_give_different_outputs() -> None:
     seeds = [0, 1, 2, -1, -(2**63), 2**63 - 1, 2**32, 2**32 + 1, 2**64 - 2]
     assert len({tuple(text(seed=seed)) for seed in seeds}) == len(seeds)
 

@@ -1,4 +1,4 @@
-"""What speculation saved is what a clock says: the sum over a batch against the same batch decoded plainly."""
+"""Measured savings: the sum over a batch against the clock of the same batch decoded plainly."""
 
 from __future__ import annotations
 

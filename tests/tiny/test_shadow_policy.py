@@ -12,7 +12,7 @@ from speculon.config import SamplingParams
 from speculon.control import shadow as shadow_module
 from speculon.proposers import registry
 from tests.tiny.conftest import tiny_target
-from tests.tiny.drafting import DRAFT, doubting, use_draft
+from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
 from tests.tiny.test_parity import MODES, plain
 from tests.tiny.test_policies import LLAMA, texts, under, unknown_to
@@ -39,14 +39,19 @@ def difference(seen: dict[Key, Result], done: dict[Key, Result], method: str) ->
     wrong = []
     for key, result in done.items():
         stats, account = result.stats, seen[key].stats.speculation()
-        told = (
+        recorded = (
             account.shadow[method]
             if account
             else {"rounds": 0, "drafted": 0, "accepted": 0, "per_position": []}
         )
         real = stats.speculation()
-        wanted = (stats.rounds, stats.drafted_at.total(), stats.accepted, real.per_position if real else [])
-        if (told["rounds"], told["drafted"], told["accepted"], told["per_position"]) != wanted:
+        expected = (stats.rounds, stats.drafted_at.total(), stats.accepted, real.per_position if real else [])
+        if (
+            recorded["rounds"],
+            recorded["drafted"],
+            recorded["accepted"],
+            recorded["per_position"],
+        ) != expected:
             wrong.append(key)
     return wrong
 
@@ -94,7 +99,7 @@ def test_every_method_of_a_cascade_is_measured() -> None:
 
 def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
     """Its keys and values of drafted positions go with the lease, what was written is computed once."""
-    model = doubting(doubt=0.5)
+    model = noisy_draft(error_rate=0.5)
     made = make_engine(tiny_target(LLAMA), speculation=DRAFT)
     prompt = list(range(3, 30))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -107,7 +112,7 @@ def test_a_drafter_that_is_never_verified_lags_by_one_token() -> None:
     made.check_integrity()
 
 
-def test_a_text_that_is_stopped_or_aborted_is_accounted_for() -> None:
+def test_a_sequence_that_is_stopped_or_aborted_is_accounted_for() -> None:
     truth = plain("greedy")["q0", 0]
     script({("q0", 0): truth}, lambda position: False)
     (request,) = under("shadow", "greedy", "scripted")[:1]

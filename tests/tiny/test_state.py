@@ -73,7 +73,7 @@ def test_the_next_engine_knows_what_steps_cost(folder: Path, tmp_path: Path) -> 
     other.close()
 
 
-def test_another_model_is_told_nothing(folder: Path, tmp_path: Path) -> None:
+def test_another_model_gets_nothing(folder: Path, tmp_path: Path) -> None:
     first = start(folder, tmp_path / "state")
     cold = calls(first)
     first.close()

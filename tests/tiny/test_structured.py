@@ -1,4 +1,4 @@
-"""Structured output with drafts: the same tokens as without, and every text of the form that was asked for."""
+"""Structured output with drafts: the same tokens as without, and every text has its form."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from speculon.proposers import compose, registry
 from tests.tiny import demo_forms
 from tests.tiny.conftest import tiny_model
 from tests.tiny.demo_texts import MISSING
-from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.forms import ENDLESS, FORMS, check, engine_of, words
 from tests.tiny.scripted import Key, Request, Result, drain, script
 from tests.tiny.test_requests import check_account
 
 OFF = {"method": "off"}
-JOINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
+CHAINED = {"chained_drafts": True, "draft_min_confidence": 0.05}
 EOS = 2
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,15 +55,15 @@ METHODS: list[dict[str, Any]] = [
 
 def write(requests: list[Request], **settings: Any) -> dict[Key, Result]:
     engine = engine_of(**settings)
-    for asked in requests:
-        engine.add_request(asked.prompt, asked.params, asked.speculation, asked.id)
+    for request in requests:
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
     return drain(engine)
 
 
-def crowd(mode: str, **more: Any) -> list[Request]:
+def requests_of(mode: str, **more: Any) -> list[Request]:
     """One request for each form, and two without any among them."""
-    asked = [(name, form) for name, form in FORMS.items()]
-    asked[3:3] = asked[7:7] = [("free", None)]  # type: ignore[list-item]
+    forms = [(name, form) for name, form in FORMS.items()]
+    forms[3:3] = forms[7:7] = [("free", None)]  # type: ignore[list-item]
     return [
         Request(
             [1, *range(20 + i, 24 + 3 * i)],
@@ -73,16 +73,16 @@ def crowd(mode: str, **more: Any) -> list[Request]:
             OFF,
             f"{name} {i}",
         )
-        for i, (name, form) in enumerate(asked)
+        for i, (name, form) in enumerate(forms)
     ]
 
 
 @cache
 def plain(mode: str) -> dict[Key, Result]:
-    """What each of the crowd writes alone and without drafts."""
+    """What each of the requests writes alone and without drafts."""
     texts: dict[Key, Result] = {}
-    for asked in crowd(mode):
-        texts |= write([asked])
+    for request in requests_of(mode):
+        texts |= write([request])
     return texts
 
 
@@ -98,7 +98,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def drafters(mode: str) -> Iterator[None]:
-    doubting()
+    noisy_draft()
     script({key: result.tokens for key, result in plain(mode).items()})
     yield
 
@@ -107,7 +107,7 @@ def spell(result: Result) -> str:
     return words().decode(result.tokens)
 
 
-def test_every_text_has_its_form(mode: str) -> None:
+def test_every_output_has_its_form(mode: str) -> None:
     for (name, _), result in plain(mode).items():
         form = name.split()[0]
         assert result.finish is not None
@@ -124,17 +124,18 @@ def test_every_text_has_its_form(mode: str) -> None:
     ids=["roomy", "few pages", "chunked", "three at a time"],
 )
 @pytest.mark.parametrize(
-    ("shift", "joined"), [*((shift, {}) for shift in range(len(METHODS))), (0, JOINED), (4, JOINED)]
+    ("shift", "chained"), [*((shift, {}) for shift in range(len(METHODS))), (0, CHAINED), (4, CHAINED)]
 )
 @pytest.mark.usefixtures("drafters")
 def test_drafts_change_no_token(
-    mode: str, shift: int, joined: dict[str, Any], settings: dict[str, Any]
+    mode: str, shift: int, chained: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Each form under another method, all of them at once."""
-    asked = [
-        replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(crowd(mode))
+    requests = [
+        replace(one, speculation=METHODS[(i + shift) % len(METHODS)])
+        for i, one in enumerate(requests_of(mode))
     ]
-    results = write(asked, speculation=DRAFT | joined, **settings)
+    results = write(requests, speculation=DRAFT | chained, **settings)
     assert results.keys() == plain(mode).keys()
     for key, result in results.items():
         assert (result.tokens, result.finish) == (plain(mode)[key].tokens, plain(mode)[key].finish)
@@ -146,9 +147,9 @@ def test_drafts_change_no_token(
 
 @pytest.mark.usefixtures("drafters")
 def test_samples_have_a_place_of_their_own_in_the_grammar(mode: str) -> None:
-    asked = next(one for one in crowd(mode) if one.id.startswith("nested"))
-    asked = replace(asked, params=asked.params.model_copy(update={"n": 3}))
-    truth, results = write([asked]), write([replace(asked, speculation={"method": "ngram"})])
+    request = next(one for one in requests_of(mode) if one.id.startswith("nested"))
+    request = replace(request, params=request.params.model_copy(update={"n": 3}))
+    truth, results = write([request]), write([replace(request, speculation={"method": "ngram"})])
     assert {key: r.tokens for key, r in results.items()} == {key: r.tokens for key, r in truth.items()}
     assert mode == "greedy" or len({tuple(r.tokens) for r in results.values()}) == 3
     for result in results.values():
@@ -156,11 +157,11 @@ def test_samples_have_a_place_of_their_own_in_the_grammar(mode: str) -> None:
 
 
 def test_forced_tokens_are_drafted_and_save_calls() -> None:
-    asked = [one for one in crowd("sampled") if one.id.startswith(("strings", "nested"))]
-    alone = write(asked)
+    requests = [one for one in requests_of("sampled") if one.id.startswith(("strings", "nested"))]
+    alone = write(requests)
     # with a drafter, by default, with none at hand
     for speculation in ({"method": "ngram"}, {}, {"method": "draft_model"}):
-        results = write([replace(one, speculation=speculation) for one in asked])
+        results = write([replace(one, speculation=speculation) for one in requests])
         for key, result in results.items():
             done = result.stats.speculation()
             assert done and done.by_source["grammar"]["drafted"] == done.by_source["grammar"]["accepted"] > 8
@@ -172,19 +173,19 @@ def test_forced_tokens_are_drafted_and_save_calls() -> None:
 
 @pytest.mark.parametrize("speculation", [OFF, {"num_speculative_tokens": 0}], ids=str)
 def test_who_wants_no_drafts_gets_no_forced_ones(speculation: dict[str, Any]) -> None:
-    results = write([replace(one, speculation=speculation) for one in crowd("sampled")])
+    results = write([replace(one, speculation=speculation) for one in requests_of("sampled")])
     assert not any(result.stats.rounds for result in results.values())
 
 
 def test_what_the_grammar_refuses_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = next(one for one in crowd("sampled") if one.id.startswith("strings"))
-    asked = replace(asked, speculation={"method": "scripted", "num_speculative_tokens": 6})
-    truth = plain("sampled")[asked.id, 0]
-    script({(asked.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)  # ids of any kind
-    trimmed = write([asked])[asked.id, 0]
-    script({(asked.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)
+    request = next(one for one in requests_of("sampled") if one.id.startswith("strings"))
+    request = replace(request, speculation={"method": "scripted", "num_speculative_tokens": 6})
+    truth = plain("sampled")[request.id, 0]
+    script({(request.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)  # ids of any kind
+    trimmed = write([request])[request.id, 0]
+    script({(request.id, 0): truth.tokens}, lies=lambda position: position % 2 == 1)
     monkeypatch.setattr(compose, "fit", lambda draft, seq: draft)
-    whole = write([asked])[asked.id, 0]
+    whole = write([request])[request.id, 0]
     assert trimmed.tokens == whole.tokens == truth.tokens
     assert trimmed.stats.verified_positions < whole.stats.verified_positions
     assert trimmed.stats.accepted_at.total() == whole.stats.accepted_at.total()
@@ -210,10 +211,10 @@ def test_a_row_without_its_mask_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matcher_that_eats_rejected_drafts_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Matcher.allows
+    original = Matcher.allows
 
     def greedy(self: Matcher, tokens: Any) -> int:
-        fitting = honest(self, tokens)
+        fitting = original(self, tokens)
         if fitting > 2:
             self.consume(tokens[:1])
         return fitting
@@ -225,8 +226,8 @@ def test_a_matcher_that_eats_rejected_drafts_shows(monkeypatch: pytest.MonkeyPat
 def differing() -> int:
     truth = plain("sampled")
     script({key: result.tokens for key, result in truth.items()})
-    asked = [replace(one, speculation={"method": "scripted"}) for one in crowd("sampled")]
-    return sum(result.tokens != truth[key].tokens for key, result in write(asked).items())
+    requests = [replace(one, speculation={"method": "scripted"}) for one in requests_of("sampled")]
+    return sum(result.tokens != truth[key].tokens for key, result in write(requests).items())
 
 
 def test_nothing_planted_nothing_shows() -> None:
@@ -239,17 +240,17 @@ def test_nothing_planted_nothing_shows() -> None:
 @pytest.mark.usefixtures("drafters")
 def test_a_failed_step_moves_no_matcher(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(speculation=DRAFT)
-    for asked in crowd(mode):
-        engine.add_request(asked.prompt, asked.params, {"method": "scripted"}, asked.id)
+    for request in requests_of(mode):
+        engine.add_request(request.prompt, request.params, {"method": "scripted"}, request.id)
     results: dict[Key, Result] = {}
-    honest, steps = engine_module.cut, 0
+    original, steps = engine_module.cut, 0
 
     def sometimes(*args: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps % 3 == 0:
             raise MemoryError("planted")
-        return honest(*args)
+        return original(*args)
 
     monkeypatch.setattr(engine_module, "cut", sometimes)
     failed = 0
@@ -265,8 +266,8 @@ def test_a_failed_step_moves_no_matcher(mode: str, monkeypatch: pytest.MonkeyPat
 
 def test_an_abort_touches_nobody() -> None:
     engine = engine_of()
-    for asked in crowd("sampled"):
-        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    for request in requests_of("sampled"):
+        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     results: dict[Key, Result] = {}
     for _ in range(4):
         for event in engine.step():
@@ -284,7 +285,7 @@ def test_an_abort_touches_nobody() -> None:
 
 def test_rejection_keeps_the_form() -> None:
     """Drafts that carry q, judged against p under the mask."""
-    doubting()
+    noisy_draft()
     for seed in range(12):
         engine = engine_of(speculation=DRAFT)
         for name, form in FORMS.items():
@@ -299,7 +300,7 @@ def test_rejection_keeps_the_form() -> None:
 
 def test_rejection_draws_from_the_law_under_the_mask() -> None:
     """The 2nd and 3rd of three letters, which were drafted: chi-square against the stock model's own law."""
-    doubting()
+    noisy_draft()
     letters = [words().encode(c, add_special_tokens=False)[0] for c in "abcdefgh"]
     engine = engine_of(speculation=DRAFT, max_num_seqs=64)
     for seed in range(32):

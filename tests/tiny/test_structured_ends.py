@@ -1,4 +1,4 @@
-"""Where structured texts end, what is refused at the door, and the masks themselves."""
+"""Where structured texts end, what is refused at admission, and the masks themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speculon.text import Tokenizer
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import FORMS, SCHEMAS, check, engine_of, words
 from tests.tiny.scripted import Letters, Result, drain
-from tests.tiny.test_structured import EOS, OFF, crowd, plain, spell, write
+from tests.tiny.test_structured import EOS, OFF, plain, requests_of, spell, write
 
 # where texts end
 
@@ -31,12 +31,16 @@ def one(
     found: list[Result] = []
     for how in (OFF, speculation or {"method": "ngram"}):
         engine = engine_of(target, None if target else "</s>")
-        asked = SamplingParams(**{"max_tokens": 60, "seed": 3, "structured": structured, **params})
-        engine.add_request([1, 30, 31], asked, how, "r")
+        sampling = SamplingParams(**{"max_tokens": 60, "seed": 3, "structured": structured, **params})
+        engine.add_request([1, 30, 31], sampling, how, "r")
         found.append(drain(engine)["r", 0])
     plainly, drafted = found
     assert (plainly.tokens, plainly.finish) == (drafted.tokens, drafted.finish)
     return drafted
+
+
+def grammars_of(engine: Engine) -> grammar_module.Grammars:
+    return engine.admission._grammars
 
 
 def without_eos() -> Target:
@@ -49,7 +53,7 @@ def without_eos() -> Target:
 LETTERS = {"regex": "[a-f]{3,40}"}
 
 
-def test_a_text_that_can_go_on_ends_where_the_model_ends_it() -> None:
+def test_a_sequence_that_can_go_on_ends_where_the_model_ends_it() -> None:
     lengths = {seed: len(one(LETTERS, seed=seed, logit_bias={EOS: 3.0}).tokens) for seed in range(8)}
     assert min(lengths.values()) >= 3 and max(lengths.values()) < 40
     ended = one(LETTERS, logit_bias={EOS: 3.0})
@@ -64,7 +68,7 @@ def test_who_does_not_want_to_end_goes_on_as_far_as_the_grammar_does(more: dict[
     check("choice", spell(one(FORMS["choice"], **more)))
 
 
-def test_a_complete_text_ends_without_another_call() -> None:
+def test_a_complete_output_ends_without_another_call() -> None:
     result = one({"regex": "abc"}, OFF)
     assert spell(result) == "abc" and result.stats.target_calls == len(result.tokens)
     exact = one({"regex": "abc"}, max_tokens=3)
@@ -82,13 +86,13 @@ def test_a_model_without_an_end_token_ends_by_completeness() -> None:
     assert endless.finish and endless.finish.reason == "length" and set(spell(endless)) <= set("abcdef")
 
 
-def test_a_dead_end_is_an_error_and_not_a_text() -> None:
+def test_a_dead_end_is_an_error_and_not_an_output() -> None:
     """The vocabulary has no # in it, which llguidance learns when the text is there."""
     result = one({"regex": "ab#c"})
     assert result.finish and result.finish.reason == "error" and spell(result) == "ab"
 
 
-def test_stop_strings_and_stop_tokens_still_end_a_text() -> None:
+def test_stop_strings_and_stop_tokens_still_end_a_sequence() -> None:
     whole = spell(one(FORMS["nested"]))
     stopped = one(FORMS["nested"], stop=('"ok"',))
     assert stopped.finish and stopped.finish.matched == '"ok"' and whole.startswith(spell(stopped)[:-4])
@@ -118,7 +122,7 @@ def test_log_probabilities_stay_raw() -> None:
     assert with_form.logprobs[0].logprob < 0  # {" is the only token that is allowed
 
 
-# the door
+# admission
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_log_probabilities_stay_raw() -> None:
         ({"regex": "#"}, "structured.regex", "in this vocabulary"),
     ],
 )
-def test_what_cannot_be_written_is_refused_at_the_door(
+def test_what_cannot_be_written_is_refused_at_admission(
     structured: dict[str, Any], name: str, limit: str
 ) -> None:
     engine = engine_of()
@@ -173,41 +177,41 @@ def test_a_grammar_is_compiled_once() -> None:
         engine.add_request(
             [1, 2], SamplingParams(max_tokens=2, seed=seed, structured={"json_schema": SCHEMAS["nested"]})
         )
-    assert len(engine.grammars._compiled) == 1
+    assert len(grammars_of(engine)._compiled) == 1
     for i in range(grammar_module.KEPT + 9):
         engine.add_request([1, 2], SamplingParams(max_tokens=2, structured={"choice": [f"a{i}"]}))
-    assert len(engine.grammars._compiled) == grammar_module.KEPT
+    assert len(grammars_of(engine)._compiled) == grammar_module.KEPT
     drain(engine)
 
 
 def test_who_asks_for_no_form_meets_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither alone nor beside others that do; the logits of its rows are the same bits."""
-    alone = [one for one in crowd("sampled") if one.id.startswith("free")]
+    alone = [one for one in requests_of("sampled") if one.id.startswith("free")]
     calls: list[int] = []
-    honest = grammar_module.Grammars.allowed
+    original = grammar_module.Grammars.allowed
     monkeypatch.setattr(
-        grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or honest(self, drafted)
+        grammar_module.Grammars, "allowed", lambda self, drafted: calls.append(1) or original(self, drafted)
     )
     engine = engine_of()
-    for asked in alone:
-        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    for request in alone:
+        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     drain(engine)
-    assert not calls and engine.grammars._inner is None
-    write(crowd("sampled"))
+    assert not calls and grammars_of(engine)._inner is None
+    write(requests_of("sampled"))
     assert calls
 
 
 def test_every_step_asks_llguidance_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    honest = grammar_module.Grammars.allowed
+    original = grammar_module.Grammars.allowed
     monkeypatch.setattr(
         grammar_module.Grammars,
         "allowed",
-        lambda self, drafted: sizes.append(len(drafted)) or honest(self, drafted),
+        lambda self, drafted: sizes.append(len(drafted)) or original(self, drafted),
     )
     engine = engine_of()
-    for asked in crowd("greedy"):
-        engine.add_request(asked.prompt, asked.params, {"method": "ngram"}, asked.id)
+    for request in requests_of("greedy"):
+        engine.add_request(request.prompt, request.params, {"method": "ngram"}, request.id)
     before = len(sizes)
     drain(engine)
     assert len(sizes) - before <= engine.counters.steps and max(sizes[before:]) > 5
@@ -235,7 +239,7 @@ def test_json_objects_and_any_json() -> None:
 def test_masks_are_those_of_a_walk_token_by_token() -> None:
     engine = engine_of()
     params = SamplingParams(structured=FORMS["nested"])
-    matcher = engine.grammars.matcher(params)
+    matcher = grammars_of(engine).matcher(params)
     assert matcher is not None
     draft = tuple(plain("sampled")["nested 2", 0].tokens)
     masks = grammar_module.forbid([(matcher, draft), (matcher.fork(), ())], torch.device("cpu"))
@@ -255,7 +259,7 @@ def test_a_form_can_be_a_flag() -> None:
         pick(SamplingParams, {"structured": "json"})
 
 
-def test_rounds_by_hand_add_up_to_the_text() -> None:
+def test_rounds_by_hand_add_up_to_the_output() -> None:
     """The matcher of a round has eaten what was written before it, and `verify` takes drafts of any kind."""
     decoder = SpeculativeDecoder(
         tiny_model("llama"), method="ngram", policy="fixed", tokenizer=words().inner, block_size=4

@@ -12,12 +12,12 @@ import pytest
 from speculon.proposers.suffix import Suffix
 from tests.tiny.conftest import tiny_target
 from tests.tiny.scripted import Key, Result, drain, make_engine
-from tests.tiny.test_parity import MODES, SETTINGS, assert_same, crowd, plain
+from tests.tiny.test_parity import MODES, SETTINGS, assert_same, plain, requests_of
 
 
-def write(engine: Any, mode: str, asked: list[dict[str, Any]]) -> dict[Key, Result]:
-    for request, wanted in zip(crowd(mode), asked, strict=True):
-        engine.add_request(request.prompt, request.params, {"method": "suffix", **wanted}, request.id)
+def write(engine: Any, mode: str, speculations: list[dict[str, Any]]) -> dict[Key, Result]:
+    for request, speculation in zip(requests_of(mode), speculations, strict=True):
+        engine.add_request(request.prompt, request.params, {"method": "suffix", **speculation}, request.id)
     return drain(engine)
 
 
@@ -34,26 +34,28 @@ def pools_of(engine: Any) -> Any:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
 def test_on_equals_off_with_cold_and_with_warm_pools(mode: str, setting: str) -> None:
-    """Everybody's own pool, then one pool for all of the crowd, drafts of every length."""
+    """Everybody's own pool, then one pool for all of the requests, drafts of every length."""
     engine = make_engine(tiny_target("llama"), **SETTINGS[setting])
     for pool in (None, "all", "all", ""):
-        asked = [{"pool": pool, "num_speculative_tokens": 1 + 3 * i} for i in range(len(crowd(mode)))]
-        assert_same(crowd(mode), write(engine, mode, asked), plain(mode))
-    assert len(pools_of(engine).sizes) == len(crowd(mode)) + 1
+        speculations = [
+            {"pool": pool, "num_speculative_tokens": 1 + 3 * i} for i in range(len(requests_of(mode)))
+        ]
+        assert_same(requests_of(mode), write(engine, mode, speculations), plain(mode))
+    assert len(pools_of(engine).sizes) == len(requests_of(mode)) + 1
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_answer_again_costs_few_calls(mode: str) -> None:
     engine = make_engine(tiny_target("llama"))
-    alike = [{"num_speculative_tokens": 8}] * len(crowd(mode))
+    alike = [{"num_speculative_tokens": 8}] * len(requests_of(mode))
     cold, warm = (calls(write(engine, mode, alike)) for _ in range(2))
-    nobody = calls(write(engine, mode, [{**wish, "pool": ""} for wish in alike]))
+    nobody = calls(write(engine, mode, [{**fields, "pool": ""} for fields in alike]))
     assert warm < 0.5 * cold and nobody == cold
 
 
-def test_an_aborted_text_leaves_what_was_committed() -> None:
+def test_an_aborted_sequence_leaves_what_was_committed() -> None:
     engine = make_engine(tiny_target("llama"))
-    request = replace(crowd("greedy")[1])
+    request = replace(requests_of("greedy")[1])
     engine.add_request(request.prompt, request.params, {"method": "suffix", "pool": "me"}, "r")
     written: list[int] = []
     while len(written) < 20:

@@ -117,7 +117,7 @@ def test_the_loss_matches_its_reference() -> None:
 def test_training_computes_what_a_chain_of_drafts_does(
     form: dict[str, Any], teacher: Teacher, tmp_path: Path
 ) -> None:
-    """Row i of step k equals the head run row by row: i + 1 rows of the target's states, then k of its own."""
+    """Row i of step k equals the head run row by row: i + 1 of the target's states, then k of its own."""
     rows = rows_of(teacher)
     teacher.taps = HeadSettings(**form).tap_ids or teacher.taps
     method, head = head_of(teacher, rows, form)
@@ -305,7 +305,7 @@ def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPat
             {"regenerate": 10**6, "regenerate_tokens": 8},
             {"heads": 3},
             "heads = 3",
-            id="before texts are written",
+            id="before regeneration",
         ),
     ],
 )

@@ -142,10 +142,10 @@ def test_a_stop_signal_saves_and_reports_how_to_resume(
 ) -> None:
     process = start(world, "stopped")
     process.send_signal(signal.SIGTERM)
-    said = process.communicate()[1].decode()
+    output = process.communicate()[1].decode()
     steps = len(log_of(world / "stopped.work"))
     assert process.returncode == 130
-    assert f"stopped at step {steps}; the same command resumes from" in said
-    assert not (world / "asked").exists()
-    assert differs(go_on(world, "asked"), whole) is None
-    assert [int(entry["step"]) for entry in log_of(world / "asked.work")] == list(range(1, STEPS + 1))
+    assert f"stopped at step {steps}; the same command resumes from" in output
+    assert not (world / "stopped").exists()
+    assert differs(go_on(world, "stopped"), whole) is None
+    assert [int(entry["step"]) for entry in log_of(world / "stopped.work")] == list(range(1, STEPS + 1))

@@ -40,7 +40,7 @@ def goodput_of(engine: Engine) -> Goodput:
     return policy
 
 
-def test_afterwards_costs_are_known_and_nothing_of_texts() -> None:
+def test_afterwards_costs_are_known_and_nothing_of_sequences() -> None:
     new = engine()
     assert not goodput_of(new).costs.known
     warm_up(new)
@@ -110,7 +110,7 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("policy", "asked", "times"),
+    ("policy", "warmup", "times"),
     [
         ("goodput", None, 1),
         (None, None, 1),
@@ -121,10 +121,10 @@ def test_an_error_in_the_middle_leaves_the_engine_whole(monkeypatch: pytest.Monk
     ],
 )
 def test_who_warms_up(
-    policy: str | None, asked: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
+    policy: str | None, warmup: bool | None, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Engine] = []
     monkeypatch.setattr("speculon.engine.build.warm_up", seen.append)
-    llm = LLM("demo", speculation={"policy": policy} if policy else {}, warmup=asked, kv_memory_gb=0.05)
+    llm = LLM("demo", speculation={"policy": policy} if policy else {}, warmup=warmup, kv_memory_gb=0.05)
     assert seen == [llm.engine] * times
     assert NAME not in llm.engine._requests

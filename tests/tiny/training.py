@@ -27,7 +27,7 @@ WORDS = "def class return value name self left right for in if not None raise it
 
 class Silent:
     def tell(self, stage: str) -> None:
-        """Nobody looks."""
+        """Nothing is shown."""
 
     @contextmanager
     def counting(self, what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:

@@ -64,9 +64,10 @@ class Structured(Checked):
         return value
 
     @property
-    def kind(self) -> str:
-        """The field that is given."""
-        return next(name for name in type(self).model_fields if getattr(self, name) not in (None, False))
+    def constraint(self) -> tuple[str, Any]:
+        """The field that is given, and its value."""
+        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return next((name, value) for name, value in fields if value not in (None, False))
 
 
 class SamplingParams(Checked):

@@ -39,7 +39,7 @@ class PageStore:
         self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         shapes = [(x.window, x.bytes_per_token) for x in layers]
-        self.kinds = [shapes.index(shape) for shape in shapes]  # layers of one number share a view
+        self.layer_kinds = [shapes.index(shape) for shape in shapes]  # layers of one number share a view
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +132,7 @@ class View:
 
     def kind(self, layer: int) -> int:
         """A number that layers of the same window and size have in common."""
-        return self.store.kinds[self.first_layer + layer]
+        return self.store.layer_kinds[self.first_layer + layer]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:  # k [T, Hkv, Dk], v [T, Hkv, Dv]
         """Puts the keys and values of all T rows into their slots."""

@@ -43,9 +43,7 @@ def engine_rounds(llm: LLM, some: list[Case], method: str, k: int) -> tuple[int,
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_rounds_walked_are_those_of_the_engine(strange: LLM, own: LLM, temperature: float) -> None:
-    """For every method, joined ones too, and every K, from one plain pass: as many calls, drafts and accepted
-    drafts.
-    """
+    """Every method, chained or not, and every K, from one plain pass: equal calls, drafts and acceptance."""
     for llm in (strange, own):
         some = cases(llm, temperature, max_tokens=24)
         cascades, _ = cascades_of(llm, AdvisePlan(k=K))

@@ -206,7 +206,7 @@ def test_a_recording_sees_what_was_drafted_and_how_long_it_took(drafting: LLM) -
     assert usual[0] < usual[1]
 
 
-def test_the_gap_where_two_texts_differ(llm: LLM) -> None:
+def test_the_gap_where_two_outputs_differ(llm: LLM) -> None:
     case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=6))
     output = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=6, logprobs=2))[0]
     assert output.logprobs is not None

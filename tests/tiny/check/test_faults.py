@@ -40,8 +40,8 @@ def one_off(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> veri
 
 def test_a_sound_engine_passes(sound: Findings) -> None:
     assert (sound.outcome, sound.problems, sound.gaps) == ("passed", [], [])
-    kinds = [one.role for one in sound.exact]
-    assert kinds == ["plain", "speculation", "speculation", "control", "speculation", "control"]
+    roles = [one.role for one in sound.exact]
+    assert roles == ["plain", "speculation", "speculation", "control", "speculation", "control"]
     for one in sound.exact:
         assert one.texts == (3 if one.label.startswith("greedy") else 4)
         assert bool(one.failures) == (one.role == "control"), one.label

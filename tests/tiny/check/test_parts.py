@@ -51,11 +51,11 @@ def test_the_noise_of_a_seed_is_what_the_engine_draws_with(llm: LLM) -> None:
     for n, one in enumerate(llm.generate([prompt], params, speculation={"method": "off"})[0].outputs):
         for position, logprobs in enumerate(one.logprobs or ()):
             tokens, logp = zip(*logprobs.top, strict=True)
-            race = torch.tensor(logp) - 0.7 * torch.tensor(noise(11, n, position, *tokens)).log()
-            assert tokens[int(race.argmax())] == one.token_ids[position]
+            scores = torch.tensor(logp) - 0.7 * torch.tensor(noise(11, n, position, *tokens)).log()
+            assert tokens[int(scores.argmax())] == one.token_ids[position]
 
 
-def test_a_stop_token_belongs_to_the_text() -> None:
+def test_a_stop_token_belongs_to_the_output() -> None:
     assert whole(Completion(token_ids=[5, 6], stop=2)) == [5, 6, 2]
     assert whole(Completion(token_ids=[5, 6], stop="\n")) == whole(Completion(token_ids=[5, 6])) == [5, 6]
 

@@ -1,4 +1,4 @@
-"""Joined drafts: a lookup goes on where another method's draft ends, and no text is another one for it."""
+"""Chained drafts: a lookup continues where another method's draft ends, and no token changes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
 from speculon.sequence import Sequence
 from tests.tiny.conftest import tiny_target
-from tests.tiny.drafting import DRAFT, doubting
+from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, crowd, plain
+from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 from tests.tiny.test_requests import check_account
 
 LLAMA, HEAD, K = "llama", 2, 8
@@ -40,7 +40,7 @@ def restored() -> Iterator[None]:
 
 
 class Brief:
-    """Says the first tokens of what is known of the text; a lookup that says the others goes on for it."""
+    """Drafts the first known tokens of a sequence; a lookup that knows the others continues the draft."""
 
     def __init__(self, truth: Texts):
         self.known = script(truth)
@@ -53,7 +53,7 @@ class Brief:
 
 
 class Knowing:
-    """A lookup beside it: right of each token in three cases of four, or whatever `says` says."""
+    """A lookup that continues drafts: each token is right in three cases of four, or `says` gives it."""
 
     def __init__(self, truth: Texts, says: Any = None):
         self.truth, self.says = truth, says
@@ -73,13 +73,13 @@ class Knowing:
         if self.says:
             return self.says(seq, ahead, k)
         at = seq.num_output + len(ahead)
-        said = [
+        tokens = [
             t ^ (self.chance.random() < 0.25) for t in self.truth[seq.request.id, seq.sample][at : at + k]
         ]
-        return Draft(tuple(said), ("knowing",) * len(said))
+        return Draft(tuple(tokens), ("knowing",) * len(tokens))
 
 
-def joining(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
+def with_chain(truth: Texts, says: Any = None, **settings: Any) -> tuple[Engine, Runs]:
     """An engine whose method `auto` is `brief` and then `knowing`, and the drafts that it verifies."""
     brief, knowing = Brief(truth), Knowing(truth, says)
     registry.register("brief", lambda config, target: brief)
@@ -95,19 +95,19 @@ def watched(engine: Engine) -> Runs:
     runs: Runs = []
     ask = engine.ask_target
 
-    def asked(spans: Any, *args: Any) -> Any:
+    def counting(spans: Any, *args: Any) -> Any:
         runs.extend(
             [(s, len(list(g))) for s, g in groupby(span.draft.sources)] for span in spans if span.draft.tokens
         )
         return ask(spans, *args)
 
-    engine.ask_target = asked  # type: ignore[method-assign]
+    engine.ask_target = counting  # type: ignore[method-assign]
     return runs
 
 
-def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
-    for request in crowd(mode):
-        speculation = {"method": "auto", "num_speculative_tokens": K, "chained_drafts": True, **asked}
+def write(engine: Engine, mode: str, **options: Any) -> dict[Key, Result]:
+    for request in requests_of(mode):
+        speculation = {"method": "auto", "num_speculative_tokens": K, "chained_drafts": True, **options}
         engine.add_request(request.prompt, request.params, speculation, request.id)
     results = drain(engine)
     for result in results.values():
@@ -119,12 +119,12 @@ def write(engine: Engine, mode: str, **asked: Any) -> dict[Key, Result]:
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
+def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
     mode: str, setting: str, policy: str
 ) -> None:
-    engine, runs = joining(plain(mode), **SETTINGS[setting])
+    engine, runs = with_chain(plain(mode), **SETTINGS[setting])
     results = write(engine, mode, policy=policy)
-    assert_same(crowd(mode), results, plain(mode))
+    assert_same(requests_of(mode), results, plain(mode))
     if policy == "fixed":
         assert {sources for sources in map(tuple, runs) if len(sources) > 1} >= {
             (("brief", HEAD), ("knowing", K - HEAD))
@@ -138,33 +138,33 @@ def test_joined_drafts_of_every_accepted_length_give_the_plain_text(
         assert not runs
 
 
-@pytest.mark.parametrize("join", [None, False])
-def test_a_fixed_policy_joins_only_where_it_is_asked_to(join: bool | None) -> None:
-    engine, runs = joining(plain("greedy"))
-    write(engine, "greedy", chained_drafts=join)
+@pytest.mark.parametrize("chained", [None, False])
+def test_a_fixed_policy_chains_only_where_it_is_asked_to(chained: bool | None) -> None:
+    engine, runs = with_chain(plain("greedy"))
+    write(engine, "greedy", chained_drafts=chained)
     assert runs and all(len(sources) == 1 for sources in runs)
 
 
 def test_the_setting_holds_for_requests_that_say_nothing() -> None:
-    engine, runs = joining(plain("greedy"), speculation={"chained_drafts": True})
+    engine, runs = with_chain(plain("greedy"), speculation={"chained_drafts": True})
     write(engine, "greedy", chained_drafts=None)
     assert any(len(sources) == 2 for sources in runs)
 
 
 def test_k_and_max_tokens_bound_both_together() -> None:
-    engine, runs = joining(plain("greedy"))
+    engine, runs = with_chain(plain("greedy"))
     write(engine, "greedy", num_speculative_tokens=3)
     assert max(sum(n for _, n in sources) for sources in runs) == 3
 
 
-def test_the_record_tells_what_was_proposed_from_what_was_joined(tmp_path: Path) -> None:
-    engine, runs = joining(plain("greedy"), events=tmp_path / "e.jsonl")
+def test_the_record_separates_proposed_from_chained_drafts(tmp_path: Path) -> None:
+    engine, runs = with_chain(plain("greedy"), events=tmp_path / "e.jsonl")
     write(engine, "greedy")
     engine.close()
     recording = read(tmp_path / "e.jsonl")
-    told = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
-    assert [list(text.drafts) for text in told] == runs and any(len(text.drafts) == 2 for text in told)
-    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in told)
+    texts = [text for round_ in recording.rounds for text in round_.texts if text.drafts]
+    assert [list(text.drafts) for text in texts] == runs and any(len(text.drafts) == 2 for text in texts)
+    assert all(text.asked[0].found == dict(text.drafts)["brief"] <= HEAD for text in texts)
     for past in Replay(recording).sequences:
         assert all(seen.accepted <= seen.judged <= seen.found <= HEAD for seen in past.proposals["brief"])
 
@@ -192,18 +192,18 @@ def drawn(seq: Sequence, ahead: tuple[int, ...], k: int) -> Draft:
     ("says", "failed"), [(beyond, True), (raising, True), (drawn, True), (too_much, False)]
 )
 def test_a_lookup_that_fails_behind_a_draft_costs_no_token(says: Any, failed: bool) -> None:
-    engine, runs = joining(plain("greedy"), says)
+    engine, runs = with_chain(plain("greedy"), says)
     results = write(engine, "greedy")
-    assert_same(crowd("greedy"), results, plain("greedy"))
+    assert_same(requests_of("greedy"), results, plain("greedy"))
     assert all(("error" in r.stats.reasons) == failed for r in results.values())
     assert max(sum(n for _, n in sources) for sources in runs) == (HEAD if failed else K)
 
 
 def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: what was joined is committed as it is."""
+    """Planted: what was chained is committed as it is."""
     from speculon.verify import verify as judge
 
-    def trusting(batch: Any, logits: Any) -> Any:
+    def accept_all(batch: Any, logits: Any) -> Any:
         verdicts = judge(batch, logits)
         return [
             replace(v, tokens=(*s.draft.tokens, v.tokens[-1]), accepted=len(s.draft.tokens))
@@ -212,10 +212,10 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
             for s, v in zip(batch.spans, verdicts, strict=True)
         ]
 
-    monkeypatch.setattr("speculon.engine.engine.verify", trusting)
-    engine, _ = joining(plain("greedy"))
+    monkeypatch.setattr("speculon.engine.engine.verify", accept_all)
+    engine, _ = with_chain(plain("greedy"))
     with pytest.raises(AssertionError):
-        assert_same(crowd("greedy"), write(engine, "greedy"), plain("greedy"))
+        assert_same(requests_of("greedy"), write(engine, "greedy"), plain("greedy"))
 
 
 # the methods there are
@@ -223,7 +223,7 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
-    doubting(doubt=0.0)
+    noisy_draft(error_rate=0.0)
     engine = make_engine(
         tiny_target(LLAMA), speculation={**DRAFT, "chained_drafts": True, "draft_min_confidence": 0.2}
     )
@@ -237,13 +237,13 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
     engine.ask_target = looked  # type: ignore[method-assign]
     for i in range(6):
         params = SamplingParams(temperature=0.3, max_tokens=60, ignore_eos=True, seed=i)
-        asked = {
+        speculation = {
             "method": "auto",
             "policy": "fixed",
             "acceptance": "rejection",
             "num_speculative_tokens": K,
         }
-        engine.add_request([*range(20, 28)] * 4, params, asked, f"r{i}")
+        engine.add_request([*range(20, 28)] * 4, params, speculation, f"r{i}")
     results = drain(engine)
     assert all(len(result.tokens) == 60 for result in results.values()) and runs
     assert any(draft.sources[0] == "draft_model" for draft in seen)
@@ -253,8 +253,8 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
 
 
 def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lookup of a text that was joined for in every round holds that text, and nothing besides."""
-    doubting()
+    """The lookup of a text whose drafts were chained in every round holds that text, and nothing besides."""
+    noisy_draft()
     trails: list[tuple[list[int], list[int]]] = []
     release = Suffix.release
 
@@ -264,6 +264,8 @@ def test_an_index_is_not_spoilt_by_what_was_rejected(monkeypatch: pytest.MonkeyP
         release(self, seq)
 
     monkeypatch.setattr(Suffix, "release", released)
-    requests = [replace(r, speculation={"method": "auto", "chained_drafts": True}) for r in crowd("greedy")]
+    requests = [
+        replace(r, speculation={"method": "auto", "chained_drafts": True}) for r in requests_of("greedy")
+    ]
     run(tiny_target(LLAMA), requests, speculation={**DRAFT, "draft_min_confidence": 0.05})
     assert len(trails) == len(requests) and all(held == text[: len(held)] for held, text in trails)
