@@ -47,7 +47,7 @@ class Header(_Line):
     speculation: dict[str, Any]  # settings; of a model object and of a plug-in's options the name alone
 
 
-class Asked(_Line):
+class ProposalLine(_Line):
     """One proposal made for a text; a later one was asked because nothing was kept of this."""
 
     method: str
@@ -58,7 +58,7 @@ class Asked(_Line):
     stop: str | None = None  # why it ended there (core.Stop); None where its drafter does not say
 
 
-class TextRound(_Line):
+class SequenceRound(_Line):
     """What a round was for one text."""
 
     id: str  # of the request
@@ -70,7 +70,7 @@ class TextRound(_Line):
     marker: str | None = None  # of the prompt, that makes its class favourable
     cold_matches: int | None = None  # continuations that must match before a lookup's drafts are verified
     prompt: int = 0  # rows of its prompt, whose end gave the first token: no round that could speculate
-    asked: tuple[Asked, ...] = ()
+    proposals: tuple[ProposalLine, ...] = ()
     drafts: tuple[tuple[str, int], ...] = ()  # verified: (source, number), from the first position on
     accepted: int = 0
     estimate: Estimate | None = None  # what its policy expected of the drafts, and their price, in tokens
@@ -100,7 +100,7 @@ class Round(_Line):
     target_ms: float  # from the plan to the commit, without proposals: what a policy is told of
     ms: dict[str, float]  # part of a step -> ms since the last line: together all time in steps
     proposals: dict[str, Proposal] = Field(default_factory=dict)  # by method
-    texts: tuple[TextRound, ...] = ()
+    texts: tuple[SequenceRound, ...] = ()
     lost: int = 0  # rounds before this one that could not be written as fast as they came
 
 

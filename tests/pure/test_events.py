@@ -93,13 +93,13 @@ def test_a_round_is_recorded_with_all_its_numbers(path: Path) -> None:
     assert first.ms == {"forward": 2.0} and last.ms == {"forward": 0.0}, "parts since the line before"
     (row,) = first.texts
     assert row.policy == "fixed" and row.methods == {"ngram": 4, "model": 4}
-    assert [(one.method, one.k, one.found) for one in row.asked] == [
+    assert [(one.method, one.k, one.found) for one in row.proposals] == [
         ("ngram", 4, 0),
         ("model", 4, 3),
     ]
-    _, by_model = row.asked
+    _, by_model = row.proposals
     assert by_model.confidence == (0.9, 0.8, 0.7)
-    assert [(one.match, one.stop) for one in row.asked] == [(0, "no_match"), (5, "confidence")]
+    assert [(one.match, one.stop) for one in row.proposals] == [(0, "no_match"), (5, "confidence")]
     assert row.drafts == (("model", 2),) and (row.accepted, row.outcome, row.tokens) == (
         1,
         SpanOutcome.TAIL,
@@ -119,7 +119,7 @@ def test_plain_rounds_prompts_and_ends_are_recorded(path: Path) -> None:
     (round_,) = read(path).rounds
     first, second = round_.texts
     assert round_.prompt_rows == 6 and (first.prompt, first.reason, first.sample) == (6, None, 2)
-    assert (second.prompt, second.reason, second.finish, second.asked) == (0, Reason.COST, "length", ())
+    assert (second.prompt, second.reason, second.finish, second.proposals) == (0, Reason.COST, "length", ())
 
 
 def test_nothing_of_a_text_is_recorded(path: Path) -> None:

@@ -17,7 +17,7 @@ from speculon.control.goodput import Goodput
 from speculon.control.policy import Policy
 from speculon.core import Reason, SpanOutcome
 from speculon.errors import RecordError
-from speculon.events import Asked, Header, Recording, Round, TextRound
+from speculon.events import Header, ProposalLine, Recording, Round, SequenceRound
 from tests.pure.screens import ELLIPSIS
 
 HEADER = Header.model_construct(part=0, run="r", time=0.0)
@@ -51,7 +51,7 @@ class Recorder:
                 rows.append(self._one(f"{name}{i}", written[i], accept(written[i]), length, off, first))
                 drafts += rows[-1].drafted
                 written[i] += rows[-1].tokens
-            ks = [first.k for row in rows for first in row.asked[:1]]
+            ks = [first.k for row in rows for first in row.proposals[:1]]
             calls = {"model": (len(ks), max(ks), self._noisy(call_ms(len(ks), max(ks))))} if ks else {}
             ms = {"propose": sum(ms for _, _, ms in calls.values())}
             now = {"running": len(rows), "waiting": 0, "free_pages": 1, "rows": len(rows) + drafts}
@@ -62,25 +62,29 @@ class Recorder:
             first = False
         return self
 
-    def _one(self, name: str, written: int, accept: float, length: int, off: bool, first: bool) -> TextRound:
+    def _one(
+        self, name: str, written: int, accept: float, length: int, off: bool, first: bool
+    ) -> SequenceRound:
         k = 0 if off else min(self.k, length - written - 1)
         methods = ({} if off else {"model": 16}) if first else None
         if not k:
             reason = Reason.OFF_REQUEST if off else Reason.MAX_TOKENS
             end = "length" if written + 1 >= length else None
-            return TextRound(id=name, policy="fixed", methods=methods, tokens=1, reason=reason, finish=end)
+            return SequenceRound(
+                id=name, policy="fixed", methods=methods, tokens=1, reason=reason, finish=end
+            )
         accepted = next((i for i in range(k) if self.random.random() >= accept), k)
-        proposals = (Asked(method="model", k=k, found=k),)
+        proposals = (ProposalLine(method="model", k=k, found=k),)
         outcome = SpanOutcome.FULL if accepted == k else SpanOutcome.EARLY
         end = "length" if written + accepted + 1 >= length else None
         more: dict[str, Any] = {
-            "asked": proposals,
+            "proposals": proposals,
             "drafts": (("model", k),),
             "accepted": accepted,
             "outcome": outcome,
             "finish": end,
         }
-        return TextRound(id=name, policy="fixed", methods=methods, tokens=accepted + 1, **more)
+        return SequenceRound(id=name, policy="fixed", methods=methods, tokens=accepted + 1, **more)
 
     def _noisy(self, ms: float) -> float:
         return ms * self.random.gauss(1, self.noise)
@@ -183,11 +187,11 @@ def test_a_text_that_wanted_no_drafts_gets_none() -> None:
 
 
 def test_a_text_that_was_not_asked_borrows_from_others() -> None:
-    def silent(rows: TextRound) -> TextRound:
+    def silent(rows: SequenceRound) -> SequenceRound:
         return (
             rows
             if rows.id == "t0"
-            else rows.model_copy(update={"asked": (), "drafts": (), "reason": Reason.COST})
+            else rows.model_copy(update={"proposals": (), "drafts": (), "reason": Reason.COST})
         )
 
     rounds = Recorder().texts(2, lambda at: 0.8).rounds

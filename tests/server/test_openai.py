@@ -11,7 +11,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from speculon.events import TextRound, read
+from speculon.events import SequenceRound, read
 from tests.server.conftest import EVENTS
 from tests.server.inside import served
 from tests.server.outside import Outside
@@ -100,7 +100,7 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
     stats = answer.speculation
     path = real.folder / EVENTS
 
-    def lines() -> list[TextRound]:
+    def lines() -> list[SequenceRound]:
         return [text for one in read(path).rounds for text in one.texts if text.id == f"{answer.id}-0"]
 
     real.wait_for(lambda: lines() and lines()[-1].finish, 10)
@@ -111,7 +111,7 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
     assert Counter(one.reason for one in lines() if one.reason) == stats["reasons"]
     ways = ["plain" if one.reason else one.drafts[0][0] for one in lines() if not one.prompt]
     assert sum(one["count"] for one in stats["changes"]) == sum(a != b for a, b in pairwise(ways))
-    proposals = [one for line in lines() for one in line.asked]
+    proposals = [one for line in lines() for one in line.proposals]
     assert Counter(one.stop for one in proposals) == stats["stops"]["ngram"] and set(stats["stops"]) == {
         "ngram"
     }

@@ -13,7 +13,7 @@ import pytest
 from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.engine.engine import Engine
-from speculon.events import Recording, TextRound, read
+from speculon.events import Recording, SequenceRound, read
 from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
 from tests.tiny.conftest import tiny_target
@@ -39,13 +39,13 @@ def record(
     return engine, results
 
 
-def add_up(entries: list[TextRound]) -> dict[str, Any]:
+def add_up(entries: list[SequenceRound]) -> dict[str, Any]:
     """What the lines of a text say, in the words of its stats."""
     ended = Counter(
-        (proposal.method, proposal.stop) for one in entries for proposal in one.asked if proposal.stop
+        (proposal.method, proposal.stop) for one in entries for proposal in one.proposals if proposal.stop
     )
     matched = Counter(
-        (proposal.method, proposal.match) for one in entries for proposal in one.asked if proposal.match
+        (proposal.method, proposal.match) for one in entries for proposal in one.proposals if proposal.match
     )
     drafted = [one for one in entries if one.drafts]
     sources = Counter[str]()
@@ -57,7 +57,7 @@ def add_up(entries: list[TextRound]) -> dict[str, Any]:
         "rounds": len(drafted),
         "accepted": sum(one.accepted for one in drafted),
         # a call that failed made no draft
-        "draft_calls": sum(bool(one.asked) and one.reason != Reason.ERROR for one in entries),
+        "draft_calls": sum(bool(one.proposals) and one.reason != Reason.ERROR for one in entries),
         "drafted_from": sources,
         "outcomes": Counter(one.outcome for one in drafted),
         "reasons": Counter(one.reason for one in entries if one.reason),
@@ -76,7 +76,7 @@ def by_method(counts: Counter[tuple[str, Any]]) -> dict[str, dict[Any, int]]:
 def disagreements(recording: Recording, engine: Engine, results: dict[Key, Result]) -> list[str]:
     """Where the record and the counters differ: nowhere."""
     found = []
-    by_text: dict[Key, list[TextRound]] = {key: [] for key in results}
+    by_text: dict[Key, list[SequenceRound]] = {key: [] for key in results}
     for entry in (entry for round_ in recording.rounds for entry in round_.texts):
         by_text[entry.key].append(entry)
     for key, entries in by_text.items():
@@ -124,10 +124,10 @@ def test_the_record_adds_up_with_the_accounts(
         )
         for entry in round_.texts:
             assert (
-                entry.drafted <= (entry.asked[-1].found if entry.asked else 0)
+                entry.drafted <= (entry.proposals[-1].found if entry.proposals else 0)
                 and entry.accepted <= entry.drafted
             )
-            assert all(proposal.found <= proposal.k for proposal in entry.asked)
+            assert all(proposal.found <= proposal.k for proposal in entry.proposals)
 
 
 LIES = [
@@ -164,7 +164,7 @@ def without(name: str, round_: Any) -> tuple[Any, ...]:
         tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked)
         for t in round_.texts
     ]
-    return tuple(t.model_copy(update={"asked": a}) for t, a in zip(round_.texts, proposals, strict=True))
+    return tuple(t.model_copy(update={"proposals": a}) for t, a in zip(round_.texts, proposals, strict=True))
 
 
 @pytest.mark.parametrize(("lie", "found"), LIES)
@@ -238,7 +238,9 @@ def test_the_record_separates_proposed_from_verified_drafts(
     entries = [
         entry for round_ in read(tmp_path / "e.jsonl").rounds for entry in round_.texts if entry.drafts
     ]
-    assert entries and all((one.asked[0].found, one.drafted) in ((3, 1), (2, 1), (1, 1)) for one in entries)
+    assert entries and all(
+        (one.proposals[0].found, one.drafted) in ((3, 1), (2, 1), (1, 1)) for one in entries
+    )
 
 
 def test_without_a_record_a_round_asks_for_none() -> None:

@@ -19,7 +19,7 @@ from speculon.control.acceptance import POSITIONS, Acceptance
 from speculon.control.cost import Costs
 from speculon.core import NO_DRAFT, Draft, Reason, SpanOutcome
 from speculon.errors import RecordError
-from speculon.events import Recording, Round, TextRound
+from speculon.events import Recording, Round, SequenceRound
 
 NEAR = 4  # guess: recorded proposals around a position, one of which is drawn
 FAILED = (Reason.ERROR, Reason.CONTEXT_LIMIT, Reason.NO_PAGES)  # proposals of such rounds are left out
@@ -222,13 +222,13 @@ def sequences_of(rounds: list[Round]) -> list[RecordedSequence]:
     return found
 
 
-def record_proposals(past: RecordedSequence, one: TextRound, work: int) -> None:
+def record_proposals(past: RecordedSequence, one: SequenceRound, work: int) -> None:
     """The outcome of a round's proposals; unknown where the round failed."""
     if one.reason in FAILED:
         return
     ended = one.outcome in (SpanOutcome.STOP, SpanOutcome.EARLY_STOP)
-    for proposal in one.asked:
-        kept = proposal is one.asked[-1] and one.drafted
+    for proposal in one.proposals:
+        kept = proposal is one.proposals[-1] and one.drafted
         accepted = min(one.accepted, proposal.found) if kept else 0  # without what a lookup added
         judged = min(accepted + (not ended), one.drafted, proposal.found) if kept else 0
         past.proposals[proposal.method].append(

@@ -220,7 +220,7 @@ def attempted_fields(attempt: Attempt, verdict: Verdict) -> dict[str, Any]:
     """What was proposed and verified for a sequence, or why nothing was."""
     fields: dict[str, Any] = {}
     if attempt.proposals:
-        fields["asked"] = [proposal_fields(*proposal) for proposal in attempt.proposals]
+        fields["proposals"] = [proposal_fields(*proposal) for proposal in attempt.proposals]
     if sources := attempt.span.draft.sources:
         fields["drafts"] = [(source, len(list(some))) for source, some in groupby(sources)]
         fields["accepted"] = verdict.accepted
