@@ -206,7 +206,7 @@ def test_a_record_without_matches_and_stops_is_read(path: Path) -> None:
     )
     assert '"match"' not in lines and '"stop"' not in lines
     path.write_text(lines)
-    first, second = read(path).rounds[0].texts[0].asked
+    first, second = read(path).rounds[0].texts[0].proposals
     assert (first.found, first.match, first.stop, second.found, second.match, second.stop) == (
         0,
         0,
