@@ -259,12 +259,10 @@ class Round:
     def rows(self) -> int:
         return sum(span.rows for span in self.spans)
 
-    @property
     def attempted(self) -> dict[int, Attempt]:
         """By sequence id."""
         return {attempt.span.seq.id: attempt for attempt in self.attempts}
 
-    @property
     def verdict_of(self) -> dict[int, Verdict]:
         """By sequence id."""
         return {span.seq.id: verdict for span, verdict in zip(self.spans, self.verdicts, strict=True)}

@@ -18,7 +18,7 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     for method, call in done.calls.items():
         counters.proposals[method] += call.sequences
         counters.proposal_ms[method] += call.ms
-    attempted = done.attempted
+    attempted = done.attempted()
     for span, verdict in zip(done.spans, done.verdicts, strict=True):
         if not span.samples:
             continue
@@ -45,7 +45,7 @@ def book(costs: Costs, done: Round) -> None:
     measured = done.timing.target_ms
     step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if measured is None else measured
     row_ms = step_ms / sum(attempt.span.rows for attempt in done.attempts)
-    plain_ms, verdict_of = costs.plain(batch), done.verdict_of
+    plain_ms, verdict_of = costs.plain(batch), done.verdict_of()
     for attempt in done.attempts:
         seq = attempt.span.seq
         tokens = len(verdict_of[seq.id].tokens)

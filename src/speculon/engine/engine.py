@@ -180,9 +180,10 @@ class Engine:
         attempts, alone = drafting.attempts, all(span.length == 1 for span in plan.spans)
         step_ms = watch.ms - draft_ms
         done = Round(load, plan.spans, verdicts, attempts, drafting.calls, draft_ms, step_ms, alone)
-        self.proposers.observe([a.span.seq for a in attempts if a.asked], done.verdict_of, out.taps)
+        verdict_of = done.verdict_of()
+        self.proposers.observe([a.span.seq for a in attempts if a.asked], verdict_of, out.taps)
         watch.lap("settle")
-        self.policy.observe(decoding, [done.verdict_of[span.seq.id] for span in decoding], done.timing)
+        self.policy.observe(decoding, [verdict_of[span.seq.id] for span in decoding], done.timing)
         watch.lap("decide")
         if counted:
             account(self.counters, self.policy.costs, done)

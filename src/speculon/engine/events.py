@@ -180,7 +180,7 @@ class Events:
             self.close()
 
     def _line(self, done: Round, profile: Mapping[str, float]) -> dict[str, Any]:
-        attempted, drafts = done.attempted, sum(len(a.span.draft.tokens) for a in done.attempts)
+        attempted, drafts = done.attempted(), sum(len(a.span.draft.tokens) for a in done.attempts)
         return {
             "time": round(time() - self._began, 4),
             "running": done.load.running,
