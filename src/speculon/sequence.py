@@ -263,9 +263,10 @@ class Round:
         """By sequence id."""
         return {attempt.span.seq.id: attempt for attempt in self.attempts}
 
-    def verdict_of(self) -> dict[int, Verdict]:
-        """By sequence id."""
-        return {span.seq.id: verdict for span, verdict in zip(self.spans, self.verdicts, strict=True)}
+    def tokens(self) -> dict[int, int]:
+        """Committed by sequence id."""
+        pairs = zip(self.spans, self.verdicts, strict=True)
+        return {span.seq.id: len(verdict.tokens) for span, verdict in pairs}
 
 
 @dataclass(frozen=True, slots=True)

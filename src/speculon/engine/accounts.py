@@ -45,10 +45,9 @@ def book(costs: Costs, done: Round) -> None:
     measured = done.timing.target_ms
     step_ms = costs.step(batch, sum(map(bool, lengths)), sum(lengths)) if measured is None else measured
     row_ms = step_ms / sum(attempt.span.rows for attempt in done.attempts)
-    plain_ms, verdict_of = costs.plain(batch), done.verdict_of()
+    plain_ms, tokens = costs.plain(batch), done.tokens()
     for attempt in done.attempts:
         seq = attempt.span.seq
-        tokens = len(verdict_of[seq.id].tokens)
-        plain = None if plain_ms is None else tokens * plain_ms / batch
+        plain = None if plain_ms is None else tokens[seq.id] * plain_ms / batch
         seq.stats.expect(attempt.estimate)
         seq.stats.spend(done.draft_ms / asking if attempt.asked else 0.0, row_ms * attempt.span.rows, plain)

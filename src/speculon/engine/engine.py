@@ -177,12 +177,19 @@ class Engine:
             if span.seq.grammar is not None:
                 span.seq.grammar.consume(verdict.tokens)
         watch.lap("commit")
-        attempts, alone = drafting.attempts, all(span.length == 1 for span in plan.spans)
-        step_ms = watch.ms - draft_ms
-        done = Round(load, plan.spans, verdicts, attempts, drafting.calls, draft_ms, step_ms, alone)
-        verdict_of = done.verdict_of()
-        self.proposers.observe([a.span.seq for a in attempts if a.asked], verdict_of, out.taps)
+        verdict_of = {span.seq.id: verdict for span, verdict in zip(plan.spans, verdicts, strict=True)}
+        self.proposers.observe([a.span.seq for a in drafting.attempts if a.asked], verdict_of, out.taps)
         watch.lap("settle")
+        done = Round(
+            load,
+            plan.spans,
+            verdicts,
+            drafting.attempts,
+            drafting.calls,
+            draft_ms,
+            step_ms=watch.ms - draft_ms,
+            decoding_only=all(span.length == 1 for span in plan.spans),
+        )
         self.policy.observe(decoding, [verdict_of[span.seq.id] for span in decoding], done.timing)
         watch.lap("decide")
         if counted:
