@@ -276,7 +276,7 @@ def test_taps_that_can_be_read_in_two_ways_are_tried_in_both(
         watch = watch_heads(plain("greedy"))
         results = write(requests_of("greedy"), folder_of(head), ask(3))
     assert texts_of(results) == plain("greedy")
-    assert f"taken: {list(tap_layouts[better])}" in caplog.text
+    assert f"used: {list(tap_layouts[better])}" in caplog.text
     assert bool(wrong_rows(watch, head_of(taps=tap_layouts[0]), whole("greedy"))) == bool(better)
 
 

@@ -161,7 +161,7 @@ def without_reasons(round_: Any) -> Any:
 def without(name: str, round_: Any) -> tuple[Any, ...]:
     """Its sequences, whose proposals lack this field."""
     proposals = [
-        tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.asked)
+        tuple(a.model_copy(update={name: None if name == "stop" else 0}) for a in t.proposals)
         for t in round_.texts
     ]
     return tuple(t.model_copy(update={"proposals": a}) for t, a in zip(round_.texts, proposals, strict=True))
