@@ -425,6 +425,7 @@ class SpeculativeDecoder:
         last, request = self._sequence, seq.request
         if last and seq.continues(last):
             last.request, last.tokens, last.grammar, last.stats = request, seq.tokens, seq.grammar, seq.stats
+            last.failed, last.prompt_scored, last.noise = False, 0, {}  # of the former request
             return last
         self._forget_sequence()
         self._sequence = seq

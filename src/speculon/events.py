@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from speculon.core import Estimate, Proposal, Reason, SpanOutcome
 from speculon.errors import RecordError
 
-VERSION = 1
+VERSION = 2
 MARK = "speculon_events"  # the first key of a first line
 BEGINNING = f'{{"{MARK}":'
 

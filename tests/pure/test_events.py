@@ -159,8 +159,8 @@ BROKEN = [
         id="a wrong name",
     ),
     pytest.param(
-        lambda lines: [lines[0].replace('events":1', 'events":2'), *lines[1:]],
-        r"line 1: version 2; .* reads version 1",
+        lambda lines: [lines[0].replace('events":2', 'events":3'), *lines[1:]],
+        r"line 1: version 3; .* reads version 2",
         id="version",
     ),
     pytest.param(

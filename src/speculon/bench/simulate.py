@@ -223,13 +223,15 @@ def propose(
     decisions: list[Decision],
     random: Random,
 ) -> tuple[list[Draft], dict[str, Proposal]]:
-    """As in the engine: one method after the other, until one has a draft that is kept."""
+    """As in the engine: lookups in turn, then models, until one has a draft that is kept."""
     drafts = [NO_DRAFT] * len(running)
     calls: dict[str, list[int]] = {}
     unread: Counter[str] = Counter()
 
     def ask(method: str, rooms: dict[int, int]) -> list[int]:
-        ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), list(rooms.values()))
+        ks = list(rooms.values())
+        if any(method not in running[i].lookups for i in rooms):
+            ks = policy.confirm(method, cast(Any, [running[i] for i in rooms]), ks)
         for i, k in ((i, k) for i, k in zip(rooms, ks, strict=True) if k):
             calls.setdefault(method, []).append(k)
             if method not in running[i].lookups:
@@ -241,7 +243,12 @@ def propose(
             drafts[i] = policy.trim(cast(Any, running[i]), method, draft) if draft.tokens else draft
         return [i for i in rooms if drafts[i].tokens]
 
-    ask_in_turn({i: decision.asks for i, decision in enumerate(decisions) if decision.asks}, ask)
+    for lookups in (True, False):
+        left = [i for i, decision in enumerate(decisions) if decision.asks and not drafts[i].tokens]
+        asks = {
+            i: [a for a in decisions[i].asks if (a.method in running[i].lookups) == lookups] for i in left
+        }
+        ask_in_turn(asks, ask)
     sizes = ((method, len(ks), max(ks), unread[method]) for method, ks in calls.items())
     return drafts, {size[0]: Proposal(*size[1:3], environment.proposal_ms(*size), size[3]) for size in sizes}
 

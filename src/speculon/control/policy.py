@@ -18,8 +18,8 @@ class Policy(Protocol):
         ...
 
     def confirm(self, method: str, seqs: list[Sequence], ks: list[int]) -> list[int]:
-        """The most drafts for each of the sequences that a method is about to be asked for together; 0: it is
-        not asked.
+        """The most drafts of each sequence that a model is about to draft for; 0: it drafts none. Lookups are
+        not confirmed.
         """
         return ks
 

@@ -74,9 +74,10 @@ class Admission:
             refuse_text(params)
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
+        own = self._own_method(speculation)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
         grammar = self._grammars.matcher(params, written)
-        limits, brought, off = self._methods(speculation, {"grammar": grammar, "prediction": prediction})
+        limits, brought, off = self._methods(speculation, own, {"grammar": grammar, "prediction": prediction})
         rules, ending = self._sampling(params)
         request = Request(
             id=request_id,
@@ -108,10 +109,13 @@ class Admission:
         ]
 
     def _methods(
-        self, speculation: RequestSpeculation, brought: Mapping[str, object]
+        self,
+        speculation: RequestSpeculation,
+        own: tuple[str | None, int, Reason | None],
+        brought: Mapping[str, object],
     ) -> tuple[dict[str, int], tuple[str, ...], Reason | None]:
         """(method -> most drafts, those that draft from what was brought, why its own method is off)."""
-        name, k, off = self._own_method(speculation)
+        name, k, off = own
         first: tuple[str, ...] = ()
         if off not in (Reason.OFF_REQUEST, Reason.OFF_CONFIG):
             first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))

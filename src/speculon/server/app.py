@@ -221,7 +221,9 @@ async def respond(state: AppState, request: Request, prefix: str, read: Read) ->
 async def begin(state: AppState, answer_id: str, tenant: str, read: Read) -> Answer:
     """Reads the request and submits it to the engine."""
     state.check_ready()
-    answer = Answer(answer_id, await state.read(read), state.model, tenant)
+    generation = await state.read(read)
+    state.check_room(generation)  # no other request comes in between: `submit` takes its place at once
+    answer = Answer(answer_id, generation, state.model, tenant)
     await state.submit(answer)
     return answer
 

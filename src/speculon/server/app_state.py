@@ -20,6 +20,7 @@ from speculon.server.capture import Capture
 from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
 from speculon.server.model import ServedModel
+from speculon.server.request import GenerationRequest
 from speculon.text import Tokenizer
 
 T = TypeVar("T")
@@ -104,9 +105,8 @@ class AppState:
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
-    async def submit(self, answer: Answer) -> None:
-        """Submits every prompt of an answer to the engine, or none."""
-        request = answer.request
+    def check_room(self, request: GenerationRequest) -> None:
+        """Raises where its sequences do not fit into the queue."""
         most = self.facts.max_num_seqs + self.config.max_queue
         room = most - self.engine.open_sequences
         if request.sequences > most:
@@ -114,6 +114,9 @@ class AppState:
             raise InvalidParameter("n", request.params.n, limit)
         if request.sequences > room:
             raise QueueFull(f"{request.sequences} sequences requested, the queue has room for {max(0, room)}")
+
+    async def submit(self, answer: Answer) -> None:
+        """Submits every prompt of an answer to the engine, or none; there was room for it."""
         answer.begin(await self.engine.submit(answer.adds()), self.config.request_timeout)
 
     def keep(self, answer: Answer) -> None:

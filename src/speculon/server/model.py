@@ -42,9 +42,10 @@ class ServedModel:
         Checked before the prompts go to the engine, by the engine's own rule (`max_length`).
         """
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
-        max_length(longest, requested, self.max_context)
+        max_length(longest, None, self.max_context)
         if requested is None:
             return min(most for most in (default, limit, self.max_context - longest) if most is not None)
         if limit is not None and requested > limit:
             raise InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
+        max_length(longest, requested, self.max_context)
         return requested
