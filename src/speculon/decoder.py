@@ -103,10 +103,10 @@ class SpeculativeDecoder:
         self._stats = RequestStats()
         self._k: int | None = None  # the lookahead that was set; None: the settings' own
         self._adaptive: AdaptiveLookahead | None = None
-        settings_ = self.config.speculation
-        self._policy = "fixed" if settings_.policy == "adaptive" else settings_.policy  # without a controller
-        if settings_.policy == "adaptive" and settings_.most():
-            self.adaptive = AdaptiveLookahead(settings_.adaptive.within(settings_.most()))
+        chosen = self.config.speculation
+        self._policy = "fixed" if chosen.policy == "adaptive" else chosen.policy  # without a controller
+        if chosen.policy == "adaptive" and chosen.most():
+            self.adaptive = AdaptiveLookahead(chosen.adaptive.within(chosen.most()))
 
     # how many drafts
 

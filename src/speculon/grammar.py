@@ -1,7 +1,7 @@
 """Structured output: which tokens a JSON schema, a regular expression, a choice or a grammar allows next (by
 llguidance).
 
-A `Matcher` stands where its text stands: it is fed with committed tokens only, so that drafts, faults and
+A `Matcher` has the state of its sequence: it is fed with committed tokens only, so that drafts, faults and
 preemption leave no trace in it. Masks of drafted rows are computed ahead of it and taken back within one
 call.
 """
@@ -30,7 +30,7 @@ KEPT = 64  # compiled grammars; requests of one program ask for the same few
 # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
-# stands for the end where neither model nor tokenizer has a token for it
+# the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
 
 
@@ -98,7 +98,7 @@ class Grammars:
         self._no_token: int | None = None  # the id of END, and of all beyond it, where END is needed
 
     def matcher(self, params: SamplingParams, written: Seq[int] = ()) -> Matcher | None:
-        """Where a text that holds `written` stands; None for a request that asks for no form.
+        """The matcher of a sequence with output `written`; None for a request that asks for no form.
 
         Raises `InvalidParameter`.
         """

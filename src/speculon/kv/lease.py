@@ -21,7 +21,7 @@ class Lease:
 
     def __init__(self, pool: BlockPool, store: PageStore, spans: list[Span], granted: list[int]):
         self.granted = granted  # drafts of each decoding span, as far as pages and memory allow
-        self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were wanted
+        self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were requested
         self._pool, self._store, self._spans = pool, store, spans
 
     def view(self, batch: Batch) -> View:
@@ -88,8 +88,8 @@ class Leases:
     def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int):
         self._pool, self._store, self._max_drafts = pool, store, max_drafts
 
-    def reserve(self, plan: Plan, wanted: list[int]) -> Lease:
-        """Takes the pages of the plan, all or none, then those of the drafts `wanted` by each decoding span.
+    def reserve(self, plan: Plan, requested: list[int]) -> Lease:
+        """Takes the pages of the plan, all or none, then those of the drafts `requested` by decoding spans.
 
         At most `max_drafts` in all, for which memory was reserved: beyond, the longest shrink first, to zero
         with `load`. A draft position never takes a page from a sequence: without free pages K shrinks, to
@@ -98,22 +98,22 @@ class Leases:
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, plan.spans, share(wanted, self._max_drafts))
+        lease = Lease(pool, self._store, plan.spans, share(requested, self._max_drafts))
         for span in plan.spans:
             pool.extend(span.seq, span.start + span.length)
         for i, (span, k) in enumerate(zip(plan.decoding, lease.granted, strict=True)):
             end = span.start + span.length
             spare = (len(span.seq.table) + pool.available) * pool.block_size - end
-            if wanted[i] and not min(k, spare):
+            if requested[i] and not min(k, spare):
                 lease.refusals[i] = Reason.NO_PAGES if k else Reason.LOAD
             lease.granted[i] = min(k, spare)
             pool.extend(span.seq, end + lease.granted[i])
         return lease
 
 
-def share(wanted: list[int], most: int) -> list[int]:
+def share(requested: list[int], most: int) -> list[int]:
     """The numbers with at most `most` in all: under the highest limit for everybody that allows it."""
     limit = MAX_DRAFTS
-    while limit and sum(min(k, limit) for k in wanted) > most:
+    while limit and sum(min(k, limit) for k in requested) > most:
         limit -= 1
-    return [min(k, limit) for k in wanted]
+    return [min(k, limit) for k in requested]

@@ -2,7 +2,7 @@
 
 Its keys and values lie in layers of its own in the target's pages, so prefix hits, rollback and preemption
 need no code here: `seq.drafted` says how far they reach, and whatever is missing is computed in one call when
-a draft is next wanted.
+a draft is next requested.
 """
 
 from __future__ import annotations
