@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +190,18 @@ def test_an_error_leaves_every_sequence_as_it_was(place: str, settings: dict[str
     assert {key: r.tokens for key, r in results.items()} == truth
     for result in results.values():
         check_account(result)
+
+
+@pytest.mark.parametrize("place", ["policy.observe", "events.round"])
+def test_an_error_after_the_commit_loses_no_token(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, results = engine_with_requests("sampled", events=tmp_path / "events.jsonl"), {}
+    owner, name = place.split(".")
+    monkeypatch.setattr(getattr(engine, owner), name, lambda *_: 1 / 0)
+    drain(engine, results)
+    assert {key: result.tokens for key, result in results.items()} == plain("sampled")
+    assert "not in the statistics" in caplog.text
 
 
 def test_a_half_written_lease_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

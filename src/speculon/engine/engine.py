@@ -190,13 +190,23 @@ class Engine:
             step_ms=watch.ms - draft_ms,
             decoding_only=all(span.length == 1 for span in plan.spans),
         )
-        self.policy.observe(decoding, [verdict_of[span.seq.id] for span in decoding], done.timing)
-        watch.lap("decide")
-        if counted:
-            account(self.counters, self.policy.costs, done)
-            if self.events is not None:
-                self.events.round(done, self.counters.profile)
+        self._learn(done, [verdict_of[span.seq.id] for span in decoding], counted, watch)
         return verdicts
+
+    def _learn(self, done: Round, verdicts: list[Verdict], counted: bool, watch: Stopwatch) -> None:
+        """Reports a committed round to the policy, the counters and the record.
+
+        An error costs what they would have kept of it: raised, it would lose the round's tokens.
+        """
+        try:
+            self.policy.observe([attempt.span for attempt in done.attempts], verdicts, done.timing)
+            watch.lap("decide")
+            if counted:
+                account(self.counters, self.policy.costs, done)
+                if self.events is not None:
+                    self.events.round(done, self.counters.profile)
+        except Exception:
+            log.exception("a round is not in the statistics; its output is kept")
 
     def ask_target(self, spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
         """One target call for all spans and their drafts: pack, forward, verify, cut. Commits nothing."""
