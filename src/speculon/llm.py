@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.engine.build import build_engine
+from speculon.engine.shared import AsyncRequestGroup, Call, RequestGroup, SharedEngine, Threads
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
@@ -25,29 +25,6 @@ Message = Mapping[str, Any]
 Speculation = RequestSpeculation | Mapping[str, Any] | None
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of this block: half a step would leave the engine broken."""
-    before = signal.getsignal(signal.SIGINT)
-    # not Python's to hold, or not ours
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught = False
-
-    def hold(*_: object) -> None:
-        nonlocal caught
-        caught = True
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if caught:
-            signal.raise_signal(signal.SIGINT)
-
-
 class LLM:
     """A model with its engine.
 
@@ -56,6 +33,8 @@ class LLM:
 
     Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
     `ConfigError` for a setting that is wrong.
+
+    Any number of threads and tasks may call it: their requests form one batch.
     """
 
     def __init__(
@@ -74,8 +53,16 @@ class LLM:
         self.config = self.engine.config
         assert self.engine.tokenizer is not None
         self.tokenizer = self.engine.tokenizer
-        # unread events by request: whoever steps the engine distributes them to all callers
-        self._unread: dict[str, list[Event]] = {}
+        self._shared, self._threads = SharedEngine(self.engine), Threads()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM holds a model, pages and threads: it cannot be copied or pickled")
 
     def generate(
         self,
@@ -90,38 +77,33 @@ class LLM:
         `params` and `speculation` are one for all or one per prompt. `on_token(prompt index, new tokens)` is
         called as texts grow. When one prompt is refused nothing is written for any.
         """
-        many = as_list(prompts)
-        each = one_per_prompt(
-            "params", SamplingParams() if params is None else params, len(many), SamplingParams
-        )
-        requested = one_per_prompt(
-            "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
-        )
-        ids = [self._encode(prompt) for prompt in many]
-        outputs = [
-            RequestOutput(i, [Completion() for _ in range(p.n)]) for i, p in zip(ids, each, strict=True)
-        ]
-        place: dict[str, int] = {}
-        unfinished = sum(p.n for p in each)
+        calls, outputs = self._read(prompts, params, speculation)
+        group = RequestGroup(self._shared)
         try:
-            for i, (prompt, p, s) in enumerate(zip(ids, each, requested, strict=True)):
-                place[self._begin(prompt, p, s)] = i
-            while unfinished:
-                self._step()
-                for request_id, at in place.items():
-                    for event in self._new_events(request_id):
-                        absorb(outputs[at], event)
-                        unfinished -= event.finish is not None
-                        if on_token and event.tokens:
-                            on_token(at, len(event.tokens))
+            group.add(calls)
+            for i, event in group:
+                absorb(outputs[i], event)
+                if on_token and event.tokens:
+                    on_token(i, len(event.tokens))
         finally:
-            for request_id in place:
-                self._end(request_id)
-        if not self.engine.has_work:
-            self.engine.check_integrity()
-        for output, p in zip(outputs, each, strict=True):
-            self._write_text(output, p)
-        return outputs
+            group.close()
+        self._shared.check_when_idle()
+        return self._finished(calls, outputs)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> list[RequestOutput]:
+        """`generate` for an event loop. Cancelling the task aborts its requests."""
+        calls, outputs = await asyncio.to_thread(self._read, prompts, params, speculation)
+        async with AsyncRequestGroup(self._shared, self._threads) as group:
+            await group.begin(calls)
+            async for i, event in group:
+                absorb(outputs[i], event)
+        return self._finished(calls, outputs)
 
     def chat(
         self,
@@ -138,11 +120,23 @@ class LLM:
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
-        text = Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+        text = self._text_stream(params)
         with closing(self.events(prompt, params, speculation=speculation)) as events:
             for event in events:
-                new = text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else "")
-                if new:
+                if new := new_text(text, event):
+                    yield new
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
+    ) -> AsyncIterator[str]:
+        """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
+        params = one_sample(params or SamplingParams())
+        text = self._text_stream(params)
+        prompt_ids = await asyncio.to_thread(self._encode, prompt)
+        async with AsyncRequestGroup(self._shared, self._threads) as group:
+            await group.begin([Call(prompt_ids, params, speculation)])
+            async for _, event in group:
+                if new := new_text(text, event):
                     yield new
 
     def events(
@@ -164,11 +158,15 @@ class LLM:
         """Deletes the earlier answers that are remembered under a name, or all; returns how many pools there
         were.
         """
-        return self.engine.forget_pools(pool)
+        with self._shared.turn() as engine:
+            return engine.forget_pools(pool)
 
     def close(self) -> None:
-        """Writes what is to be kept of events and state; the end of the process does, too."""
-        self.engine.close()
+        """Ends what is still open, with `abort`, and writes what is to be kept of events and state.
+
+        The end of a `with` block does this, and so does the end of the process.
+        """
+        self._shared.close()
 
     def _stream_to(
         self, output: RequestOutput, params: SamplingParams, speculation: Speculation
@@ -176,48 +174,42 @@ class LLM:
         """Yields what each step brings to `output`, which has it already; with the account also when this is
         closed early.
         """
-        if params.n != 1:
-            raise InvalidParameter("n", params.n, "a stream carries one text")
-        request_id = self._begin(output.prompt_token_ids, params, speculation)
+        group = RequestGroup(self._shared)
         try:
-            while output.finish_reason is None:
-                unread = self._unread[request_id]
-                while not unread:
-                    self._step()
-                event = unread.pop(0)
+            group.add([Call(output.prompt_token_ids, one_sample(params), speculation)])
+            for _, event in group:
                 absorb(output, event)
                 yield event
         finally:
-            for event in self._end(request_id):
+            for event in group.close():
                 absorb(output, event)
             self._write_text(output, params)
 
-    def _begin(self, prompt: list[int], params: SamplingParams, speculation: Speculation) -> str:
-        request_id = ""
-        try:
-            with uninterrupted():
-                request_id = self.engine.add_request(prompt, params, speculation)
-                self._unread[request_id] = []
-        except KeyboardInterrupt:  # held until now: nobody will learn the id
-            self._end(request_id)
-            raise
-        return request_id
+    def _read(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None,
+        speculation: Speculation | Seq[Speculation],
+    ) -> tuple[list[Call], list[RequestOutput]]:
+        """What is asked for each prompt, and its result, still empty."""
+        many = as_list(prompts)
+        each = one_per_prompt(
+            "params", SamplingParams() if params is None else params, len(many), SamplingParams
+        )
+        requested = one_per_prompt(
+            "speculation", speculation, len(many), (RequestSpeculation, Mapping, type(None))
+        )
+        calls = [Call(self._encode(prompt), p, s) for prompt, p, s in zip(many, each, requested, strict=True)]
+        outputs = [RequestOutput(call.prompt, [Completion() for _ in range(call.params.n)]) for call in calls]
+        return calls, outputs
 
-    @uninterrupted()
-    def _step(self) -> None:
-        for event in self.engine.step():
-            if event.request_id in self._unread:
-                self._unread[event.request_id].append(event)
+    def _finished(self, calls: list[Call], outputs: list[RequestOutput]) -> list[RequestOutput]:
+        for call, output in zip(calls, outputs, strict=True):
+            self._write_text(output, call.params)
+        return outputs
 
-    def _new_events(self, request_id: str) -> list[Event]:
-        """What came since the last call."""
-        events, self._unread[request_id] = self._unread[request_id], []
-        return events
-
-    @uninterrupted()
-    def _end(self, request_id: str) -> list[Event]:
-        """Ends a request that has not; returns what nobody has read."""
-        return [*self._unread.pop(request_id), *self.engine.abort(request_id)]
+    def _text_stream(self, params: SamplingParams) -> Stream:
+        return Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -319,6 +311,16 @@ class Session:
         # a stop string is in the tokens but not in the text: the next prompt is then made from the text again
         ended_by_string = isinstance(output.outputs[0].stop, str)
         self.turns.append(Turn(content, output, "" if ended_by_string else text + output.text))
+
+
+def one_sample(params: SamplingParams) -> SamplingParams:
+    if params.n != 1:
+        raise InvalidParameter("n", params.n, "a stream carries one text")
+    return params
+
+
+def new_text(stream: Stream, event: Event) -> str:
+    return stream.push(event.tokens) + (stream.flush(event.finish.matched) if event.finish else "")
 
 
 def is_list(value: object) -> TypeGuard[Seq[Any]]:

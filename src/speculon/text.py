@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
+from threading import Lock
 from typing import Any
 
 from speculon.errors import InvalidParameter, InvalidRequest
@@ -24,6 +25,7 @@ class Tokenizer:
 
     def __init__(self, inner: Any):
         self.inner = inner
+        self._encoding = Lock()  # a fast tokenizer fails when two threads set its truncation at once
 
     @property
     def vocab_size(self) -> int:
@@ -41,7 +43,9 @@ class Tokenizer:
         """
         check_text(name, text)
         try:
-            return list(self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+            with self._encoding:
+                ids = self.inner(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+            return list(ids)
         except Exception as error:
             raise InvalidParameter(
                 name, text, f"the tokenizer cannot encode it: {first_line(error)}"
