@@ -244,7 +244,7 @@ async def test_a_step_that_fails_again_ends_the_running_requests_alone() -> None
             await engine.submit([ask("a", max_tokens=99)]),
             await engine.submit([ask("b", max_tokens=26)]),
         )
-        with pytest.raises(EngineError, match="the step failed: MemoryError: planted"):
+        with pytest.raises(EngineError, match="the step failed: MemoryError$"):
             await all_of(first)
         first.close()
         assert await all_of(second) == "abcdefghijklmnopqrstuvwxyz"

@@ -20,6 +20,7 @@ from speculon import __version__
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import errors
 from speculon.config import EngineConfig
+from speculon.config.serve import ServeConfig
 from speculon.errors import ConfigError, SpeculonError
 from speculon.logs import LogFormatter
 from speculon.proposers.registry import check_method
@@ -63,7 +64,7 @@ def run(given: Given, speculative_config: str | None) -> None:
         folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
         say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
     host, port = listener.getsockname()[:2]
-    if not config.serve.api_key and not ip_address(host.partition("%")[0]).is_loopback:
+    if open_to_others(host, config.serve):
         warn_of_open_server(host, as_json=config.serve.log_format == "json")
     say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
     # uvicorn handles them, and raises them once more at its end
@@ -119,6 +120,11 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+
+
+def open_to_others(host: str, config: ServeConfig) -> bool:
+    """Whether other machines may reach this numeric address and need no key."""
+    return not config.api_key and not ip_address(host.partition("%")[0]).is_loopback
 
 
 def warn_of_open_server(host: str, *, as_json: bool) -> None:

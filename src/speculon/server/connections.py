@@ -65,8 +65,8 @@ class ConnectionLimits:
             self._warn_of_descriptors()
             return False
         if self._open[address] >= self.most_per_address:
-            limit = f"{self.most_per_address} (serve.max_connections_per_address)"
-            self._warn("address", f"{address} has {limit} connections: new ones from there are closed")
+            limit = f"{self.most_per_address} connections, the most (serve.max_connections_per_address)"
+            self._warn("address", f"{address} has {limit}: new ones from there are closed")
             return False
         self._open[address] += 1
         return True
