@@ -16,6 +16,7 @@ from speculon.core import Finish, Load, Reason, TokenLogprobs
 from speculon.engine.messages import Ready
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.proposers.pools import Pools, key_of
+from speculon.proposers.registry import check_method
 from speculon.sequence import Event
 from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
@@ -125,6 +126,8 @@ class ScriptedEngine:
             raise InvalidParameter("prompt", text.decode(), f"it has the word {text.decode()!r}")
         if text.startswith(FAULT):
             raise KeyError(text.decode())
+        if speculation and speculation.method:
+            check_method(speculation.method)
         _, says, answer = text.rpartition(SAY)
         options = speculation or RequestSpeculation()
         pool = key_of(options.pool, prompt, options.tenant)

@@ -117,7 +117,10 @@ async def announce(state: AppState, started: float) -> None:
 def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # connections inherit it; asyncio sets it on sockets of a named protocol only
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
 
