@@ -134,7 +134,9 @@ class ScriptedEngine:
         for sample in range(params.n):
             answered = list(answer) if says else list(LETTERS)
             stops = StopStrings(params.stop, self.tokenizer)
-            self.waiting.append(Running(request_id, sample, prompt, params, answered, bool(says), stops, pool))
+            self.waiting.append(
+                Running(request_id, sample, prompt, params, answered, bool(says), stops, pool)
+            )
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)
         return request_id

@@ -159,9 +159,7 @@ def answer_to_one(url: str) -> bytes:
         client.socket.close()
 
 
-def test_descriptors_are_kept_free(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_descriptors_are_kept_free(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(connections, "descriptor_limit", lambda: 10)
     limits = ConnectionLimits(ServeConfig(max_connections_per_address=4))
     assert [limits.enter("a") for _ in range(5)] == [True] * 4 + [False]
@@ -170,7 +168,9 @@ def test_descriptors_are_kept_free(
     assert limits.enter("b") and not limits.enter("c")
     assert ConnectionLimits(ServeConfig()).most_per_address == 2
     lines = [line for line in caplog.messages if "descriptors" in line]
-    assert lines == ["10 file descriptors (ulimit -n) allow 5 connections, and all are open: new ones are closed"]
+    assert lines == [
+        "10 file descriptors (ulimit -n) allow 5 connections, and all are open: new ones are closed"
+    ]
 
 
 def test_a_refused_accept_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
