@@ -21,13 +21,12 @@ class LogFormatter(logging.Formatter):
         return "\n".join(chain_of(info[1]))
 
 
-def chain_of(error: BaseException | None) -> Iterator[str]:
-    """One traceback for each exception of a chain, causes first."""
-    if error is None:
-        return
+def chain_of(error: BaseException) -> Iterator[str]:
+    """One traceback for each exception of a chain or a group, causes first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None:
-        yield from chain_of(cause)
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for one in (*parts, *([cause] if cause else [])):
+        yield from chain_of(one)
         yield "which led to:"
     yield frames_of(error.__traceback__) + type(error).__qualname__
 

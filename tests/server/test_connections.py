@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import logging
 import socket
 import sys
 import time
@@ -173,6 +172,19 @@ def test_descriptors_are_kept_free(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     ]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limit of descriptors")
+def test_the_limit_of_descriptors_is_raised() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+        connections.raise_descriptor_limit()
+        assert connections.descriptor_limit() >= min(before[0], connections.MOST_DESCRIPTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_refused_accept_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     limits, loop = ConnectionLimits(ServeConfig()), asyncio.new_event_loop()
     loop.set_exception_handler(limits.on_loop_error)
@@ -198,4 +210,3 @@ def test_200_silent_connections_leave_the_server_usable(tmp_path: Path) -> None:
         assert len([line for line in server.stderr.splitlines() if "connections" in line]) == 1, server.stderr
         warning = json.loads(server.stderr.splitlines()[0])
         assert warning["level"] == "WARNING" and "without a key" in warning["message"]
-        assert logging.getLevelName(warning["level"]) == logging.WARNING

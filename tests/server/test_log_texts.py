@@ -227,3 +227,6 @@ def test_a_chain_of_exceptions_is_shown_without_messages() -> None:
         shown = LogFormatter().formatException((type(error), error, error.__traceback__))
     assert CANARY not in shown and shown.index("KeyError") < shown.index("which led to:")
     assert shown.endswith("SpeculonError") and shown.count("test_log_texts.py") == 2
+    group = ExceptionGroup(CANARY, [KeyError(CANARY), ValueError(CANARY)])
+    shown = LogFormatter().formatException((type(group), group, None))
+    assert CANARY not in shown and all(name in shown for name in ("KeyError", "ValueError", "Group"))

@@ -151,7 +151,8 @@ class Worker:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:
             log.exception("%s could not be admitted", add.request_id)
-            self._pipe.send(Refused(add.request_id, EngineError(type(error).__name__)))
+            fault = EngineError(f"the request could not be admitted: {type(error).__name__}")
+            self._pipe.send(Refused(add.request_id, fault))
         else:
             self._pipe.send(Admitted(add.request_id))
 
