@@ -29,9 +29,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from speculon.logs import without_text
+
 
 class SpeculonError(Exception):
     """Base of everything raised on purpose."""
+
+    logged: str | None = None  # stands in the server's log where the message has a client's text
+
+    @property
+    def for_log(self) -> str:
+        """The message without text of a request."""
+        return self.logged or str(self)
 
     # errors pass between processes, and the constructors of some take more than a message
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,6 +64,10 @@ class InvalidParameter(InvalidRequest):
         self.name, self.value, self.limit = name, value, limit
         super().__init__(f"{name} = {shorten(value)}: {limit}")
 
+    @property
+    def for_log(self) -> str:
+        return without_text(self.name, self.value, self.limit)
+
 
 class EmptyPrompt(InvalidRequest):
     """A prompt without a single token leaves nothing to continue."""
@@ -71,9 +84,13 @@ class NeverFits(InvalidRequest):
 class UnknownMethod(InvalidRequest):
     """No drafting method (or policy) of that name."""
 
+    logged = "the method is unknown"
+
 
 class UnknownModel(InvalidRequest):
     """The server serves a model of another name."""
+
+    logged = "the model has another name"
 
 
 class QueueFull(InvalidRequest):

@@ -82,7 +82,10 @@ class Tokenizer:
                 [dict(m) for m in messages], tools=list(tools) or None, **known
             )
         except Exception as error:  # templates raise errors of their own choice
-            raise InvalidRequest(f"the chat template refuses these messages: {first_line(error)}") from error
+            refusal = "the chat template refuses these messages"
+            refused = InvalidRequest(f"{refusal}: {first_line(error)}")
+            refused.logged = refusal
+            raise refused from error
         return text
 
     def apply_chat(self, messages: Seq[Mapping[str, Any]]) -> list[int]:

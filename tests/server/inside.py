@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx2 as httpx
-import uvicorn
 
 from speculon.commands.serve import listen
 from speculon.config import EngineConfig
@@ -23,6 +22,7 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.worker import Worker
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
+from speculon.server.connections import HttpServer
 from speculon.text import Tokenizer
 from tests.server.scripted import Bytes, ScriptedEngine
 
@@ -108,10 +108,7 @@ def served(
     engine = ThreadEngine(settings, **(script or {}))
     state = AppState(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
     listener = listen("127.0.0.1", 0)
-    options = uvicorn.Config(
-        create_app(state, "0"), log_level="warning", access_log=False, timeout_graceful_shutdown=5
-    )
-    http = uvicorn.Server(options)
+    http = HttpServer(create_app(state, "0"), state.config, 5)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

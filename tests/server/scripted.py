@@ -16,6 +16,7 @@ from speculon.core import Finish, Load, Reason, TokenLogprobs
 from speculon.engine.messages import Ready
 from speculon.errors import EmptyPrompt, InvalidParameter, TooLong
 from speculon.proposers.pools import Pools, key_of
+from speculon.proposers.registry import check_method
 from speculon.sequence import Event
 from speculon.telemetry import PLAIN, EngineCounters, RequestStats
 from speculon.text import StopStrings, Tokenizer
@@ -23,6 +24,9 @@ from speculon.text import StopStrings, Tokenizer
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
 # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
 SAY = b"say:"
+# such prompts are refused with themselves, fail at admission, or fail every step
+REFUSE, FAULT, BREAK = b"refuse:", b"fault:", b"break:"
+UNREADABLE = "unreadable:"  # the tokenizer fails at such a text
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 LP = -0.5
 
@@ -37,6 +41,8 @@ class Bytes:
         return VOCAB
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        if text.startswith(UNREADABLE):
+            raise KeyError(text)
         return {"input_ids": list(text.encode())}
 
     def decode(self, ids: Seq[int], **options: Any) -> str:
@@ -115,13 +121,22 @@ class ScriptedEngine:
             raise InvalidParameter("prompt", wrong, f"token ids go from 0 to {VOCAB - 1}")
         if len(prompt) + (params.max_tokens or 0) > CONTEXT:
             raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")
-        _, says, answer = bytes(token for token in prompt if token < EOS).rpartition(SAY)
+        text = bytes(token for token in prompt if token < EOS)
+        if text.startswith(REFUSE):
+            raise InvalidParameter("prompt", text.decode(), f"it has the word {text.decode()!r}")
+        if text.startswith(FAULT):
+            raise KeyError(text.decode())
+        if speculation and speculation.method:
+            check_method(speculation.method)
+        _, says, answer = text.rpartition(SAY)
         options = speculation or RequestSpeculation()
         pool = key_of(options.pool, prompt, options.tenant)
         for sample in range(params.n):
-            text = list(answer) if says else list(LETTERS)
+            answered = list(answer) if says else list(LETTERS)
             stops = StopStrings(params.stop, self.tokenizer)
-            self.waiting.append(Running(request_id, sample, prompt, params, text, bool(says), stops, pool))
+            self.waiting.append(
+                Running(request_id, sample, prompt, params, answered, bool(says), stops, pool)
+            )
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)
         return request_id
@@ -133,6 +148,9 @@ class ScriptedEngine:
         self.counters.steps += 1
         while self.waiting and len(self.running) < self.config.max_num_seqs:
             self.running.append(self.waiting.pop(0))
+        for text in self.running:
+            if bytes(text.prompt[: len(BREAK)]) == BREAK:
+                raise RuntimeError(bytes(text.prompt).decode())
         return [self._advance(text) for text in list(self.running)]
 
     def _advance(self, text: Running) -> Event:

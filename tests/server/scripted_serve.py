@@ -33,6 +33,10 @@ def main() -> None:
     from speculon.text import Tokenizer
     from tests.server.scripted import Bytes
 
+    if descriptors := os.environ.get("SCRIPTED_DESCRIPTORS"):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     async_engine.run_worker = run_worker
     AppState._load_tokenizer = lambda state: Tokenizer(Bytes())  # type: ignore[method-assign]
     cli.main()

@@ -244,7 +244,7 @@ async def test_a_step_that_fails_again_ends_the_running_requests_alone() -> None
             await engine.submit([ask("a", max_tokens=99)]),
             await engine.submit([ask("b", max_tokens=26)]),
         )
-        with pytest.raises(EngineError, match="the step failed: MemoryError: planted"):
+        with pytest.raises(EngineError, match="the step failed: MemoryError$"):
             await all_of(first)
         first.close()
         assert await all_of(second) == "abcdefghijklmnopqrstuvwxyz"
@@ -256,7 +256,7 @@ async def test_a_step_that_always_fails_ends_every_request() -> None:
     """Waiting requests, too: none ever gets to run."""
     async with begun(faults=[RuntimeError("planted")] * 1000) as engine:
         for i in range(3):
-            with pytest.raises(EngineError, match="planted"):
+            with pytest.raises(EngineError, match="the step failed: RuntimeError"):
                 queue = await engine.submit([ask(f"r-{i}"), ask(f"s-{i}")])
                 try:
                     await all_of(queue)
@@ -311,7 +311,7 @@ def test_a_fault_at_admission_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
     alone = WorkerAlone()
     monkeypatch.setattr(alone.engine, "add_request", fail)
     (refused,) = [message for message in alone.run(ask("r")) if isinstance(message, Refused)]
-    assert isinstance(refused.error, EngineError) and "planted" in str(refused.error)
+    assert isinstance(refused.error, EngineError) and "KeyError" in str(refused.error)
 
 
 def test_a_lost_event_is_seen() -> None:

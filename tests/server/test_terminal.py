@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from speculon.commands.serve import open_to_others, warn_of_open_server
+from speculon.config.serve import ServeConfig
 from tests.server.outside import LISTENS, PATIENCE, ROOT, SCRIPTED
 
 fcntl = pytest.importorskip("fcntl", reason="needs a pseudo-terminal")
@@ -19,6 +23,7 @@ pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
 termios = pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 WIDTH = 80
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal:
@@ -45,7 +50,7 @@ class Terminal:
                 self._output += part
         except (BlockingIOError, OSError):  # nothing more yet, or the other end is closed
             pass
-        return self._output.decode().replace("\x1b[2m", "").replace("\x1b[0m", "").splitlines()
+        return STYLE.sub("", self._output.decode()).splitlines()
 
     @property
     def text(self) -> str:
@@ -57,6 +62,44 @@ class Terminal:
         while part not in self.text:
             assert time.monotonic() < until and self.process.poll() is None, self.text
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_open"),
+    [
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("192.168.0.7", (), True),
+        ("fe80::1%eth0", (), True),
+        ("127.0.0.1", (), False),
+        ("127.0.0.2", (), False),
+        ("::1", (), False),
+        ("0.0.0.0", ("secret",), False),
+    ],
+)
+def test_which_server_is_open_to_others(host: str, keys: tuple[str, ...], is_open: bool) -> None:
+    assert open_to_others(host, ServeConfig(api_key=keys)) == is_open
+
+
+def test_an_open_server_warns_on_a_terminal(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--host", "0.0.0.0")
+    try:
+        terminal.wait_for("listens on")
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+    assert "WARNING: 0.0.0.0 without an API key" in terminal.text
+    frame = [line for line in terminal.lines if line[:1] in tuple("╭│╰")]
+    assert len(frame) >= 4 and all(len(line) <= WIDTH for line in frame), frame
+
+
+def test_an_open_server_warns_on_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    warn_of_open_server("0.0.0.0", as_json=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(line.startswith("WARNING: ") for line in lines)
+    warn_of_open_server("0.0.0.0", as_json=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["level"] == "WARNING"
 
 
 def test_lines_end_between_words(tmp_path: Path) -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import signal
 import socket
 import sys
 import textwrap
-from time import perf_counter
+from ipaddress import ip_address
+from time import perf_counter, time
 from typing import TYPE_CHECKING
+
+from rich.panel import Panel
 
 from speculon import __version__
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import errors
 from speculon.config import EngineConfig
+from speculon.config.serve import ServeConfig
 from speculon.errors import ConfigError, SpeculonError
+from speculon.logs import LogFormatter
 from speculon.proposers.registry import check_method
 
 if TYPE_CHECKING:
@@ -26,9 +32,13 @@ if TYPE_CHECKING:
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
+OPEN_SERVER = (
+    "Everybody who reaches this address can use the model, without a key.",
+    "Set SPECULON_SERVE__API_KEY, or listen on 127.0.0.1 behind a proxy that checks its clients.",
+)
 
 
-class WrappedFormatter(logging.Formatter):
+class WrappedFormatter(LogFormatter):
     """Log messages that end between words on a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -44,7 +54,9 @@ def run(given: Given, speculative_config: str | None) -> None:
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
     from speculon.server.app_state import AppState
+    from speculon.server.connections import raise_descriptor_limit
 
+    raise_descriptor_limit()
     state = AppState(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
     http = http_server(state)
     if config.serve.capture is not None:
@@ -52,6 +64,8 @@ def run(given: Given, speculative_config: str | None) -> None:
         folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
         say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
     host, port = listener.getsockname()[:2]
+    if open_to_others(host, config.serve):
+        warn_of_open_server(host, as_json=config.serve.log_format == "json")
     say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
     # uvicorn handles them, and raises them once more at its end
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,25 +77,18 @@ def run(given: Given, speculative_config: str | None) -> None:
 
 
 def http_server(state: AppState) -> uvicorn.Server:
-    import uvicorn
-
     from speculon.server.app import create_app
+    from speculon.server.connections import HttpServer
 
-    class HttpServer(uvicorn.Server):
+    class DrainingServer(HttpServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state.drain()
             if state.engine.alive and (count := state.engine.open_requests):
                 say(f"finishing {count} request{'s' if count > 1 else ''}")
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        create_app(state, __version__),
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(state.config.drain_timeout) + CLOSE_SECONDS,
-    )
-    return HttpServer(config)
+    seconds = math.ceil(state.config.drain_timeout) + CLOSE_SECONDS
+    return DrainingServer(create_app(state, __version__), state.config, seconds)
 
 
 async def serve(
@@ -110,9 +117,29 @@ async def announce(state: AppState, started: float) -> None:
 def listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # connections inherit it; asyncio sets it on sockets of a named protocol only
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+
+
+def open_to_others(host: str, config: ServeConfig) -> bool:
+    """Whether other machines may reach this numeric address and need no key."""
+    return not config.api_key and not ip_address(host.partition("%")[0]).is_loopback
+
+
+def warn_of_open_server(host: str, *, as_json: bool) -> None:
+    if as_json:
+        fields = {"time": round(time(), 3), "level": "WARNING", "message": f"{host}: {' '.join(OPEN_SERVER)}"}
+        sys.stderr.write(json.dumps(fields) + "\n")
+    elif errors().is_terminal:
+        title = f"WARNING: {host} without an API key"
+        errors().print(Panel("\n".join(OPEN_SERVER), title=title, style="bold red", expand=False))
+    else:
+        lines = [f"{host} without an API key.", *OPEN_SERVER]
+        errors().print("\n".join(f"WARNING: {line}" for line in lines), markup=False)
 
 
 def say(text: str) -> None:
@@ -122,7 +149,7 @@ def say(text: str) -> None:
 def log_to_stderr(*, wrap: bool) -> None:
     """Not wrapped, a message is one line for machines."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(WrappedFormatter("%(message)s") if wrap else logging.Formatter("%(message)s"))
+    handler.setFormatter(WrappedFormatter("%(message)s") if wrap else LogFormatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

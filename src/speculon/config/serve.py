@@ -31,6 +31,15 @@ class ServeConfig(Checked):
         None, ge=1, description="most tokens of a completion; also the default of chats"
     )
     max_body_mb: float = Field(4.0, gt=0, le=1024, description="largest body of a request, in MB")
+    header_timeout: float = Field(
+        10.0, gt=0, allow_inf_nan=False, description="seconds for a request's header to arrive"
+    )
+    keep_alive: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="seconds that a connection stays open between requests"
+    )
+    max_connections_per_address: int | None = Field(
+        None, ge=1, description="most connections of a client's address; None: half of all that fit"
+    )
     body_timeout: float = Field(
         30.0, gt=0, allow_inf_nan=False, description="seconds for a request's body to arrive"
     )

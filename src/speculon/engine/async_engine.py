@@ -252,7 +252,7 @@ class AsyncEngine:
             except (EOFError, OSError):
                 loop.call_soon_threadsafe(self.fail, EngineError("the engine's process has ended"))
             except Exception as error:  # not to be unpickled
-                fault = EngineError(f"a message of the engine cannot be read: {error!r}")
+                fault = EngineError(f"a message of the engine cannot be read: {type(error).__name__}")
                 loop.call_soon_threadsafe(self.fail, fault)
 
     def _handle(self, message: FromWorker) -> None:

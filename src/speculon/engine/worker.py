@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ from speculon.engine.messages import (
     Stop,
 )
 from speculon.errors import EngineError, SpeculonError
+from speculon.logs import LogFormatter
 from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
@@ -47,11 +49,25 @@ def main(pipe: Connection, settings: dict[str, Any], build: Build) -> None:
     try:
         engine = build(EngineConfig(**settings), lambda stage: pipe.send(Stage(stage)))
         with closing(engine):  # processes of multiprocessing run no finalisers
-            Worker(engine, pipe).run()
+            run(Worker(engine, pipe))
     except SpeculonError as error:
         pipe.send(Refused("", error))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the server's process has ended")
+
+
+def run(worker: Worker) -> None:
+    """Runs to the end. A fault ends the process; multiprocessing would print its message."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    try:
+        worker.run()
+    except (SpeculonError, EOFError, OSError):
+        raise
+    except Exception:
+        log.exception("the engine has failed")
+        sys.exit(1)
 
 
 class ServedEngine(Protocol):
@@ -135,7 +151,8 @@ class Worker:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:
             log.exception("%s could not be admitted", add.request_id)
-            self._pipe.send(Refused(add.request_id, EngineError(f"{type(error).__name__}: {error}")))
+            fault = EngineError(f"the request could not be admitted: {type(error).__name__}")
+            self._pipe.send(Refused(add.request_id, fault))
         else:
             self._pipe.send(Admitted(add.request_id))
 
@@ -154,7 +171,7 @@ class Worker:
     def _end_failing(self, error: Exception) -> None:
         """Ends the running requests with the fault; the waiting ones only where none runs."""
         self._failures = 0
-        fault = EngineError(f"the step failed: {type(error).__name__}: {error}")
+        fault = EngineError(f"the step failed: {type(error).__name__}")
         for request_id in self.engine.open_requests:
             self.engine.abort(request_id)
             self._pipe.send(Refused(request_id, fault))

@@ -18,14 +18,14 @@ class AccessRecord:
 
     request_id: str
     route: str  # as the metrics name it
-    path: str = ""  # as the client wrote it
+    path: str = ""  # as the client wrote it; parts that no route has as their length
     started: float = field(default_factory=perf_counter)
     first_token: float | None = None  # seconds from the start
     last: float = 0.0  # when the latest tokens came
     gaps: list[float] = field(default_factory=list)  # between two batches of tokens
     seconds: float = 0.0
     status: int = 0
-    reason: str | None = None  # of a refusal or a fault
+    reason: str | None = None  # of a refusal or a fault, without text of the request
     answer: Answer | None = None
     complete: bool = False  # whether a stream came to its end
 

@@ -179,25 +179,23 @@ def add_operations(app: FastAPI, state: AppState) -> None:
 
 
 def add_errors(app: FastAPI) -> None:
-    def refuse(
-        request: Request, status: int, message: str, code: str | None = None, param: str | None = None
-    ) -> JSONResponse:
-        request.state.record.reason = message
-        return failure(status, message, code, param)
+    def refuse(request: Request, logged: str, status: int, message: str, *more: str | None) -> JSONResponse:
+        request.state.record.reason = logged
+        return failure(status, message, *more)
 
     @app.exception_handler(SpeculonError)
     async def refused(request: Request, error: SpeculonError) -> JSONResponse:
         status, code = status_of(error)
-        return refuse(request, status, str(error), code, param_of(error))
+        return refuse(request, error.for_log, status, str(error), code, param_of(error))
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, name = first_of(error.errors())
-        return refuse(request, 400, message, param=name)
+        message, name, logged = first_of(error.errors())
+        return refuse(request, logged, 400, message, None, name)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        response = refuse(request, error.status_code, str(error.detail))
+        response = refuse(request, str(error.detail), error.status_code, str(error.detail))
         response.headers.update(error.headers or {})
         return response
 

@@ -21,6 +21,7 @@ from speculon.errors import (
     UnknownModel,
     shorten,
 )
+from speculon.logs import name_for_log, without_text
 from speculon.server.schemas import ErrorResponse
 
 # error, status, code; the first row that fits counts
@@ -93,8 +94,8 @@ def param_of(error: SpeculonError) -> str | None:
     return next((name for cls, name in FIELDS if isinstance(error, cls)), None)
 
 
-def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
-    """(message, field) of a body that does not fit its schema.
+def first_of(errors: Iterable[Any]) -> tuple[str, str | None, str]:
+    """(message, field, message for the log) of a body that does not fit its schema.
 
     Of a union's branches the one of the right type counts, or the one that got furthest.
     """
@@ -108,11 +109,13 @@ def first_of(errors: Iterable[Any]) -> tuple[str, str | None]:
     parts = [str(part) for part in found["loc"] if part != "body"]
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
     if not parts and isinstance(found["input"], bytes):
-        return "the body must come with content-type application/json", None
-    if found["type"] == "extra_forbidden":
-        return f"{name}: unknown or unsupported field", name
+        message = "the body must come with content-type application/json"
+        return message, None, message
     if found["type"] == "json_invalid":
-        return f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}", None
-    if found["type"] == "missing":
-        return f"{name or 'body'}: is needed", name or None
-    return f"{name or 'body'} = {shorten(found['input'])}: {found['msg']}", name or None
+        message = f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}"
+        return message, None, message
+    limits = {"extra_forbidden": "unknown or unsupported field", "missing": "is needed"}
+    if limit := limits.get(found["type"]):
+        return f"{name or 'body'}: {limit}", name or None, f"{name_for_log(name or 'body')}: {limit}"
+    message = f"{name or 'body'} = {shorten(found['input'])}: {found['msg']}"
+    return message, name or None, without_text(name or "body", found["input"], found["msg"])

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
 
 from speculon.config.serve import ServeConfig
+from speculon.logs import path_for_log
 from speculon.server.access_log import AccessRecord
 from speculon.server.errors import failure
 
@@ -59,7 +60,7 @@ class RequestMiddleware:
             record.status = CLIENT_GONE
         except Exception as error:
             log.exception("%s: a fault inside the server", record.request_id)
-            started, record.reason = record.status, f"{type(error).__name__}: {error}"
+            started, record.reason = record.status, type(error).__name__
             if not started:  # otherwise only the connection can still be cut
                 await failure(500, "a fault inside the server; its log says more")(scope, receive, send)
             record.status = 500
@@ -159,9 +160,11 @@ def record_of(scope: Message, headers: Headers) -> AccessRecord:
     """Metrics are labelled with the route, not with the path: a client must not create labels."""
     requested = headers.get("x-request-id", "")
     request_id = requested if REQUEST_ID.fullmatch(requested) else secrets.token_hex(8)
-    known = (route for route in scope["app"].routes if route.matches(scope)[0] != Match.NONE)
+    routes = scope["app"].routes
+    found = (route.path for route in routes if route.matches(scope)[0] != Match.NONE)
+    known = {part for route in routes for part in route.path.split("/")}
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
-    return AccessRecord(request_id, next((route.path for route in known), "other"), path[:LOGGED_PATH])
+    return AccessRecord(request_id, next(found, "other"), path_for_log(path, known)[:LOGGED_PATH])
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -57,7 +57,7 @@ class EventStream(StreamingResponse):
 
     def _error_line(self, error: SpeculonError) -> bytes:
         status, code = status_of(error)
-        self._record.status, self._record.reason = status, str(error)
+        self._record.status, self._record.reason = status, error.for_log
         return line(body_of(status, str(error), code, param_of(error)))
 
 

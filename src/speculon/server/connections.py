@@ -1,0 +1,169 @@
+"""Connections: how many there may be, in all and of each address, and how long they may be silent.
+
+uvicorn limits the time between two requests, not the time for a header, and accepts without a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from speculon.config.serve import ServeConfig
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+OWN_DESCRIPTORS = 64  # for pipes, files and sockets of the server itself
+MOST_DESCRIPTORS = 65_536
+WARNING_SECONDS = 60.0  # between two warnings of a kind
+
+log = logging.getLogger("speculon.server")
+
+
+def raise_descriptor_limit() -> None:
+    """Allows this process as many descriptors as the system lets it have, up to `MOST_DESCRIPTORS`."""
+    if resource is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+        with suppress(ValueError, OSError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def descriptor_limit() -> int:
+    if resource is None:
+        return 512
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+class ConnectionLimits:
+    """Counts the open connections, and refuses those beyond the limits."""
+
+    def __init__(self, config: ServeConfig):
+        self.header_timeout, self.keep_alive = config.header_timeout, config.keep_alive
+        self._descriptors = descriptor_limit()
+        self.most = self._descriptors - min(OWN_DESCRIPTORS, self._descriptors // 2)
+        self.most_per_address = config.max_connections_per_address or max(1, self.most // 2)
+        self._open: Counter[str] = Counter()
+        self._warned: dict[str, float] = {}
+
+    def enter(self, address: str) -> bool:
+        """Counts a new connection; False where there is no room for it."""
+        if self._open.total() >= self.most:
+            self._warn_of_descriptors()
+            return False
+        if self._open[address] >= self.most_per_address:
+            limit = f"{self.most_per_address} connections, the most (serve.max_connections_per_address)"
+            self._warn("address", f"{address} has {limit}: new ones from there are closed")
+            return False
+        self._open[address] += 1
+        return True
+
+    def leave(self, address: str) -> None:
+        self._open[address] -= 1
+        if not self._open[address]:
+            del self._open[address]
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """One warning for all connections that cannot be accepted."""
+        if getattr(context.get("exception"), "errno", None) in (errno.EMFILE, errno.ENFILE):
+            self._warn_of_descriptors()
+        else:
+            loop.default_exception_handler(context)
+
+    def _warn_of_descriptors(self) -> None:
+        limit = f"{self._descriptors} file descriptors (ulimit -n)"
+        self._warn("all", f"{limit} allow {self.most} connections, and all are open: new ones are closed")
+
+    def _warn(self, kind: str, message: str) -> None:
+        now = monotonic()
+        if now - self._warned.get(kind, -WARNING_SECONDS) >= WARNING_SECONDS:
+            self._warned[kind] = now
+            log.warning(message)
+
+
+class LimitedProtocol(asyncio.Protocol):
+    """What a protocol of uvicorn does beside: it enters the limits, and waits for no header for ever."""
+
+    if TYPE_CHECKING:  # uvicorn's own
+        client: tuple[str, int] | None
+        cycle: Any
+        timeout_keep_alive: float
+        transport: asyncio.Transport
+
+    def __init__(self, limits: ConnectionLimits, **options: Any):
+        super().__init__(**options)
+        self.timeout_keep_alive = limits.keep_alive
+        self._limits = limits
+        self._address: str | None = None  # while it is counted
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self._limits.enter(address):
+            return self.transport.abort()
+        self._address = address
+        self._await_header()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._await_header()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop_timer()
+        if self._address is not None:
+            self._limits.leave(self._address)
+            self._address = None
+
+    def _await_header(self) -> None:
+        """From the connection, or the first byte after an answer, to the end of the header."""
+        if self._timer is None and not self.transport.is_closing():
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._limits.header_timeout, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class HttpProtocol(LimitedProtocol, AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """The fastest of uvicorn's protocols, with limits."""
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn as the server runs it."""
+
+    def __init__(self, app: Any, config: ServeConfig, seconds_to_end: int):
+        self.limits = ConnectionLimits(config)
+        options: dict[str, Any] = {
+            "http": partial(HttpProtocol, self.limits),
+            "ws": "none",  # a websocket's protocol would leave the limits
+            "log_config": None,  # one handler and one format for all
+            "log_level": "warning",
+            "access_log": False,
+            "server_header": False,
+            "timeout_graceful_shutdown": seconds_to_end,
+        }
+        super().__init__(uvicorn.Config(app, **options))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.limits.on_loop_error)
+        await super().startup(sockets)
