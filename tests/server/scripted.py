@@ -23,6 +23,7 @@ from speculon.text import StopStrings, Tokenizer
 EOS, VOCAB, CONTEXT, PAGES = 256, 257, 4096, 64
 # the rest of such a prompt is the answer; other prompts are answered with LETTERS until max_tokens
 SAY = b"say:"
+HANG = b"hang:"  # the step of such a prompt never ends
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 LP = -0.5
 
@@ -133,6 +134,8 @@ class ScriptedEngine:
         self.counters.steps += 1
         while self.waiting and len(self.running) < self.config.max_num_seqs:
             self.running.append(self.waiting.pop(0))
+        while any(text.prompt[: len(HANG)] == list(HANG) for text in self.running):
+            time.sleep(0.01)
         return [self._advance(text) for text in list(self.running)]
 
     def _advance(self, text: Running) -> Event:
