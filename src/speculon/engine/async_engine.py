@@ -145,7 +145,12 @@ class AsyncEngine:
 
     @property
     def hung(self) -> bool:
-        return self._process is not None and self._process.silent >= self._timeout
+        """Whether the process has work, and nothing came from it for `serve.engine_timeout` seconds."""
+        return self._silent >= self._timeout
+
+    @property
+    def _silent(self) -> float:
+        return self._process.silent if self._process is not None else 0.0
 
     @property
     def trouble(self) -> str | None:
@@ -154,7 +159,7 @@ class AsyncEngine:
             return f"the engine has ended: {self.error}"
         if self.facts is None:
             return "the model is being loaded again" if self.restarts else "the model is being loaded"
-        return f"the engine has not answered for {self._process.silent:.0f} s" if self.hung else None
+        return f"the engine has not answered for {self._silent:.0f} s" if self.hung else None
 
     @property
     def open_requests(self) -> int:
@@ -242,14 +247,14 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """Ends the process; running requests are lost."""
+        reads = self.facts is not None and not self.hung  # nothing while it loads
         process, self._process = self._process, None
         if process is None:
             return
         if self._supervisor is not None:
             self._supervisor.cancel()
         self.fail(EngineError("the engine has been stopped"))
-        hung = process.silent >= self._timeout
-        await process.end(by_itself=self.facts is not None and not hung)  # it reads nothing while it loads
+        await process.end(by_itself=reads)
 
     async def _send(self, message: FromServer) -> None:
         if self.error is not None:
@@ -274,7 +279,7 @@ class AsyncEngine:
             await asyncio.sleep(interval)
 
     def _check_silence(self, process: EngineProcess, seconds: float) -> None:
-        was_hung, silent = self.hung, process.silent
+        was_hung, silent = self.hung, self._silent
         process.count_silence(seconds)
         if self.hung and not was_hung:
             if self._restart:

@@ -1,4 +1,4 @@
-"""One process of the engine as the server sees it: its pipe, two threads for it, and how long it is silent."""
+"""One process of the engine as the server sees it: its pipe, and for how long nothing came through it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOP_SECONDS = 10.0  # given to a process to end by itself
 
 
 class EngineProcess:
-    """One process of the engine. It calls back on the event loop that it was made on, until it has `ended`."""
+    """One process of the engine. It calls back on the event loop of its making, until it has `ended`."""
 
     def __init__(
         self,
@@ -41,11 +41,12 @@ class EngineProcess:
         Thread(target=self._receive, args=(loop,), name="speculon-receive", daemon=True).start()
 
     async def send(self, message: FromServer) -> None:
-        """Returns once the message is in the pipe; raises `OSError` or `RuntimeError` where that is closed."""
+        """Returns once the message is in the pipe; a closed pipe is an `OSError` or a `RuntimeError`."""
         await asyncio.get_running_loop().run_in_executor(self._sender, self._write, message)
 
     def count_silence(self, seconds: float) -> None:
-        """To be called every so many seconds. A clock would also count time in which the server was stopped."""
+        """To be called every so many seconds."""
+        # not by a clock, which goes on while the server itself is stopped
         heard, self._received_before = self._received != self._received_before, self._received
         busy = self._working or self._sent > self._read
         self.silent = self.silent + seconds if busy and not heard else 0.0

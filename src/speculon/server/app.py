@@ -167,7 +167,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=RESPONSES)
     async def health() -> schemas.Health:
-        """Whether the engine serves: 503 while the model is loaded, and while the engine hangs or has ended."""
+        """Whether the engine serves: 503 while the model is loaded, and once the engine hangs or ends."""
         state.check_health()
         return schemas.Health(status="ok")
 
