@@ -21,7 +21,7 @@ SpeculonError
 ├── DataError(ValueError)           texts to learn from that cannot be read or used, with file and line
 ├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays usable
-    ├── NotReady                    the model is being loaded, or the server is about to end
+    ├── NotReady                    the model is being loaded, the engine hangs, or the server is about to end
     └── BenchError                  a benchmark that would have reported an untrue figure
 """
 
@@ -150,7 +150,7 @@ class EngineError(SpeculonError, RuntimeError):
 
 
 class NotReady(EngineError):
-    """The model is being loaded, or the server is about to end."""
+    """The model is being loaded, the engine hangs or is started again, or the server is about to end."""
 
 
 class BenchError(EngineError):

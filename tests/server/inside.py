@@ -71,6 +71,12 @@ class ThreadEngine(AsyncEngine):
         return ThreadProcess(work, theirs), ours
 
 
+def cut(engine: AsyncEngine) -> None:
+    """Cuts the pipe of the engine's process."""
+    assert engine._process is not None
+    engine._process._process.kill()
+
+
 @dataclass
 class Inside:
     url: str

@@ -27,6 +27,7 @@ SAY = b"say:"
 # such prompts are refused with themselves, fail at admission, or fail every step
 REFUSE, FAULT, BREAK = b"refuse:", b"fault:", b"break:"
 UNREADABLE = "unreadable:"  # the tokenizer fails at such a text
+HANG = b"hang:"  # the step of such a prompt never ends
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 LP = -0.5
 
@@ -151,6 +152,8 @@ class ScriptedEngine:
         for text in self.running:
             if bytes(text.prompt[: len(BREAK)]) == BREAK:
                 raise RuntimeError(bytes(text.prompt).decode())
+        while any(text.prompt[: len(HANG)] == list(HANG) for text in self.running):
+            time.sleep(0.01)
         return [self._advance(text) for text in list(self.running)]
 
     def _advance(self, text: Running) -> Event:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
     from speculon.engine.worker import main
+    from speculon.errors import ModelNotFound
     from tests.server.scripted import ScriptedEngine
 
     def build(config: Any, progress: Any) -> Any:
         progress("reading the script")
+        time.sleep(float(os.environ.get("SCRIPTED_LOAD", "0")))
+        if Path("broken").exists():
+            raise ModelNotFound("planted")
         return ScriptedEngine(config, step_seconds=float(os.environ["SCRIPTED_STEP"]))
 
     main(pipe, settings, build)

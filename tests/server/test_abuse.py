@@ -359,7 +359,7 @@ def test_only_the_key_opens() -> None:
             assert response.headers["www-authenticate"] == "Bearer"
         for right in ("Bearer secret", "bearer secret", "BEARER  secret"):
             assert inside.client.get("/v1/models", headers={"authorization": right}).status_code == 200
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/live"):
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 200
         for path in ("/metrics", "/v1/nothing", "/openapi.json", "/docs"):
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 401

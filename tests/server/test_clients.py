@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.server.inside import Inside, served, wait_until
+from tests.server.inside import Inside, cut, served, wait_until
 from tests.server.test_abuse import JSON, refusal
 
 LONG = {"prompt": "x", "max_tokens": 4000}
@@ -286,7 +286,7 @@ def test_when_the_engine_is_gone_the_server_says_so() -> None:
         with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            inside.state.engine._process.kill()
+            cut(inside.state.engine)
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
         for path in ("/health", "/ready"):

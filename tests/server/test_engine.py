@@ -18,7 +18,7 @@ from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine, OutputQueue
 from speculon.engine.messages import Abort, Add, Admitted, Outputs, Ready, Refused, Statistics, Stop
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
-from tests.server.inside import ThreadEngine
+from tests.server.inside import ThreadEngine, cut
 from tests.server.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(30)
@@ -174,8 +174,7 @@ async def test_submitting_while_it_stops_is_refused_by_name() -> None:
 @running
 async def test_a_dead_pipe_is_an_error_of_ours() -> None:
     async with begun() as engine:
-        assert engine._pipe is not None
-        engine._process.kill()
+        cut(engine)
         with pytest.raises(EngineError):
             for i in range(3):
                 queue = await engine.submit([ask(f"r-{i}")])
@@ -191,7 +190,8 @@ async def test_stopping_while_it_loads_waits_for_nothing() -> None:
     try:
         starting = asyncio.ensure_future(engine.start())
         await asyncio.sleep(0.3)
-        process = engine._process
+        assert engine._process is not None
+        process = engine._process._process
         starting.cancel()
         began = asyncio.get_running_loop().time()
         await engine.stop()
@@ -218,8 +218,8 @@ class Riddle:
 async def test_a_message_that_cannot_be_read_ends_the_engine() -> None:
     async with begun() as engine:
         queue = await engine.submit([ask("r", max_tokens=2000)])
-        theirs = engine._process._pipe
-        theirs.send(Riddle())
+        assert engine._process is not None
+        engine._process._process._pipe.send(Riddle())
         with pytest.raises(EngineError, match="cannot be read"):
             await all_of(queue)
         queue.close()

@@ -29,6 +29,7 @@ OPERATIONS = {
     "/v1/models": "get",
     "/health": "get",
     "/ready": "get",
+    "/live": "get",
     "/metrics": "get",
 }
 

@@ -26,7 +26,7 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
     """Name -> type and samples."""
     counters = EngineCounters()
     counters.totals.add(stats)
-    engine = SimpleNamespace(counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0)
+    engine = SimpleNamespace(counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0, restarts=0)
     content, *_ = Metrics(cast(Any, engine), "demo").page()
     return {
         family.name: (family.type, family.samples)

@@ -49,6 +49,13 @@ class ServeConfig(Checked):
     drain_timeout: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="seconds that running requests have after SIGTERM"
     )
+    engine_timeout: float = Field(
+        60.0,
+        ge=1,
+        allow_inf_nan=False,
+        description="seconds without a message of an engine that has work; then it is hung",
+    )
+    restart_engine: bool = Field(False, description="end a hung engine; load it again, and one that has died")
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
     capture: Path | None = Field(

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import multiprocessing as mp
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from threading import Thread
+from time import monotonic
 from typing import Any
 
+from speculon.config import EngineConfig
 from speculon.core import Load
 from speculon.engine.messages import (
     Abort,
@@ -31,13 +32,16 @@ from speculon.engine.messages import (
     Refused,
     Stage,
     Statistics,
-    Stop,
 )
-from speculon.errors import EngineError, InvalidParameter, InvalidRequest, SpeculonError
+from speculon.engine.process import EngineProcess
+from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, SpeculonError
 from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
-STOP_SECONDS = 10.0  # given to the engine's process to end by itself
+# guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
+STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
+
+log = logging.getLogger("speculon")
 
 
 class OutputQueue:
@@ -111,26 +115,51 @@ class AsyncEngine:
     >>> engine = AsyncEngine({"model": "demo"})
     >>> await engine.start()
     >>> outputs = await engine.submit([Add("r-1", ids, SamplingParams(max_tokens=16))])
+
+    A process that ends or hangs is replaced, where `serve.restart_engine` says so.
     """
 
     def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
         self._settings, self._on_stage = settings, on_stage or (lambda name: None)
+        serve = EngineConfig(**settings).serve
+        self._timeout, self._restart = serve.engine_timeout, serve.restart_engine
         self._open: dict[str, OutputQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._forgetting: dict[int, asyncio.Future[int]] = {}
         self._numbers = itertools.count()
         self._ready: asyncio.Future[Ready] | None = None
-        self._process: Any = None
-        self._pipe: Connection | None = None
-        self._sender = ThreadPoolExecutor(1, "speculon-send")  # a full pipe must not block the event loop
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._loaded_at = self._lost_at = 0.0
+        self._pause = 0.0  # seconds before the next process is started
         self.counters, self.load = EngineCounters(), Load(0, 0, 0)
-        self.facts: Ready | None = None
+        self.facts: Ready | None = None  # None while a process loads
+        self.restarts = 0
+        self.draining = False  # set where no other process is to be started
         self.error: SpeculonError | None = None  # why the engine has ended
         self.ended = asyncio.Event()  # set with `error`
 
     @property
     def alive(self) -> bool:
         return self.error is None
+
+    @property
+    def hung(self) -> bool:
+        """Whether the process has work, and nothing came from it for `serve.engine_timeout` seconds."""
+        return self._silent >= self._timeout
+
+    @property
+    def _silent(self) -> float:
+        return self._process.silent if self._process is not None else 0.0
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be served now; None where it can."""
+        if self.error is not None:
+            return f"the engine has ended: {self.error}"
+        if self.facts is None:
+            return "the model is being loaded again" if self.restarts else "the model is being loaded"
+        return f"the engine has not answered for {self._silent:.0f} s" if self.hung else None
 
     @property
     def open_requests(self) -> int:
@@ -142,11 +171,13 @@ class AsyncEngine:
 
     async def start(self) -> Ready:
         """Loads the model, which takes seconds to minutes; raises what `LLM` would raise."""
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        self._process, self._pipe = self._launch()
-        Thread(target=self._receive, args=(loop, self._pipe), name="speculon-receive", daemon=True).start()
+        self._ready = asyncio.get_running_loop().create_future()
+        self._begin()
+        self._supervisor = asyncio.create_task(self._supervise())
         return await asyncio.shield(self._ready)
+
+    def _begin(self) -> None:
+        self._process = EngineProcess(*self._launch(), self._handle, self._lose)
 
     def _launch(self) -> tuple[Any, Connection]:
         """The engine's process, started, and our end of the pipe to it."""
@@ -164,8 +195,6 @@ class AsyncEngine:
 
         Close the queue when done with it.
         """
-        if self.error is not None:
-            raise self.error
         if taken := next((add.request_id for add in adds if add.request_id in self._open), None):
             raise InvalidParameter("request_id", taken, "is in use")
         queue = OutputQueue(self, adds)
@@ -186,8 +215,6 @@ class AsyncEngine:
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
         """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools."""
-        if self.error is not None:
-            raise self.error
         number = next(self._numbers)
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forgetting[number] = reply
@@ -220,40 +247,72 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """Ends the process; running requests are lost."""
+        reads = self.facts is not None and not self.hung  # nothing while it loads
         process, self._process = self._process, None
         if process is None:
             return
+        if self._supervisor is not None:
+            self._supervisor.cancel()
         self.fail(EngineError("the engine has been stopped"))
-        if self.facts is None:  # it reads nothing while it loads
-            process.kill()
-        with contextlib.suppress(SpeculonError, TimeoutError):
-            await asyncio.wait_for(self._send(Stop()), STOP_SECONDS)
-        await asyncio.to_thread(process.join, STOP_SECONDS)
-        if process.is_alive():
-            process.kill()
-            await asyncio.to_thread(process.join)
-        self._sender.shutdown(wait=False)
+        await process.end(by_itself=reads)
 
     async def _send(self, message: FromServer) -> None:
-        assert self._pipe is not None, "start() comes first"
+        if self.error is not None:
+            raise self.error
+        if self.facts is None or self._process is None:  # what it cannot read yet is no sign of a hung engine
+            raise NotReady(self.trouble)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._sender, self._pipe.send, message)
+            await self._process.send(message)
         except RecursionError:
             raise InvalidRequest("the request is nested too deeply") from None
         except (OSError, RuntimeError) as error:  # the process has ended, or the server is about to
-            raise self.error or EngineError(f"the engine cannot be reached: {error}") from None
+            raise self.error or NotReady(f"the engine cannot be reached: {error}") from None
 
-    def _receive(self, loop: asyncio.AbstractEventLoop, pipe: Connection) -> None:
-        """In a thread of its own: reads every message at once, so that the engine never waits."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            try:
-                while True:
-                    loop.call_soon_threadsafe(self._handle, pipe.recv())
-            except (EOFError, OSError):
-                loop.call_soon_threadsafe(self.fail, EngineError("the engine's process has ended"))
-            except Exception as error:  # not to be unpickled
-                fault = EngineError(f"a message of the engine cannot be read: {type(error).__name__}")
-                loop.call_soon_threadsafe(self.fail, fault)
+    async def _supervise(self) -> None:
+        """Sees a process that hangs, and starts another after one that was lost."""
+        interval = min(1.0, self._timeout / 10)
+        while self.alive and self._process is not None:
+            if self._process.ended:
+                await self._start_again(self._process)
+            else:
+                self._check_silence(self._process, interval)
+            await asyncio.sleep(interval)
+
+    def _check_silence(self, process: EngineProcess, seconds: float) -> None:
+        was_hung, silent = self.hung, self._silent
+        process.count_silence(seconds)
+        if self.hung and not was_hung:
+            if self._restart:
+                self._lose(NotReady(self.trouble))
+            else:
+                log.error("%s; %d requests are open", self.trouble, self.open_requests)
+        elif was_hung and not self.hung:
+            log.warning("the engine answers again, after %.0f s", silent)
+
+    def _lose(self, fault: SpeculonError) -> None:
+        """The process has ended or hangs: another is started where that is allowed, else this is the end."""
+        # one that fails to load again would fail once more
+        if not self._restart or self.draining or self.facts is None or self._process is None:
+            return self.fail(fault)
+        self._process.ended = True
+        self.facts, self.load = None, Load(0, 0, 0)
+        self.restarts += 1
+        self._lost_at = monotonic()
+        log.error("%s; it is started again (restart %d)", fault, self.restarts)
+        self._fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"))
+
+    async def _start_again(self, process: EngineProcess) -> None:
+        """After a pause, which grows while processes end soon after they have loaded."""
+        await process.end(by_itself=False)
+        if self._lost_at - self._loaded_at > STEADY_SECONDS:
+            self._pause = 0.0
+        await asyncio.sleep(self._pause)
+        self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
+        try:
+            if self.alive:
+                self._begin()
+        except OSError as error:
+            self.fail(EngineError(f"the engine's process cannot be started again: {error}"))
 
     def _handle(self, message: FromWorker) -> None:
         match message:
@@ -261,14 +320,14 @@ class AsyncEngine:
                 for event in events:
                     if queue := self._open.get(event.request_id):
                         queue.put(event)
-            case Statistics(counters, load):
+            case Statistics(counters, load, _):
                 self.counters, self.load = counters, load
             case Admitted(request_id):
                 if queue := self._open.get(request_id):
                     queue.admit(request_id)
             case Refused(request_id, error):
                 if not request_id:
-                    self.fail(error)
+                    self._lose(error)
                 elif queue := self._open.get(request_id):
                     queue.fail(error)
             case PoolsForgotten(number, pools):
@@ -277,7 +336,9 @@ class AsyncEngine:
             case Stage(name):
                 self._on_stage(name)
             case Ready():
-                self.facts = message
+                self.facts, self._loaded_at = message, monotonic()
+                if self.restarts:
+                    log.warning("the engine serves again, after %.1f s", self._loaded_at - self._lost_at)
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
 
@@ -290,6 +351,9 @@ class AsyncEngine:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # read once, or asyncio reports it as never retrieved
+        self._fail_requests(error)
+
+    def _fail_requests(self, error: SpeculonError) -> None:
         for queue in set(self._open.values()):
             queue.fail(error)
         for reply in self._forgetting.values():

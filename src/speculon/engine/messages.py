@@ -87,10 +87,11 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The engine's counters and load, a few times a second."""
+    """The engine's counters and load, a few times a second while it has work; also its heartbeat."""
 
     counters: EngineCounters
     load: Load
+    read: int  # messages of the server so far
 
 
 FromServer = Add | Abort | ForgetPools | Stop

@@ -34,7 +34,7 @@ from speculon.telemetry import EngineCounters
 
 Build = Callable[[EngineConfig, Callable[[str], None]], "ServedEngine"]
 
-STATISTICS_SECONDS = 0.25  # between two messages with the counters
+STATISTICS_SECONDS = 0.25  # between two messages with the counters; `serve.engine_timeout` is longer
 # without work before the pages are counted: a request that comes soon must not wait for that
 IDLE_SECONDS = 1.0
 RETRIES = 1  # of a step that failed; it left everything as it was
@@ -103,6 +103,7 @@ class Worker:
         self.engine, self._pipe = engine, pipe
         self._statistics_at = 0.0  # when they were sent last
         self._failures = 0  # steps that failed in a row
+        self._read = 0  # messages so far
         self._checked = False  # whether the pages were counted since the last message
 
     def run(self) -> None:
@@ -121,6 +122,7 @@ class Worker:
             if not self.engine.has_work:
                 self._check_when_idle()
             message: FromServer = self._pipe.recv()
+            self._read += 1
             self._checked = False
             match message:
                 case Add():
@@ -182,4 +184,4 @@ class Worker:
 
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
-        self._pipe.send(Statistics(self.engine.counters, self.engine.load))
+        self._pipe.send(Statistics(self.engine.counters, self.engine.load, self._read))

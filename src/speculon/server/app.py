@@ -158,15 +158,23 @@ def add_models(app: FastAPI, state: AppState) -> None:
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live", responses=RESPONSES)
+    async def live() -> schemas.Health:
+        """Whether the server's process runs, whatever its engine does."""
+        return schemas.Health(status="live")
+
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=RESPONSES)
     async def health() -> schemas.Health:
-        """Whether the process lives; 503 once the engine has ended."""
-        state.check_engine()
+        """Whether the engine serves: 503 while the model is loaded, and once the engine hangs or ends."""
+        state.check_health()
         return schemas.Health(status="ok")
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=RESPONSES)
     async def ready() -> schemas.Health:
-        """Whether requests are taken: 503 while the model is loaded, and while the server ends."""
+        """Whether requests are taken: as `/health`, and 503 while the server ends."""
         state.check_ready()
         return schemas.Health(status="ready")
 

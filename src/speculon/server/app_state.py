@@ -80,22 +80,23 @@ class AppState:
     @property
     def facts(self) -> Ready:
         if self.engine.facts is None:
-            raise NotReady("the model is being loaded")
+            raise NotReady(self.engine.trouble)
         return self.engine.facts
 
-    def check_engine(self) -> None:
-        if self.engine.error is not None:
-            raise NotReady(f"the engine has ended: {self.engine.error}")
+    def check_health(self) -> None:
+        """Raises `NotReady` while the engine cannot serve: it loads, hangs, or has ended."""
+        if self.engine.trouble is not None:
+            raise NotReady(self.engine.trouble)
+        _ = self.model
 
     def check_ready(self) -> None:
         if self.draining:
             raise NotReady("the server is about to end")
-        self.check_engine()
-        _ = self.model
+        self.check_health()
 
     def drain(self) -> None:
         """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
-        self.draining = True
+        self.draining = self.engine.draining = True
         asyncio.get_running_loop().call_later(self.config.drain_timeout, self.engine.abort_all)
 
     async def read(self, work: Callable[[], T]) -> T:

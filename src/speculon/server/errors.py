@@ -58,7 +58,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         413: "The body is too large",
         429: "Too many requests wait",
         500: "A fault of the server or its engine",
-        503: "The model is being loaded, or the server is about to end",
+        503: "The model is being loaded, the engine hangs, or the server is about to end",
     }.items()
 }
 

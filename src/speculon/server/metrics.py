@@ -32,6 +32,7 @@ class EngineStatistics(Protocol):
     counters: EngineCounters
     load: Load
     facts: Ready | None
+    restarts: int
 
     @property
     def open_requests(self) -> int: ...
@@ -174,6 +175,8 @@ class EngineCollector(Collector):
 
     def _state(self, counters: EngineCounters) -> Iterator[Metric]:
         load, facts = self._engine.load, self._engine.facts
+        text = "processes of the engine that were started after one that died or hung"
+        yield counter("engine_restarts", text, {(): self._engine.restarts})
         yield gauge("history_pools", "pools of earlier answers", counters.pools)
         yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
         yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)

@@ -28,7 +28,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/ready")  # probes have no key
+OPEN_PATHS = ("/health", "/ready", "/live")  # probes have no key
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
 CLIENT_GONE = 499  # a status in the log alone, as nginx logs it
