@@ -132,7 +132,6 @@ def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
 
 
 def test_text_is_the_same_with_tools_that_are_not_called(client: openai.OpenAI) -> None:
-    """What the grammar allows it does not change: the prompt is given as the system message has it."""
     plain = chat(client, tools=TOOLS, temperature=0, **spec(method="off")).choices[0]
     for way in ({}, spec(method="ngram", num_speculative_tokens=8)):
         drafted = chat(client, tools=TOOLS, tool_choice="auto", temperature=0, **way).choices[0]

@@ -68,6 +68,7 @@ G = '{"name":"g","arguments":{"y":[{}]}}'
 BOTH = [("f", {"x": '}]\\"{<é>'}), ("g", {"y": [{}]})]
 TWO = f"[{F},{G}]"
 DEEP = f"<tool_call>{'[' * 9999}</tool_call>"
+CALL = '<tool_call>{"name":"h","arguments":{}}</tool_call>'
 IN_TAGS = f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>"
 TEXTS: dict[str, tuple[type, str, Any, bool]] = {
     "text": (TAGGED, "Hello < there", ("Hello < there", []), False),
@@ -85,7 +86,8 @@ TEXTS: dict[str, tuple[type, str, Any, bool]] = {
     "an array": (REQUIRED, TWO, (None, BOTH), True),
     "a cut array": (REQUIRED, '[{"name":"f","argum', ("", []), False),
     "guided": (GUIDED, IN_TAGS, (None, BOTH), True),
-    "guided, with text": (GUIDED, f"a {IN_TAGS} z", ("a  z", BOTH), True),
+    "guided, with text": (GUIDED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
+    "text after a call": (TAGGED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
     "guided, only text": (GUIDED, "a <tool_ca", ("a <tool_ca", []), False),
     "guided, cut": (GUIDED, 'a <tool_call>{"name":"f","argum', ("a ", []), False),
     "a tag that was not guided": (GUIDED, "a <tool_call> {", ("a <tool_call> {", []), False),
@@ -187,6 +189,15 @@ def test_the_schema_of_calls_keeps_every_tools_own_definitions() -> None:
     )
 
 
+def test_the_schema_of_calls_keeps_a_tools_reference_to_itself() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
+    schema = calls_schema([{"name": "a", "parameters": tree}], parallel=True)
+    arguments = schema["items"]["properties"]["arguments"]
+    assert schema["$defs"] == {"a": arguments}
+    parts = {"left": {"$ref": "#/$defs/a"}, "right": {"$ref": "#/$defs/a/properties/left"}}
+    assert arguments["properties"] == parts
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -267,10 +278,10 @@ def test_a_chat_with_tools_for_a_template_without() -> None:
         {"role": "tool", "content": "1", "tool_call_id": "a"},
         {"role": "tool", "content": "2", "tool_call_id": "b"},
     ]
-    system, asked, called, answered = generic_messages(messages, TOOLS, "Call:")
+    system, question, called, answered = generic_messages(messages, TOOLS, "Call:")
     assert system["role"] == "system" and system["content"].endswith("\nBe brief.")
     assert system["content"].startswith('Call:\n{"name": "f"')
-    assert asked == {"role": "user", "content": "q"}
+    assert question == {"role": "user", "content": "q"}
     f, g = '{"name":"f","arguments":{"x":"é"}}', '{"name":"g","arguments":{}}'
     content = f"<tool_call>{f}</tool_call>\n<tool_call>{g}</tool_call>"
     assert called == {"role": "assistant", "content": content}

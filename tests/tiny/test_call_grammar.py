@@ -156,10 +156,10 @@ def test_calls_are_valid_and_the_text_before_them_is_what_it_was_without_tools()
 @pytest.mark.usefixtures("drafters")
 @pytest.mark.parametrize("shift", range(len(METHODS)))
 def test_drafts_change_no_token(shift: int) -> None:
-    asked = [
+    changed = [
         replace(one, speculation=METHODS[(i + shift) % len(METHODS)]) for i, one in enumerate(requests())
     ]
-    results = write(asked, speculation=DRAFT)
+    results = write(changed, speculation=DRAFT)
     for key, result in results.items():
         assert (result.tokens, result.finish) == (plain()[key].tokens, plain()[key].finish)
     assert sum(result.stats.accepted for result in results.values()) > 20

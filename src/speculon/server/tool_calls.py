@@ -43,7 +43,7 @@ class TextParser:
     called = False
 
     def push(self, text: str) -> list[Delta]:
-        return [{"content": text}] if text else []
+        return text_delta(text)
 
     def end(self) -> list[Delta]:
         return []
@@ -92,7 +92,7 @@ class GuidedCallsParser:
 
     def end(self) -> list[Delta]:
         # elsewhere the grammar's own text is held, which no client asked for
-        return text_delta(self._held, self._calls) if self._state == self._text else []
+        return text_delta(self._held) if self._state == self._text else []
 
     # Each state takes what it can of `_held`; true where the next state goes on.
 
@@ -102,7 +102,7 @@ class GuidedCallsParser:
             certain = len(text) - partial_tag(text, OPEN)
             text, rest = text[:certain], text[certain:]
         self._held = rest
-        deltas += text_delta(text, self._calls)
+        deltas += text_delta(text)
         if opening:
             self._state = self._head
         return bool(opening)
@@ -110,7 +110,7 @@ class GuidedCallsParser:
     def _head(self, deltas: list[Delta]) -> bool:
         if self._held.startswith(CALL_START) or CALL_START.startswith(self._held):
             return self._begin(CALL.match(self._held))
-        deltas += text_delta(OPEN, self._calls)  # the grammar did not see this tag: a special token cut it
+        deltas += text_delta(OPEN)  # the grammar did not see this tag: a special token cut it
         self._state = self._text
         return True
 
@@ -136,8 +136,14 @@ class GuidedCallsParser:
     def _close(self, deltas: list[Delta]) -> bool:
         closed = self._held.startswith(CLOSE)
         if closed:
-            self._held, self._state = self._held.removeprefix(CLOSE), self._text
+            self._held, self._state = self._held.removeprefix(CLOSE), self._gap
         return closed
+
+    def _gap(self, deltas: list[Delta]) -> bool:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._state = self._text
+        return bool(self._held)
 
 
 class RequiredCallsParser(GuidedCallsParser):
@@ -180,7 +186,7 @@ class TaggedCallsParser:
     most: int | None = None  # calls; what follows them is dropped
 
     def __init__(self) -> None:
-        self._held, self._calls = "", 0
+        self._held, self._calls, self._gap = "", 0, False
 
     @property
     def called(self) -> bool:
@@ -192,6 +198,9 @@ class TaggedCallsParser:
         while True:
             if self._calls == self.most:
                 self._held = ""
+            if self._gap:  # blanks after a call are no text, in whatever pieces they come
+                self._held = self._held.lstrip()
+                self._gap = not self._held
             at = self._held.find(OPEN)
             if at < 0:
                 certain = len(self._held) - partial_tag(self._held, OPEN)
@@ -207,13 +216,13 @@ class TaggedCallsParser:
 
     def _take_text(self, upto: int) -> list[Delta]:
         text, self._held = self._held[:upto], self._held[upto:]
-        return text_delta(text, self._calls)
+        return text_delta(text)
 
     def _take_call(self, upto: int) -> list[Delta]:
         calls = read_calls(self._held[len(OPEN) : upto - len(CLOSE)])
         if not calls:
             return self._take_text(upto)
-        self._held = self._held[upto:].lstrip("\n")
+        self._held, self._gap = self._held[upto:], True
         self._calls += 1
         return [{"tool_calls": [new_call(self._calls - 1, *calls[0])]}]
 
@@ -232,7 +241,7 @@ class JsonCallParser:
 
     def push(self, text: str) -> list[Delta]:
         if self._is_text:
-            return [{"content": text}] if text else []
+            return text_delta(text)
         self._text += text
         start = self._text.lstrip()
         if not start or start.startswith("{"):
@@ -299,9 +308,8 @@ def more_arguments(index: int, text: str) -> Delta:
     return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def text_delta(text: str, calls: int) -> list[Delta]:
-    """`text` as content; blank text after a call is none."""
-    return [{"content": text}] if text and (text.strip() or not calls) else []
+def text_delta(text: str) -> list[Delta]:
+    return [{"content": text}] if text else []
 
 
 def merge_deltas(deltas: Seq[Delta]) -> Delta:
@@ -372,7 +380,10 @@ def call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dic
         own = parameters.pop(key, None)
         for part, schema in own.items() if isinstance(own, Mapping) else ():
             definitions[f"{name}.{part}"] = moved(schema, name)
-    properties = {"name": {"const": name}, "arguments": moved(parameters, name)}
+    arguments = moved(parameters, name)
+    if any(f'"#/$defs/{name}{end}' in json.dumps(arguments | definitions) for end in '"/'):
+        definitions[name] = arguments  # it refers to itself
+    properties = {"name": {"const": name}, "arguments": arguments}
     return {
         "type": "object",
         "properties": properties,
@@ -397,4 +408,5 @@ def moved_reference(reference: Any, name: str) -> Any:
     for start in ("#/$defs/", "#/definitions/"):
         if isinstance(reference, str) and reference.startswith(start):
             return f"#/$defs/{name}.{reference.removeprefix(start)}"
-    return reference
+    whole = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+    return f"#/$defs/{name}{reference[1:]}" if whole else reference
