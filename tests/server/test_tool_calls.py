@@ -222,8 +222,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, "strict": False}}
     for name in "fg"
 ]
-SAID = f"say:Well: {IN_TAGS}"
-PLAIN = "{{ messages }}"  # knows no tools
+ANSWER = f"say:Well: {IN_TAGS}"
+PLAIN = "{{ messages }}"  # without tools
 
 
 def user(text: str) -> list[Any]:
@@ -255,7 +255,7 @@ def test_calls_in_the_generic_form() -> None:
     fields: dict[str, Any] = {"model": "scripted", "max_tokens": 300, "tools": TOOLS}
     with served(template=PLAIN) as inside, OpenAI(base_url=inside.url + "/v1", api_key="x") as client:
         for more in ({}, {"tool_choice": "auto"}, {"tool_choice": "auto", "parallel_tool_calls": True}):
-            answer = client.chat.completions.create(messages=user(SAID), **fields, **more)
+            answer = client.chat.completions.create(messages=user(ANSWER), **fields, **more)
             (choice,) = answer.choices
             assert choice.finish_reason == "tool_calls" and choice.message.content == "Well: "
             made = choice.message.tool_calls or []
