@@ -9,6 +9,7 @@ call.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -32,6 +33,7 @@ MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
+NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
 
 
 class Matcher:
@@ -123,15 +125,14 @@ class Grammars:
         try:
             found = LLMatcher(tokenizer, source(name, value), log_level=0, limits=limits)
         except ValueError as error:
-            raise InvalidParameter(f"structured.{name}", value, str(error)) from None
+            raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
         if found.is_error():
-            raise InvalidParameter(f"structured.{name}", value, found.get_error().strip())
+            raise InvalidParameter(f"structured.{name}", value, first_line(found.get_error()))
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False
         if not opening.any():
-            why = f"no text but the empty one fits it, in this vocabulary {start.get_error()}"
-            raise InvalidParameter(f"structured.{name}", value, why.strip())
+            raise InvalidParameter(f"structured.{name}", value, NOTHING_FITS)
         self._compiled[key] = found
         if len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
@@ -234,6 +235,12 @@ class LookAheadMatchers:
         """Moves on over a draft; whether anything can follow it."""
         matcher = self._ahead.get(i)
         return matcher is None or (matcher.consume([token]) and not matcher.complete)
+
+
+def first_line(error: str) -> str:
+    """What llguidance says is wrong, without its drawing of the place."""
+    fault = re.search(r"^error: (.+)$", error, re.MULTILINE)
+    return fault[1] if fault else error.strip().partition("\n")[0]
 
 
 def source(kind: str, value: Any) -> str:

@@ -97,6 +97,12 @@ class Tokenizer:
         template = self.inner.chat_template
         return str(template.get("default", "") if isinstance(template, dict) else template or "")
 
+    @property
+    def special_ids(self) -> list[int]:
+        """The added tokens that are marked as special."""
+        added = getattr(self.inner, "added_tokens_decoder", {})
+        return sorted(token for token, known in added.items() if known.special)
+
     def token_text(self, token: int) -> str:
         """One token alone; bytes that are no whole character show as U+FFFD."""
         return self.decode([token], skip_special_tokens=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -99,12 +100,43 @@ def test_a_tool_that_is_named(client: openai.OpenAI, stream: bool) -> None:
 
 def test_tools_that_may_not_be_used(client: openai.OpenAI) -> None:
     assert chat(client, tools=TOOLS, tool_choice="none", temperature=0).choices[0].message.content
-    with pytest.raises(openai.BadRequestError) as caught:  # the demo model's template knows no tools
-        chat(client, tools=TOOLS)
-    assert caught.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
     assert caught.value.param == "tool_choice.function.name"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_the_model_begins_follows_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    """The demo model begins one only if it is made to prefer the tag to a JSON object."""
+    prefer = {"logit_bias": {str(tokens_of(client, "<")[0]): 50}, "response_format": {"type": "json_object"}}
+    more = {**FORMED, **prefer, "tools": TOOLS, "parallel_tool_calls": False}
+    answer = chat(client, **more, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        content = "".join(chunk.delta.content or "" for chunk in chunks)
+        name, arguments = calls[0].function.name, "".join(call.function.arguments for call in calls)
+        reason = chunks[-1].finish_reason
+    else:
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+        (call,) = message.tool_calls
+        name, arguments, content = call.function.name, call.function.arguments, message.content or ""
+    assert (reason, content) == ("tool_calls", "")
+    assert set(json.loads(arguments)) == {"birth": {"name", "age"}, "now": set()}[name]
+
+
+def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    tokens: list[int] = httpx.post(url, json={"prompt": text}).json()["tokens"]
+    return tokens
+
+
+def test_text_is_the_same_with_tools_that_are_not_called(client: openai.OpenAI) -> None:
+    plain = chat(client, tools=TOOLS, temperature=0, **spec(method="off")).choices[0]
+    for way in ({}, spec(method="ngram", num_speculative_tokens=8)):
+        drafted = chat(client, tools=TOOLS, tool_choice="auto", temperature=0, **way).choices[0]
+        assert (drafted.message.content, drafted.finish_reason) == (plain.message.content, "length")
+        assert drafted.message.tool_calls is None
 
 
 def test_a_tool_answers_and_the_chat_goes_on(client: openai.OpenAI) -> None:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai import OpenAI
 
+from speculon.server.completions import generic_messages
 from speculon.server.tool_calls import (
+    GuidedCallsParser,
     JsonCallParser,
     NamedCallParser,
+    OneTaggedCallParser,
     ReplyParser,
     RequiredCallsParser,
     TaggedCallsParser,
@@ -49,6 +53,7 @@ def read(make: Callable[[], ReplyParser], parts: list[str]) -> tuple[Any, bool]:
         (LLAMA, JsonCallParser),
         ("{{ messages }}", None),
         ("{{ messages }}<tool_call>", None),
+        (HERMES + "<function=name>", None),
         ("", None),
     ],
 )
@@ -56,9 +61,15 @@ def test_templates_tell_how_calls_are_written(template: str, parser: type | None
     assert parser_for(template) is parser
 
 
-TAGGED, JSON_CALL = TaggedCallsParser, JsonCallParser
+TAGGED, JSON_CALL, GUIDED = TaggedCallsParser, JsonCallParser, GuidedCallsParser
 REQUIRED, TEXT = RequiredCallsParser, TextParser
-TWO = '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"y": []}}]'
+F = '{"name":"f","arguments":{"x":"}]\\\\\\"{<é>"}}'
+G = '{"name":"g","arguments":{"y":[{}]}}'
+BOTH = [("f", {"x": '}]\\"{<é>'}), ("g", {"y": [{}]})]
+TWO = f"[{F},{G}]"
+DEEP = f"<tool_call>{'[' * 9999}</tool_call>"
+CALL = '<tool_call>{"name":"h","arguments":{}}</tool_call>'
+IN_TAGS = f"<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>"
 TEXTS: dict[str, tuple[type, str, Any, bool]] = {
     "text": (TAGGED, "Hello < there", ("Hello < there", []), False),
     "a call": (TAGGED, call(x=1), (None, [("f", {"x": 1})]), True),
@@ -72,8 +83,16 @@ TEXTS: dict[str, tuple[type, str, Any, bool]] = {
     "another object": (JSON_CALL, '{"x": 2}', ('{"x": 2}', []), False),
     "no object": (JSON_CALL, "  {no", ("  {no", []), False),
     "words": (JSON_CALL, "\n hello {", ("\n hello {", []), False),
-    "an array": (REQUIRED, TWO, (None, [("f", {}), ("g", {"y": []})]), True),
-    "a cut array": (REQUIRED, '[{"name": "f", "argum', ('[{"name": "f", "argum', []), False),
+    "an array": (REQUIRED, TWO, (None, BOTH), True),
+    "a cut array": (REQUIRED, '[{"name":"f","argum', ("", []), False),
+    "guided": (GUIDED, IN_TAGS, (None, BOTH), True),
+    "guided, with text": (GUIDED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
+    "text after a call": (TAGGED, f"a {CALL}\n \n z {CALL}", ("a z ", [("h", {})] * 2), True),
+    "guided, only text": (GUIDED, "a <tool_ca", ("a <tool_ca", []), False),
+    "guided, cut": (GUIDED, 'a <tool_call>{"name":"f","argum', ("a ", []), False),
+    "a tag that was not guided": (GUIDED, "a <tool_call> {", ("a <tool_call> {", []), False),
+    "one call": (OneTaggedCallParser, "a" + call(x=1) + call("g") + "b", ("a", [("f", {"x": 1})]), True),
+    "too deep": (TAGGED, DEEP, (DEEP, []), False),
     "nothing": (REQUIRED, "", ("", []), False),
     "spoken": (TEXT, call(), (call(), []), False),
 }  # fmt: skip
@@ -95,6 +114,41 @@ def test_arguments_of_a_named_tool_stream_as_they_come(cuts: list[int]) -> None:
     assert len(deltas) == len(edges) - 1 and parser.called
     (made,) = merge_deltas(deltas + parser.end())["tool_calls"]
     assert made["function"] == {"name": "f", "arguments": text}
+
+
+@pytest.mark.parametrize("make", [RequiredCallsParser, GuidedCallsParser])
+def test_a_call_that_is_cut_is_a_partial_call(make: type[ReplyParser]) -> None:
+    """At each of its characters; in one piece and streamed, which are the same."""
+    text = TWO if make is RequiredCallsParser else IN_TAGS
+    starts = [text.index('arguments":') + len('arguments":'), text.rindex('arguments":') + len('arguments":')]
+    for end in range(len(text)):
+        parser, streamed = make(), make()
+        whole = merge_deltas(parser.push(text[:end]) + parser.end())
+        deltas = [delta for char in text[:end] for delta in streamed.push(char)] + streamed.end()
+        merged = merge_deltas(deltas)
+        calls = merged.get("tool_calls", [])
+        assert [one["function"] for one in calls] == [one["function"] for one in whole.get("tool_calls", [])]
+        assert (whole["content"] or "") == (merged["content"] or "") and "name" not in (
+            merged["content"] or ""
+        )
+        assert len(calls) == sum(start <= end for start in starts) and streamed.called == bool(calls)
+        for name, arguments, one in zip("fg", [F, G], calls, strict=False):
+            assert one["function"]["name"] == name
+            assert arguments.partition('arguments":')[2][:-1].startswith(one["function"]["arguments"])
+        if calls and end < len(text) - len("}]"):
+            assert calls[-1]["function"]["arguments"] in text[starts[len(calls) - 1] : end]
+
+
+def test_a_push_adds_once_to_a_call() -> None:
+    """Clients merge the entries of a chunk by index."""
+    for text in (TWO, IN_TAGS):
+        for step in (1, 7, 30, 200):
+            parser: ReplyParser = RequiredCallsParser() if text is TWO else GuidedCallsParser()
+            for at in range(0, len(text), step):
+                added = [
+                    c["index"] for d in parser.push(text[at : at + step]) for c in d.get("tool_calls", ())
+                ]
+                assert len(added) == len(set(added))
 
 
 def test_a_recogniser_that_loses_text_is_seen() -> None:
@@ -135,6 +189,15 @@ def test_the_schema_of_calls_keeps_every_tools_own_definitions() -> None:
     )
 
 
+def test_the_schema_of_calls_keeps_a_tools_reference_to_itself() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
+    schema = calls_schema([{"name": "a", "parameters": tree}], parallel=True)
+    arguments = schema["items"]["properties"]["arguments"]
+    assert schema["$defs"] == {"a": arguments}
+    parts = {"left": {"$ref": "#/$defs/a"}, "right": {"$ref": "#/$defs/a/properties/left"}}
+    assert arguments["properties"] == parts
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -153,3 +216,106 @@ def test_calls_that_the_model_makes_by_itself(stream: bool) -> None:
             if stream:
                 more = {"stream": True, "stream_options": {"include_usage": True}}
                 check_alike(whole, events_of(inside.post("chat/completions", **body, **more)))
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}, "strict": False}}
+    for name in "fg"
+]
+ANSWER = f"say:Well: {IN_TAGS}"
+PLAIN = "{{ messages }}"  # without tools
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_a_forced_call_that_max_tokens_cuts(choice: Any) -> None:
+    named, cut = isinstance(choice, dict), len('[{"name":"f","arguments":{"x":"yy')
+    text = '{"x":"yyyy"}' if named else '[{"name":"f","arguments":{"x":"yyyy"}}]'
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    with served(template=PLAIN) as inside:
+        body = {"tools": TOOLS, "tool_choice": choice, "messages": user("say:" + text)}
+        body["max_tokens"] = cut - len(text.partition("{")[0] + '{"name":"f","arguments":') * named + named
+        whole = inside.post("chat/completions", **body).json()
+        (got,) = whole["choices"]
+        assert got["finish_reason"] == "length" and not got["message"]["content"]
+        (made,) = got["message"]["tool_calls"]
+        assert made["function"]["name"] == "f" and made["function"]["arguments"].startswith('{"x":"y')
+        chunks = events_of(inside.post("chat/completions", **body, **more))
+        check_alike(whole, chunks)
+        assert sum(bool(c["delta"].get("tool_calls")) for e in chunks for c in e["choices"]) > 2, (
+            "not streamed"
+        )
+
+
+def test_calls_in_the_generic_form() -> None:
+    """As langchain's `bind_tools` and instructor's parallel mode ask, with the official client."""
+    fields: dict[str, Any] = {"model": "scripted", "max_tokens": 300, "tools": TOOLS}
+    with served(template=PLAIN) as inside, OpenAI(base_url=inside.url + "/v1", api_key="x") as client:
+        for more in ({}, {"tool_choice": "auto"}, {"tool_choice": "auto", "parallel_tool_calls": True}):
+            answer = client.chat.completions.create(messages=user(ANSWER), **fields, **more)
+            (choice,) = answer.choices
+            assert choice.finish_reason == "tool_calls" and choice.message.content == "Well: "
+            made = choice.message.tool_calls or []
+            assert [(c.function.name, json.loads(c.function.arguments)) for c in made] == BOTH  # type: ignore[union-attr]
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "1"} for c in made]
+        history = [*user("q"), choice.message.model_dump(), *results, *user("say:done")]
+        answer = client.chat.completions.create(messages=history, **fields)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("done", "stop")
+
+
+def test_a_chat_with_tools_for_a_template_without() -> None:
+    calls = [
+        {"function": {"name": "f", "arguments": {"x": "é"}}},
+        {"function": {"name": "g", "arguments": {}}},
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+        {"role": "tool", "content": "2", "tool_call_id": "b"},
+    ]
+    system, question, called, answered = generic_messages(messages, TOOLS, "Call:")
+    assert system["role"] == "system" and system["content"].endswith("\nBe brief.")
+    assert system["content"].startswith('Call:\n{"name": "f"')
+    assert question == {"role": "user", "content": "q"}
+    f, g = '{"name":"f","arguments":{"x":"é"}}', '{"name":"g","arguments":{}}'
+    content = f"<tool_call>{f}</tool_call>\n<tool_call>{g}</tool_call>"
+    assert called == {"role": "assistant", "content": content}
+    results = "<tool_response>1</tool_response>\n<tool_response>2</tool_response>"
+    assert answered == {"role": "user", "content": results}
+    assert generic_messages(messages[:2], [], "Call:") == messages[:2]
+
+
+def test_one_call_at_most() -> None:
+    with served(template=HERMES) as inside:
+        body = {"messages": user("say:" + call(x=1) + call("g")), "tools": TOOLS, "max_tokens": 300}
+        for parallel in (True, False):
+            (choice,) = inside.post("chat/completions", **body, parallel_tool_calls=parallel).json()[
+                "choices"
+            ]
+            assert len(choice["message"]["tool_calls"]) == 1 + parallel
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages.0.function_call",
+        ),
+    ],
+)
+def test_the_fields_before_tools_are_refused_by_name(more: dict[str, Any], param: str) -> None:
+    with served() as inside:
+        response = inside.post("chat/completions", **{"messages": user("q"), **more})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert error["message"].endswith("use tools, tool_choice and tool_calls")
+        nothing = {"messages": [{**user("say:a")[0], "function_call": None}], "functions": None}
+        assert inside.post("chat/completions", **nothing).status_code == 200

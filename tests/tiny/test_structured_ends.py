@@ -144,6 +144,8 @@ def test_log_probabilities_stay_raw() -> None:
         ),
         ({"choice": [""]}, "structured.choice", "no text but the empty one"),
         ({"regex": "#"}, "structured.regex", "in this vocabulary"),
+        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "a reference to itself alone never ends$"),
+        ({"grammar": "start: ("}, "structured.grammar", "Expected token"),
     ],
 )
 def test_what_cannot_be_written_is_refused_at_admission(
@@ -153,6 +155,7 @@ def test_what_cannot_be_written_is_refused_at_admission(
     with pytest.raises(InvalidParameter, match=limit) as caught:
         engine.add_request([1, 2], SamplingParams(structured=structured))
     assert caught.value.name == name and not engine.has_work
+    assert "\n" not in str(caught.value) and "NoExtension" not in str(caught.value)
     assert caught.value.value == next(iter(structured.values())) or name == "structured.choice"
 
 

@@ -7,23 +7,36 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from speculon.config import Structured
 from speculon.errors import InvalidParameter
 from speculon.server.capture_format import chat_prompt, completion_prompts
 from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, structured_of, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 from speculon.server.tool_calls import (
+    CLOSE,
+    OPEN,
+    GuidedCallsParser,
     NamedCallParser,
     ReplyParser,
     RequiredCallsParser,
     TextParser,
+    as_json,
+    calls_grammar,
     calls_schema,
     parser_for,
+    tagged_call,
 )
 
 DEFAULT_TOKENS = 16  # max_tokens of a completion, as OpenAI
-# for checkpoints whose template does not mention tools
+# For checkpoints whose template has no known form of tool calls: for a reply that may call, and one that
+# must.
 TOOLS_PROMPT = (
+    "You can call these functions. Write each call as\n"
+    f'{OPEN}{{"name":"...","arguments":{{...}}}}{CLOSE}\n'
+    "and nothing else between the tags. Where no call is needed, answer with text."
+)
+CALLS_PROMPT = (
     "You can call these functions. Answer with a JSON array of calls, each with its name and arguments:"
 )
 
@@ -63,7 +76,8 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     parser, structured = read_tools(body, model)
     tools = tools_in_use(body)
-    text = render(body.messages, tools, model, body.chat_template_kwargs)
+    tools_prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
+    text = render(body.messages, tools, model, body.chat_template_kwargs, tools_prompt)
     prompts = [model.encode(text, add_special_tokens=False)]
     params = sampling_of(
         body,
@@ -116,11 +130,28 @@ def read_tools(
     if choice == "required":
         schema = calls_schema(functions, parallel=body.parallel_tool_calls is not False)
         return RequiredCallsParser, {"json_schema": schema}
-    parser = parser_for(model.tokenizer.chat_template)
-    if parser is None:
-        limit = "no known form of tool calls in this checkpoint's chat template; use required, none or a name"
-        raise InvalidParameter("tool_choice", "auto", limit)
-    return parser, None
+    return read_auto(body, functions, model)
+
+
+def read_auto(
+    body: ChatRequest, functions: list[dict[str, Any]], model: ServedModel
+) -> tuple[Callable[[], ReplyParser], dict[str, Any] | None]:
+    """The same where the model decides: its own form, or the generic one under a grammar."""
+    parallel = body.parallel_tool_calls is not False
+    parser = parser_for(model.tokenizer.chat_template, parallel)
+    if parser is not None:
+        return parser, None
+    grammar = calls_grammar(functions, parallel, model.tokenizer.special_ids, schema_of(body))
+    return GuidedCallsParser, {"grammar": grammar}
+
+
+def schema_of(body: ChatRequest) -> dict[str, Any] | None:
+    """`response_format` as a JSON schema; None for free text."""
+    fields = structured_of(body)
+    if not fields:
+        return None
+    kind, value = Structured(**fields["structured"]).constraint
+    return {"type": "object"} if kind == "json_object" else {} if value is True else value
 
 
 def shown(choice: Any) -> Any:
@@ -128,15 +159,19 @@ def shown(choice: Any) -> Any:
 
 
 def render(
-    messages: Seq[Message], tools: Seq[Tool], model: ServedModel, variables: dict[str, Any] | None = None
+    messages: Seq[Message],
+    tools: Seq[Tool],
+    model: ServedModel,
+    variables: dict[str, Any] | None = None,
+    tools_prompt: str = TOOLS_PROMPT,
 ) -> str:
-    """The conversation as the checkpoint's template writes it."""
+    """The conversation as the checkpoint's template writes it; tools and their calls as plain text where the
+    template has no known form of them.
+    """
     rendered = [template_message(message) for message in messages]
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
-    if functions and "tools" not in model.tokenizer.chat_template:
-        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in functions]
-        prompt = {"role": "system", "content": "\n".join([TOOLS_PROMPT, *lines])}
-        rendered, functions = [prompt, *rendered], []
+    if parser_for(model.tokenizer.chat_template) is None:
+        rendered, functions = generic_messages(rendered, functions, tools_prompt), []
     return model.tokenizer.render_chat(rendered, functions, variables)
 
 
@@ -152,3 +187,30 @@ def template_message(message: Message) -> dict[str, Any]:
         except ValueError:
             pass  # the template gets the text as it is
     return fields
+
+
+def generic_messages(
+    messages: list[dict[str, Any]], functions: list[dict[str, Any]], tools_prompt: str
+) -> list[dict[str, Any]]:
+    """A conversation without fields for tools: one system message, calls in tags, results from the user."""
+    found: list[dict[str, Any]] = []
+    if functions:
+        lines = [as_json(tool["function"]) for tool in functions]
+        found.append({"role": "system", "content": "\n".join([tools_prompt, *lines])})
+    last = ""
+    for message in map(generic_message, messages):
+        # templates may allow one system message, and no two messages of the user in a row
+        if found and (last, message["role"]) in (("", "system"), ("tool", "tool")):
+            found[-1]["content"] += "\n" + message["content"]
+        else:
+            found.append({**message, "role": "user"} if message["role"] == "tool" else message)
+        last = message["role"]
+    return found
+
+
+def generic_message(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "tool", "content": f"<tool_response>{message['content']}</tool_response>"}
+    calls = [call["function"] for call in message.pop("tool_calls", ())]
+    lines = [tagged_call(call["name"], call["arguments"]) for call in calls]
+    return {**message, "content": "\n".join([message["content"], *lines]).lstrip("\n")} if lines else message

@@ -41,6 +41,16 @@ def few(value: Any) -> Any:
     return value
 
 
+def use_tools(value: Any) -> Any:
+    """Refuses the fields that OpenAI had before tools."""
+    if value is not None:
+        raise PydanticCustomError("legacy", "not supported: use tools, tool_choice and tool_calls")
+    return value
+
+
+Legacy = Annotated[None, BeforeValidator(use_tools)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -195,6 +205,7 @@ class Message(Extensible):
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageToolCall], FIRST] | None = None
+    function_call: Legacy = None
     tool_call_id: str | None = None
 
 
@@ -227,6 +238,8 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], FIRST] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: Legacy = Field(None, description="not supported: use `tools`")
+    function_call: Legacy = Field(None, description="not supported: use `tool_choice`")
     modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the checkpoint's template"
