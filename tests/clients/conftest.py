@@ -21,24 +21,24 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 # read when the clients are imported: no price list, no traces
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGCHAIN_TRACING_V2": "false", "NO_PROXY": "*"}
 
-asked: set[str] = set()  # hosts that a client looked up or connected to
+contacted: set[str] = set()  # hosts that a client looked up or connected to
 
 
 def note(event: str, arguments: tuple[object, ...]) -> None:
     if event == "socket.getaddrinfo":
-        asked.add(str(arguments[0]))
+        contacted.add(str(arguments[0]))
     elif event == "socket.connect" and isinstance(arguments[1], tuple):
-        asked.add(str(arguments[1][0]))
+        contacted.add(str(arguments[1][0]))
 
 
 sys.addaudithook(note)
 
 
 @pytest.fixture(autouse=True)
-def only_this_machine_is_asked() -> Iterator[set[str]]:
-    asked.clear()
-    yield asked
-    assert asked <= LOCAL
+def only_this_machine_is_contacted() -> Iterator[set[str]]:
+    contacted.clear()
+    yield contacted
+    assert contacted <= LOCAL
 
 
 @pytest.fixture(scope="session")

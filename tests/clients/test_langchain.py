@@ -25,15 +25,15 @@ def test_invoke(base_url: str) -> None:
 
 
 def test_a_stream_is_the_whole_text(base_url: str) -> None:
-    asked = model(base_url)
-    assert "".join(str(chunk.content) for chunk in asked.stream(QUESTION)) == asked.invoke(QUESTION).content
+    chat = model(base_url)
+    assert "".join(str(chunk.content) for chunk in chat.stream(QUESTION)) == chat.invoke(QUESTION).content
 
 
 def test_a_batch_from_threads_has_each_ones_text(base_url: str) -> None:
-    asked = model(base_url)
+    chat = model(base_url)
     questions = [f"{QUESTION} Call it add{n}." for n in range(8)]
-    together = [answer.content for answer in asked.batch(questions)]
-    assert together == [asked.invoke(question).content for question in questions]
+    together = [answer.content for answer in chat.batch(questions)]
+    assert together == [chat.invoke(question).content for question in questions]
 
 
 def test_structured_output(base_url: str) -> None:

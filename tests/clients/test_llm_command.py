@@ -19,7 +19,12 @@ MODEL = "speculon-demo"
 @pytest.fixture(autouse=True)
 def folder(base_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its settings, apart from the user's."""
-    fields = [("model_id", MODEL), ("model_name", "demo"), ("api_base", base_url), ("supports_schema", "true")]
+    fields = [
+        ("model_id", MODEL),
+        ("model_name", "demo"),
+        ("api_base", base_url),
+        ("supports_schema", "true"),
+    ]
     lines = "\n  ".join(f"{name}: {value}" for name, value in fields)
     (tmp_path / "extra-openai-models.yaml").write_text(f"- {lines}\n")
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
@@ -45,7 +50,8 @@ def test_the_command_streams_and_logs() -> None:
 def test_the_library() -> None:
     model = llm.get_model(MODEL)
     answer = model.prompt("Add two numbers.", max_tokens=16, temperature=0)
-    assert answer.text() == model.prompt("Add two numbers.", max_tokens=16, temperature=0, stream=False).text()
+    whole = model.prompt("Add two numbers.", max_tokens=16, temperature=0, stream=False)
+    assert answer.text() == whole.text()
     assert answer.usage().output == 16
 
 

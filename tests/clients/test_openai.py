@@ -19,7 +19,7 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 
 def test_the_address_comes_from_the_environment(
-    base_url: str, only_this_machine_is_asked: set[str], monkeypatch: pytest.MonkeyPatch
+    base_url: str, only_this_machine_is_contacted: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", base_url)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
@@ -27,7 +27,7 @@ def test_the_address_comes_from_the_environment(
         assert [model.id for model in client.models.list()] == ["demo"]
         answer = client.chat.completions.create(model="demo", messages=ASK, max_tokens=8)
     assert answer.choices[0].message.content
-    assert only_this_machine_is_asked == {"127.0.0.1"}, "what is asked is noticed"
+    assert only_this_machine_is_contacted == {"127.0.0.1"}, "what is contacted is noticed"
 
 
 def test_a_stream_is_the_whole_text(client: openai.OpenAI) -> None:

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,31 +305,31 @@ def test_a_pool_that_holds_no_request_is_refused(folder: Path) -> None:
 # the memory of a deleted LLM
 
 
-def remains(folder: Path, held: list[Any]) -> list[str]:
-    """What is left of an LLM that wrote a text and was deleted; `held` keeps its weights."""
-    llm = LLM(str(folder), num_blocks=64, state=folder / "state", speculation={"method": "auto"})
-    schema = {"regex": "[a-z]{4}"} if llm.tokenizer.vocab_size else None
-    params = [PARAMS, SamplingParams(temperature=0, max_tokens=8, structured=schema)]
-    llm.generate([PROMPT, PROMPT], params)
+def remains(folder: Path, state: Path, keep: Callable[[object], object] = id) -> list[str]:
+    """What is left of an LLM that wrote some texts and was deleted; `keep` is called with its model."""
+    llm = LLM(str(folder), num_blocks=64, state=state, speculation={"method": "auto"})
+    formed = SamplingParams(temperature=0, max_tokens=8, structured={"regex": "[a-z]{4}"})
+    llm.generate([PROMPT, PROMPT], [PARAMS, formed])
     for _ in llm.stream(PROMPT, PARAMS):
         break
     store = llm.engine.leases._store
     parts = {"engine": llm.engine, "store": store, "pages": store.k[0], "model": llm.engine.target.model}
     parts |= dict(llm.engine.target.model.named_parameters())
     found = {name: weakref.ref(part) for name, part in parts.items()}
-    held += [None, llm.engine.target.model][: len(held)]
+    keep(llm.engine.target.model)
     del llm, store, parts
     gc.collect()
     return [name for name, part in found.items() if part() is not None]
 
 
-def test_a_deleted_llm_leaves_nothing(folder: Path) -> None:
-    assert remains(folder, []) == []
+def test_a_deleted_llm_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    assert remains(folder, tmp_path) == []
 
 
-def test_a_model_that_something_holds_would_be_found(folder: Path) -> None:
+def test_a_model_that_something_keeps_is_found(folder: Path, tmp_path: Path) -> None:
     """The twin."""
-    assert "model" in remains(folder, [None, None])
+    kept: list[object] = []
+    assert "model" in remains(folder, tmp_path, kept.append)
 
 
 FREED = """
