@@ -10,13 +10,15 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Packages of the tested clients, whose pins differ from ours.
+CLIENTS := $(VENV)/clients
 SUITES := $(wildcard tests/pure tests/tiny tests/stat tests/server)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak gpu lint types layers check clean
+.PHONY: help setup demo bench docs test soak clients gpu lint types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,8 +52,18 @@ test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes
 	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
-soak: $(STAMP) ## long tests: many requests, small pools, aborts
+soak: $(STAMP) clients ## long tests: foreign clients, many requests, small pools, aborts
 	$(BIN)/python -m pytest tests/soak -m "not gpu" --timeout 1800 $(ARGS)
+
+$(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
+	$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt || \
+	  { echo "make clients: pip cannot install tests/clients/requirements.txt; is its index reachable?" >&2; exit 1; }
+	@touch $@
+
+clients: export OMP_NUM_THREADS := 1
+clients: $(CLIENTS)/.ready ## foreign clients (litellm, langchain, ...) against a real server
+	SERVER_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
 
 gpu: export HF_HUB_OFFLINE := 1
 gpu: $(STAMP) ## tests that need a CUDA device

@@ -7,7 +7,6 @@ No token ids and no text: numbers, names of methods, reasons, and the ids of req
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,8 +115,8 @@ class Recording:
 def read(path: Path) -> Recording:
     """A whole record, with the part before the last rotation where that is of the same run.
 
-    Raises `RecordError` with file and line: for a line that is broken (unless it is the last and has no end),
-    for a file that is none, and for a version that is not known.
+    A last line that is not whole is skipped (`Recording.cut`). Raises `RecordError` with file and line: for
+    another broken line, for a file that is none, and for a version that is not known.
     """
     recording = read_part(path)
     if recording.header.part and older(path).is_file():
@@ -139,25 +138,29 @@ def begins_well(path: Path) -> bool:
 
 
 def read_part(path: Path) -> Recording:
-    lines = lines_of(path)
-    number, first, whole = next(lines, (1, "", False))
-    header = read_header(path, first if whole else "")
-    recording = Recording(header)
-    for number, line, whole in lines:
-        if whole:
-            recording.rounds.append(parse(path, number, line, Round))
-        recording.cut = not whole
-    return recording
+    first, *lines = lines_of(path) or [""]
+    header = read_header(path, first)
+    cut = bool(lines) and not is_whole(lines[-1])
+    if cut:
+        lines.pop()
+    return Recording(header, [parse(path, number, line, Round) for number, line in enumerate(lines, 2)], cut)
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(number, line, whether it has its end) of each line."""
+def lines_of(path: Path) -> list[str]:
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                yield number, line, line.endswith("\n")
+            return list(file)
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror or error}") from None
+
+
+def is_whole(line: str) -> bool:
+    """Whether a line has its end and is JSON: what was written in part, or never reached the disk, is not."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return line.endswith("\n")
 
 
 def read_header(path: Path, line: str) -> Header:

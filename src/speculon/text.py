@@ -208,6 +208,8 @@ class StopStrings:
     """Finds where a text ends at a stop string, token by token, from a bounded tail of the text."""
 
     def __init__(self, stops: Seq[str], tokenizer: Tokenizer):
+        for stop in stops:
+            check_text("stop", stop)
         self._stops, self._tokenizer = tuple(stops), tokenizer
         self._longest = max(map(len, self._stops), default=0)
 

@@ -183,9 +183,13 @@ def test_a_broken_record_is_reported_by_file_and_line(
         read(path)
 
 
-def test_a_record_is_read_up_to_its_last_whole_line(path: Path) -> None:
+@pytest.mark.parametrize(
+    "end", [b"", b"\n", b"\0" * 64, b"\0" * 64 + b"\n"], ids=["cut", "ended", "zeros", "zeros ended"]
+)
+def test_a_record_is_read_up_to_its_last_whole_line(path: Path, end: bytes) -> None:
+    """A file system that lost power may leave zeros."""
     written(path)
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes()[:-20] + end)
     recording = read(path)
     assert len(recording.rounds) == 2 and recording.cut
 

@@ -351,3 +351,16 @@ def test_the_lines_are_json_for_anybody(tmp_path: Path) -> None:
         8,
         -1,
     ]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    module.make_folder(tmp_path)
+    assert contents(tmp_path) == {}, "nothing is left of the attempt"
+    for owner, name in ((module.tempfile, "TemporaryFile"), (Path, "mkdir")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, read_only)
+            with pytest.raises(ConfigError, match=f"state = '{tmp_path}': Read-only file system"):
+                module.make_folder(tmp_path)

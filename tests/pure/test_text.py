@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -108,7 +109,12 @@ class TestTokenizer:
 
     @pytest.mark.parametrize("bad", ["\ud83d", "fine until \udc00 here", "\udfff" * 1000])
     def test_a_lone_surrogate_is_refused_by_name(self, bad: str) -> None:
-        for use in (byte_level().encode, lambda text: byte_level().bad_word_ids([text])):
+        uses: list[Callable[[str], object]] = [
+            byte_level().encode,
+            lambda text: byte_level().bad_word_ids([text]),
+            lambda text: StopStrings(["fine", text], byte_level()),
+        ]
+        for use in uses:
             with pytest.raises(InvalidParameter, match="lone surrogate U\\+D") as caught:
                 use(bad)
             str(caught.value).encode()

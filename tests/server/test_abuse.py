@@ -66,6 +66,7 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "truth for a number": ('{"prompt": "x", "max_tokens": true}', "max_tokens"),
     "a number for truth": ('{"prompt": "x", "stream": 1}', "stream"),
     "half a surrogate": ('{"prompt": "\\ud800"}', "prompt"),
+    "half a surrogate to stop at": ('{"prompt": "x", "stop": ["\\ud800"]}', "stop"),
     "half a surrogate as a name": ('{"prompt": "x", "\\ud800": 1}', None),
     "10,000 stop strings": (json.dumps({"prompt": "x", "stop": ["s"] * 10_000}), "stop"),
     "an empty stop string": ('{"prompt": "x", "stop": ""}', "stop"),

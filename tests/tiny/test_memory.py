@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import platform
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +279,79 @@ def test_the_peak_of_a_process_is_what_was_estimated(folder: Path, tmp_path: Pat
         assert found["peak"] != pytest.approx(found["estimate"] - found[part], rel=0.1), (
             f"{part} are too light to matter"
         )
+
+
+# a pool smaller than a context
+
+
+@pytest.mark.parametrize(("blocks", "notes"), [(2, 1), (4, 0)])
+def test_a_pool_that_holds_less_than_the_context_is_reported(
+    folder: Path, caplog: pytest.LogCaptureFixture, blocks: int, notes: int
+) -> None:
+    llm = LLM(str(folder), num_blocks=blocks, max_context=64, warmup=False)
+    note = "only 32 tokens fit into the 2 KV pages, of a context of 64"
+    assert caplog.messages == [note] * notes
+    assert llm.engine.facts().note == note * notes
+
+
+def test_a_pool_that_holds_no_request_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_blocks: 1 pages of 1 tokens hold no request, .* at least 2"):
+        LLM(str(folder), num_blocks=1, block_size=1)
+    llm = LLM(str(folder), num_blocks=2, block_size=1, warmup=False)
+    (output,) = llm.generate([[5]], SamplingParams(temperature=0, max_tokens=1))
+    assert len(output.token_ids) == 1
+
+
+# the memory of a deleted LLM
+
+
+def remains(folder: Path, state: Path, keep: Callable[[object], object] = id) -> list[str]:
+    """What is left of an LLM that wrote some texts and was deleted; `keep` is called with its model."""
+    llm = LLM(str(folder), num_blocks=64, state=state, speculation={"method": "auto"})
+    formed = SamplingParams(temperature=0, max_tokens=8, structured={"regex": "[a-z]{4}"})
+    llm.generate([PROMPT, PROMPT], [PARAMS, formed])
+    for _ in llm.stream(PROMPT, PARAMS):
+        break
+    store = llm.engine.leases._store
+    parts = {"engine": llm.engine, "store": store, "pages": store.k[0], "model": llm.engine.target.model}
+    parts |= dict(llm.engine.target.model.named_parameters())
+    found = {name: weakref.ref(part) for name, part in parts.items()}
+    keep(llm.engine.target.model)
+    del llm, store, parts
+    gc.collect()
+    return [name for name, part in found.items() if part() is not None]
+
+
+def test_a_deleted_llm_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    assert remains(folder, tmp_path) == []
+
+
+def test_a_model_that_something_keeps_is_found(folder: Path, tmp_path: Path) -> None:
+    """The twin."""
+    kept: list[object] = []
+    assert "model" in remains(folder, tmp_path, kept.append)
+
+
+FREED = """
+import ctypes, gc
+from pathlib import Path
+from speculon import LLM, SamplingParams
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+llm = LLM("demo", threads=1, num_blocks=64)
+llm.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=8))
+weights, before = llm.engine.target.num_bytes, held()
+del llm
+gc.collect()
+ctypes.CDLL("libc.so.6").malloc_trim(0)
+print(before - held(), weights)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's allocator")
+def test_memory_of_a_deleted_llm_returns_to_the_system() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    freed, weights = map(int, done.stdout.split())
+    assert freed > 0.9 * weights, (freed, weights)

@@ -9,6 +9,7 @@ import pytest
 
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import Reason
+from speculon.engine import build as build_module
 from speculon.errors import ConfigError
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder
@@ -84,3 +85,13 @@ def test_another_model_gets_nothing(folder: Path, tmp_path: Path) -> None:
 def test_a_decoder_keeps_no_state(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="state = .*: is kept by LLM and by the server"):
         SpeculativeDecoder(build("llama"), state=tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_model_loads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    monkeypatch.setattr(build_module, "load_target", lambda *_, **__: loads.append("target"))
+    with pytest.raises(ConfigError, match="state = '/proc/speculon'"):
+        start(folder, Path("/proc/speculon"))
+    assert loads == []

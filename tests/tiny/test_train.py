@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
+from speculon.commands.train import length
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.models.load import quiet
 from speculon.train import losses
@@ -253,6 +255,27 @@ def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
         3,
     )
     assert config.tap_layouts(2)[0] == (-1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "ended_by"),
+    [
+        pytest.param({"steps": 12, "minutes": 1e-6}, 1, "minutes = 1e-06", id="minutes first"),
+        pytest.param({"steps": 2, "minutes": 1e3}, 2, "steps = 2", id="steps first"),
+        pytest.param({"steps": None, "minutes": 1e-6}, 1, "minutes = 1e-06", id="minutes alone"),
+    ],
+)
+def test_the_first_limit_ends_a_run(
+    world: Path, tmp_path: Path, given: dict[str, Any], steps: int, ended_by: str
+) -> None:
+    own = settings(world, "limited", work=tmp_path / "work", eval_rows=0, **given)
+    done = train(Eagle3Training(HeadSettings(ttt=1)), own, Silent())
+    assert done.record is not None and done.step == steps
+    assert re.fullmatch(rf"{steps} steps in [\d.]+ minutes; ended by {ended_by}", length(done.record))
+
+
+def test_without_a_limit_a_run_has_2000_steps(world: Path) -> None:
+    assert settings(world, "usual", steps=None).limits == {"steps": 2000}
 
 
 def test_a_head_with_a_draft_vocabulary_has_d2t(world: Path) -> None:

@@ -255,7 +255,7 @@ def notes(
     if lost := sum(round_.lost for round_ in recording.rounds):
         yield f"{lost} rounds are not in the record: the disk was too slow"
     if recording.cut:
-        yield "the last line is not complete"
+        yield "the last line is not complete, and was skipped"
 
 
 def method_note(replay: Replay, method: str) -> str | None:

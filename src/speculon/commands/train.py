@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from speculon.checked import Checked
 from speculon.commands.options import Given, pick
 from speculon.commands.screen import bar, counting, errors, output, print_json
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.train.settings import STEPS, DraftSettings, HeadSettings, TrainSettings
 
 EXIT_STOPPED = 130
 WHOLE = 10_000  # steps of the bar
@@ -64,6 +64,12 @@ def measured(entry: Mapping[str, Any]) -> str:
     )
 
 
+def length(record: Mapping[str, Any]) -> str:
+    """The length of a run, and which limit ended it."""
+    ended_by = f"{record['ended_by']} = {record['settings'][record['ended_by']] or STEPS:g}"
+    return f"{record['steps']} steps in {record['minutes']:g} minutes; ended by {ended_by}"
+
+
 def run(method: str, given: Given, as_json: bool) -> None:
     settings = TrainSettings(**pick(TrainSettings, given))  # refuses wrong settings before torch is imported
     form = FORMS[method](**pick(FORMS[method], given))
@@ -86,7 +92,7 @@ def run(method: str, given: Given, as_json: bool) -> None:
     if as_json:
         return print_json(asdict(done)["record"])
     console = output()
-    console.print(f"{settings.out}: {method} for {settings.target}, {done.step} steps", markup=False)
+    console.print(f"{settings.out}: {method} for {settings.target}, {length(done.record)}", markup=False)
     if found := done.record.get("evaluation"):
         shares = ", ".join(f"{share:.0%}" for share in found["acceptance_per_position"])
         rate = f"{found['tokens_per_target_call']:.2f} tokens per target call on held-out texts"

@@ -11,6 +11,7 @@ from speculon.checkpoints.choose import with_drafts
 from speculon.checkpoints.draft_check import check_drafts
 from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
+from speculon.engine.state import make_folder
 from speculon.engine.warm_up import warm_up
 from speculon.models.load import load_target, load_tokenizer
 from speculon.text import Tokenizer
@@ -20,6 +21,8 @@ log = logging.getLogger("speculon")
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
     """Loads target and tokenizer, restores the kept state, warms up; `progress` is told each stage."""
+    if config.state is not None:
+        make_folder(config.state)  # refused before a model loads
     config = with_drafts(config)
     check_drafts(config)
     if config.threads:
@@ -39,6 +42,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = 
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
     tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     engine = Engine(target, tokenizer, config)
+    if note := engine.facts().note:
+        log.warning(note)
     engine.keep_state()
     warms_up = engine.policy.default.state() is not None if config.warmup is None else config.warmup
     if warms_up and not engine.policy.costs.known:  # else they are those of an earlier process

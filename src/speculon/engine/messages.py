@@ -58,6 +58,14 @@ class Ready:
     page_tokens: int
     method: str  # that drafts for a request which names none
 
+    @property
+    def note(self) -> str:
+        """Says that the pages hold less than the context; empty where they hold one context."""
+        room = self.pages * self.page_tokens
+        if room >= self.max_context:
+            return ""
+        return f"only {room} tokens fit into the {self.pages} KV pages, of a context of {self.max_context}"
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:

@@ -88,10 +88,7 @@ class State:
         self._writing: threading.Thread | None = None
         self._warned = False
         self.close: Callable[[], Any] = self.save
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"state: {folder}: {error.strerror or error}") from None
+        make_folder(folder)
 
     def load(self) -> dict[str, int]:
         """Pools and policies that were found, by part."""
@@ -150,6 +147,16 @@ class State:
             log.warning("state: %s is not read, and stays as it is: %.200s", path, error)
             return 0
         return len(lines)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, there and writable. Raises `ConfigError` for one that cannot be."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"state = {str(folder)!r}: {error.strerror or error}") from None
 
 
 def write(path: Path, lines: Iterable[Any]) -> None:

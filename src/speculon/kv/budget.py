@@ -15,6 +15,7 @@ from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # of an estimate
+SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
 
 
@@ -130,6 +131,9 @@ class Budget:
         if count < 1:
             page = f"{page_bytes} bytes ({config.block_size} tokens)"
             raise ConfigError(f"{name}: {self._for_pages(drafters)} bytes hold no page of {page}")
+        if count * config.block_size < SHORTEST:
+            few = f"{count} pages of {config.block_size} tokens"
+            raise ConfigError(f"{name}: {few} hold no request, which has at least {SHORTEST} tokens")
         free = self._left(drafters)
         if count * page_bytes > free:
             needed = f"the page pool needs {count * page_bytes} bytes, {free} are free"

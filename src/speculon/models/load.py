@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -190,6 +191,9 @@ def load_model(
 
 
 def loading_error(checkpoint: Checkpoint, error: Exception) -> ModelError:
+    if isinstance(error, pickle.UnpicklingError):  # torch's own message tells how to run what it holds
+        reason = "it is damaged, or holds objects other than tensors, which can run code"
+        return UnsafeCheckpoint(f"{checkpoint.files[0]}: not loaded, since {reason}")
     line = f"{checkpoint.path}: {first_line(error)}"
     if "mismatch" in str(error) or "size" in str(error) and "shape" in str(error):
         return CorruptWeights(line)

@@ -149,6 +149,7 @@ def record_of(
         "steps": trainer.step,
         "tokens_seen": trainer.step * settings.rows * settings.length,
         "minutes": round(trainer.elapsed / 60, 2),
+        "ended_by": trainer.nearest_limit,
         "loss_at_first": sum(first) / len(first),
         "loss_at_last": sum(last) / len(last),
         "held_out": trainer.measured,

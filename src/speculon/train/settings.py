@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from speculon.checked import Checked
 
+STEPS = 2000  # guess: where neither steps nor minutes are given
 SHORTEST = 8  # tokens of a prompt that is cut from a plain text
 
 
@@ -33,9 +34,14 @@ class TrainSettings(Checked):
     )
     length: int = Field(1024, ge=16, le=2**17, description="tokens of a row")
     rows: int = Field(4, ge=1, le=4096, description="rows of a batch")
-    steps: int = Field(2000, ge=1, description="optimizer steps")
+    steps: int | None = Field(
+        None, ge=1, description=f"most optimizer steps (None: {STEPS}, or no limit with minutes)"
+    )
     minutes: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="minutes of training; in place of steps"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="most minutes of training; with steps, the first one ends it",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="optimizer of matrices; AdamW for all others"
@@ -82,6 +88,12 @@ class TrainSettings(Checked):
                     f"{name} = {tokens} leaves no prompt of {SHORTEST} tokens in a length of {self.length}"
                 )
         return self
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The ends of the run, `steps` and `minutes`: those given, else `STEPS`."""
+        given = {"steps": self.steps, "minutes": self.minutes}
+        return {name: most for name, most in given.items() if most is not None} or {"steps": STEPS}
 
     @property
     def folder(self) -> Path:

@@ -53,9 +53,18 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done."""
-        minutes = self.settings.minutes
-        return self.step / self.settings.steps if minutes is None else self.elapsed / 60 / minutes
+        """Share of the run that is done, of the limit that ends it first."""
+        return max(self._shares.values())
+
+    @property
+    def nearest_limit(self) -> str:
+        """`steps` or `minutes`: which of them ends the run first, as far as it is known by now."""
+        return max(self._shares, key=self._shares.__getitem__)
+
+    @property
+    def _shares(self) -> dict[str, float]:
+        done = {"steps": self.step, "minutes": self.elapsed / 60}
+        return {name: done[name] / most for name, most in self.settings.limits.items()}
 
     def run(self, advance: Advance) -> bool:
         """Trains and saves; False where a signal stopped it before the end."""
