@@ -138,7 +138,7 @@ class LLM:
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
-        text = Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+        text = Stream.of(self.tokenizer, params)
         with closing(self.events(prompt, params, speculation=speculation)) as events:
             for event in events:
                 new = text.push(event.tokens) + (text.flush(event.finish.matched) if event.finish else "")
@@ -228,7 +228,7 @@ class LLM:
 
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
         for one in output.outputs:
-            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
+            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
 
 
 @dataclass(frozen=True, slots=True)

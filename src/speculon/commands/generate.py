@@ -78,7 +78,7 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: Reques
     from speculon.outputs import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
-    text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+    text = Stream.of(llm.tokenizer, params)
     output = RequestOutput([], [Completion()])
     with streaming():
         for event in llm.events(prompt, params, speculation=speculation):

@@ -141,7 +141,7 @@ class Answer:
 
     def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
         """What an event added, as the stream sends it."""
-        end = {"logprobs": new.logprobs, "finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
+        end = end_of(new.logprobs, new, new.tokens)
         if not self.request.chat:
             text = "".join(delta["content"] for delta in new.deltas)
             return self._chunk([{"index": new.index, "text": text, **end}])
@@ -171,7 +171,8 @@ class Answer:
         message, last = merge_deltas([delta for part in parts for delta in part.deltas]), parts[-1]
         content = {"message": message} if self.request.chat else {"text": message["content"]}
         logprobs = concatenate([part.logprobs for part in parts if part.logprobs is not None])
-        end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+        tokens = [token for part in parts for token in part.tokens or ()] if self.request.explain else None
+        end = end_of(logprobs, last, tokens)
         return {"index": last.index, **content, **end}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -180,6 +181,12 @@ class Answer:
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+
+def end_of(logprobs: Any, last: ChoiceDelta, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The fields of a choice after its text."""
+    end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+    return end if tokens is None else {**end, "speculation": {"tokens": tokens}}
 
 
 def concatenate(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:

@@ -48,6 +48,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_operations(app, state)
     add_models(app, state)
     add_completions(app, state)
+    add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
     return app
@@ -170,12 +171,35 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         state.check_ready()
         return schemas.Health(status="ready")
 
+    @app.get("/ping", responses=RESPONSES)
+    @app.post("/ping", responses=RESPONSES)
+    async def ping() -> schemas.Health:
+        """As `/health`."""
+        return await health()
+
+    @app.get("/version", responses=RESPONSES)
+    async def version() -> schemas.Version:
+        """The version of this server."""
+        return schemas.Version(version=app.version)
+
     @app.get(
         "/metrics", response_class=Response, responses={**RESPONSES, 200: {"content": {"text/plain": {}}}}
     )
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(*state.metrics.page())
+
+
+def add_refusals(app: FastAPI) -> None:
+    """Routes of OpenAI that clients try, and that this server does not have."""
+
+    def refuse(path: str, why: str) -> None:
+        @app.post(path, include_in_schema=False)
+        async def refused() -> None:
+            raise HTTPException(404, f"this server generates text; it has no {why}")
+
+    refuse("/v1/embeddings", "embeddings")
+    refuse("/v1/moderations", "moderations")
 
 
 def add_errors(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from speculon.errors import InvalidParameter
 from speculon.server.capture_format import chat_prompt, completion_prompts
+from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
@@ -33,13 +34,18 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
-    prompts = read_prompts(body.prompt, model)
+    infill = Infill.of(model.tokenizer, body.suffix) if body.suffix else None
+    if infill and body.echo:
+        raise InvalidParameter("echo", True, "not together with suffix")
+    prompts = read_prompts(body, model, infill)
     max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
     params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
     if prompt_logprobs is not None and max_tokens == 1:
         # Evaluation harnesses read a prompt's log-probabilities so, and drop the last entry unseen: it must
         # be there, also where it is the end of the text.
         params = params.model_copy(update={"ignore_eos": True})
+    if infill:
+        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *infill.stops)})
     return GenerationRequest(
         chat=False,
         prompts=prompts,
@@ -50,10 +56,16 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     )
 
 
-def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
+def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | None) -> list[list[int]]:
     """Token ids of a text, of several texts, of a list of ids or of several lists."""
+    if (body.prompt is None) == (body.prompt_token_ids is None):
+        raise InvalidParameter("prompt", body.prompt, "give this or prompt_token_ids, and not both")
+    prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [model.encode(one) if isinstance(one, str) else one for one in many]
+    if infill is None:
+        return [model.encode(one) if isinstance(one, str) else one for one in many]
+    before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in many]
+    return [infill.prompt(ids, body.suffix or "") for ids in before]
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
@@ -63,8 +75,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
     parser, structured = read_tools(body, model)
     tools = tools_in_use(body)
-    text = render(body.messages, tools, model, body.chat_template_kwargs)
-    prompts = [model.encode(text, add_special_tokens=False)]
+    prompts = [conversation(body, tools, model)]
     params = sampling_of(
         body,
         max_tokens=model.max_tokens(requested, prompts),
@@ -79,6 +90,17 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         captured_prompts=chat_prompt(body, tools, model),
         **common_fields(body, model),
     )
+
+
+def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> list[int]:
+    """Token ids of the messages as the template writes them, or those that the client sent instead."""
+    if bool(body.messages) == (body.prompt_token_ids is not None):
+        raise InvalidParameter("messages", body.messages, "give some, or prompt_token_ids instead")
+    if body.prompt_token_ids is not None:
+        return body.prompt_token_ids
+    opens = body.add_generation_prompt is not False
+    text = render(body.messages or [], tools, model, body.chat_template_kwargs, answer_follows=opens)
+    return model.encode(text, add_special_tokens=False)
 
 
 def max_tokens_of(body: ChatRequest) -> int | None:
@@ -128,7 +150,12 @@ def shown(choice: Any) -> Any:
 
 
 def render(
-    messages: Seq[Message], tools: Seq[Tool], model: ServedModel, variables: dict[str, Any] | None = None
+    messages: Seq[Message],
+    tools: Seq[Tool],
+    model: ServedModel,
+    variables: dict[str, Any] | None = None,
+    *,
+    answer_follows: bool = True,
 ) -> str:
     """The conversation as the checkpoint's template writes it."""
     rendered = [template_message(message) for message in messages]
@@ -137,7 +164,7 @@ def render(
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in functions]
         prompt = {"role": "system", "content": "\n".join([TOOLS_PROMPT, *lines])}
         rendered, functions = [prompt, *rendered], []
-    return model.tokenizer.render_chat(rendered, functions, variables)
+    return model.tokenizer.render_chat(rendered, functions, variables, answer_follows=answer_follows)
 
 
 def template_message(message: Message) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import PydanticCustomError
 
 from speculon.config import MAX_BIASES, MAX_DRAFTS, MAX_LOGPROBS, MAX_SAMPLES, Acceptance
+from speculon.sequence import Fate
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 4096
@@ -66,6 +67,7 @@ class TextPart(Body):
     text: str
 
 
+TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
 Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
@@ -73,7 +75,8 @@ class Prediction(Body):
     """What the client expects the answer to be (OpenAI's Predicted Outputs)."""
 
     type: Literal["content"]
-    content: Content
+    content: Content | None = None
+    token_ids: TokenIds | None = Field(None, description="in place of `content`")
 
 
 class Speculation(Body):
@@ -98,6 +101,7 @@ class Speculation(Body):
         "beginning. Empty: none",
     )
     stats: bool = Field(False, description="add statistics of speculation to the answer")
+    explain: bool = Field(False, description="add the source and the fate of each token to the answer")
 
 
 class StreamOptions(Body):
@@ -115,6 +119,16 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """The form of the text, under vLLM's names. Exactly one field is given."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], FIRST] | None = None
+    grammar: str | None = Field(None, description="a grammar in Lark's form")
 
 
 class Ignored(Body):
@@ -156,6 +170,12 @@ class Sampling(Ignored):
     logit_bias: Annotated[dict[str, Finite], BeforeValidator(few)] | None = Field(None, max_length=MAX_BIASES)
     bad_words: Annotated[list[str], FIRST] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FIRST] | None = None
+    guided_grammar: str | None = Field(None, description="a grammar in Lark's form")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -163,7 +183,7 @@ class Sampling(Ignored):
     speculation: Speculation | None = None
 
 
-TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
+ManyTokenIds = Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionRequest(Sampling):
@@ -171,12 +191,16 @@ class CompletionRequest(Sampling):
         str
         | Annotated[list[str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
-        | Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+        | ManyTokenIds
+        | None
+    ) = None
+    prompt_token_ids: TokenIds | ManyTokenIds | None = Field(None, description="in place of `prompt`")
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
     best_of: Samples | None = Field(None, description="must equal n")
-    suffix: None = Field(None, description="not supported")
+    suffix: str | None = Field(
+        None, description="the text after the cursor, for models with fill-in-the-middle tokens"
+    )
 
 
 class FunctionCall(Extensible):
@@ -220,7 +244,9 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], FIRST] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
+    prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
+    add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
@@ -310,6 +336,22 @@ class SpeculationAccount(Extensible):
     changes: list[Change]
 
 
+class ExplainedToken(Body):
+    id: int
+    token: str
+    source: str | None = Field(description="the method that drafted it; null: the target itself")
+    fate: Fate = Field(
+        description="`accepted` draft, or the target's own: the `correction` of a rejected draft, the `bonus` "
+        "after an accepted one, `plain` without a draft"
+    )
+
+
+class Explanation(Body):
+    """With `speculation.explain`."""
+
+    tokens: list[ExplainedToken]
+
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's
 
 
@@ -319,6 +361,7 @@ class CompletionChoice(Body):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = Field(description="the stop string or token id at the end of the text")
+    speculation: Explanation | None = None
 
 
 class AnswerBody(Body):
@@ -358,6 +401,7 @@ class ChatChoice(Body):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    speculation: Explanation | None = None
 
 
 class ChatResponse(AnswerBody):
@@ -391,3 +435,7 @@ class ErrorResponse(Body):
 
 class Health(Body):
     status: str
+
+
+class Version(Body):
+    version: str
