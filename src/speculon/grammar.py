@@ -30,6 +30,7 @@ KEPT = 64  # compiled grammars; requests of one program ask for the same few
 # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
+NO_LARK = " (grammars are in llguidance's form of Lark, not in EBNF)"
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
 
@@ -125,7 +126,8 @@ class Grammars:
         except ValueError as error:
             raise InvalidParameter(f"structured.{name}", value, str(error)) from None
         if found.is_error():
-            raise InvalidParameter(f"structured.{name}", value, found.get_error().strip())
+            why = found.get_error().strip() + NO_LARK * (name == "grammar")
+            raise InvalidParameter(f"structured.{name}", value, why)
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False

@@ -274,9 +274,7 @@ def truncate(text: str, stop: str, after: int = 0, include: bool = False) -> str
     return text if at < 0 else text[: at + include * len(stop)]
 
 
-def final_text(
-    tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None, params: SamplingParams
-) -> str:
+def final_text(tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None, params: SamplingParams) -> str:
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
     skip = params.skip_special_tokens
     text = tokenizer.decode(ids, skip)

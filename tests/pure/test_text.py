@@ -218,6 +218,19 @@ class TestStream:
         if stop and not min_tokens:
             assert not any(other in text for other in stops)
 
+    @given(OUTPUTS, STOPS, WHERE, st.integers(0, 10))
+    def test_a_stop_string_is_shown_whole_where_it_is_asked_for(
+        self, ids: list[int], stops: list[str], where: list[int], min_tokens: int
+    ) -> None:
+        found = naive_end(ids, stops, min_tokens)
+        kept, stop = (ids, None) if found is None else (ids[: found[0] + 1], found[1])
+        params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=True)
+        stream = Stream.of(byte_level(), params)
+        text = "".join(stream.push(part) for part in cuts(kept, where)) + stream.flush(stop)
+        assert text == final_text(byte_level(), kept, stop, params)
+        without = final_text(byte_level(), kept, stop, SamplingParams())
+        assert text == without + (stop or "")
+
     def test_a_stop_string_that_was_passed_over_is_shown(self) -> None:
         a, b, x, y = (byte_level().encode(char) for char in "abxy")
         stream = Stream(byte_level(), stops=["a"])

@@ -19,16 +19,19 @@ from tests.server.outside import Outside
 
 SEED, EXAMPLES, SECONDS = 20_261_121, 40, 20.0
 # many short requests
-MOST = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
+MOST = {"max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3, "n": 2}
 OPERATIONS = {
     "/v1/completions": "post",
     "/v1/chat/completions": "post",
+    "/v1/responses": "post",
     "/tokenize": "post",
     "/detokenize": "post",
     "/v1/models/{model}": "get",
     "/v1/models": "get",
     "/health": "get",
     "/ready": "get",
+    "/ping": "post",
+    "/version": "get",
     "/metrics": "get",
 }
 
@@ -64,6 +67,8 @@ def shorten(body: dict[str, Any]) -> None:
             body[name] = min(value, most)
     if "messages" in body and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = MOST["max_tokens"]
+    if "input" in body and body.get("max_output_tokens") is None:
+        body["max_output_tokens"] = MOST["max_output_tokens"]
 
 
 @pytest.fixture(scope="module")

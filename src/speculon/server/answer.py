@@ -14,6 +14,7 @@ from speculon.engine.async_engine import OutputQueue
 from speculon.engine.messages import Add
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
+from speculon.server.errors import body_of
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
 from speculon.server.tool_calls import Delta, merge_deltas
@@ -25,6 +26,8 @@ ABORT_SECONDS = 1.0
 
 class Answer:
     """One HTTP answer as it grows. It owns its requests in the engine, one per prompt."""
+
+    DONE = b"data: [DONE]\n\n"  # the end of its stream
 
     def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
         self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
@@ -139,8 +142,15 @@ class Answer:
         role: Delta = {"role": "assistant", "content": ""}
         return [self.chunk(ChoiceDelta(choice.index, [role])) for choice in self.choices]
 
-    def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
+    def chunks(self, new: ChoiceDelta) -> list[dict[str, Any]]:
         """What an event added, as the stream sends it."""
+        return [self.chunk(new)]
+
+    def failure(self, status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
+        """The last chunk of a stream that a fault ends."""
+        return body_of(status, message, code, param)
+
+    def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
         end = end_of(new.logprobs, new, new.tokens)
         if not self.request.chat:
             text = "".join(delta["content"] for delta in new.deltas)

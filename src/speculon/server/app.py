@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +22,9 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, failure, first_of, param_of, status_of
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.request import GenerationRequest, pool_of
+from speculon.server.response_events import ResponseAnswer
+from speculon.server.response_schemas import ResponseObject, ResponseRequest
+from speculon.server.responses import NOT_STORED, read_response
 from speculon.server.streaming import EventStream, unless_gone
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -30,6 +34,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     }
 }
 Read = Callable[[], GenerationRequest]
+Make = Callable[..., Answer]
 
 
 def create_app(state: AppState, version: str) -> FastAPI:
@@ -48,6 +53,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_operations(app, state)
     add_models(app, state)
     add_completions(app, state)
+    add_responses(app, state)
     add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
@@ -60,12 +66,12 @@ def add_completions(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/completions", responses=responses, response_model=schemas.CompletionResponse)
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Continue a prompt."""
-        return await respond(state, request, "cmpl", lambda: read_completion(body, state.model))
+        return await respond(state, request, "cmpl-", lambda: read_completion(body, state.model))
 
     @app.post("/v1/chat/completions", responses=responses, response_model=schemas.ChatResponse)
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await respond(state, request, "chatcmpl", lambda: read_chat(body, state.model))
+        return await respond(state, request, "chatcmpl-", lambda: read_chat(body, state.model))
 
     @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: schemas.TokenizeRequest) -> schemas.TokenizeResponse:
@@ -190,6 +196,20 @@ def add_operations(app: FastAPI, state: AppState) -> None:
         return Response(*state.metrics.page())
 
 
+def add_responses(app: FastAPI, state: AppState) -> None:
+    @app.post("/v1/responses", responses=RESPONSES | STREAMED, response_model=ResponseObject)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation, as output items."""
+        make = partial(ResponseAnswer, body)
+        return await respond(state, request, "resp_", lambda: read_response(body, state.model), make)
+
+    @app.api_route(
+        "/v1/responses/{response:path}", methods=["GET", "DELETE", "POST"], include_in_schema=False
+    )
+    async def stored(response: str) -> None:
+        raise HTTPException(404, NOT_STORED)
+
+
 def add_refusals(app: FastAPI) -> None:
     """Routes of OpenAI that clients try, and that this server does not have."""
 
@@ -226,11 +246,13 @@ def add_errors(app: FastAPI) -> None:
         return response
 
 
-async def respond(state: AppState, request: Request, prefix: str, read: Read) -> Response:
+async def respond(
+    state: AppState, request: Request, prefix: str, read: Read, make: Make = Answer
+) -> Response:
     """One HTTP answer, whole or streamed. However it ends, its requests in the engine end with it."""
     record: AccessRecord = request.state.record
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    answer = await unless_gone(request, begin(state, answer_id, request.state.tenant, read))
+    answer_id = prefix + secrets.token_hex(12)
+    answer = await unless_gone(request, begin(state, answer_id, request.state.tenant, read, make))
     record.answer = answer
     if answer.request.stream:
         return EventStream(answer, record, state.keep)
@@ -242,12 +264,12 @@ async def respond(state: AppState, request: Request, prefix: str, read: Read) ->
         answer.close()
 
 
-async def begin(state: AppState, answer_id: str, tenant: str, read: Read) -> Answer:
+async def begin(state: AppState, answer_id: str, tenant: str, read: Read, make: Make) -> Answer:
     """Reads the request and submits it to the engine."""
     state.check_ready()
     generation = await state.read(read)
     state.check_room(generation)  # no other request comes in between: `submit` takes its place at once
-    answer = Answer(answer_id, generation, state.model, tenant)
+    answer = make(answer_id, generation, state.model, tenant)
     await state.submit(answer)
     return answer
 

@@ -50,7 +50,9 @@ def structured_outputs(body: Sampling) -> list[tuple[str, str, Any]]:
     forms = [(f"structured_outputs.{name}", NAMES.get(name, name), value) for name, value in given.items()]
     forms = [form for form in forms if form[2] is not False]
     if not forms:
-        raise InvalidParameter("structured_outputs", given, f"give one of {', '.join([*NAMES, 'json_object'])}")
+        raise InvalidParameter(
+            "structured_outputs", given, f"give one of {', '.join([*NAMES, 'json_object'])}"
+        )
     return [(name, field, as_schema(name, field, value)) for name, field, value in forms]
 
 

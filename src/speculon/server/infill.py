@@ -25,7 +25,9 @@ FORMS = (
     Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     Form("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", end="\u2581<EOT>"),  # CodeLlama
-    Form("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    Form(
+        "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"
+    ),  # DeepSeek-Coder
     Form("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
 )
 

@@ -82,7 +82,11 @@ class RequestMiddleware:
             await response(scope, receive, lingering(receive, send, self._config.body_timeout))
 
         if not self._may_enter(scope, token):
-            return await refuse(401, "a valid API key is needed, as a bearer token or in the header api-key", "invalid_api_key")
+            return await refuse(
+                401,
+                "a valid API key is needed, as a bearer token or in the header api-key",
+                "invalid_api_key",
+            )
         try:
             async with asyncio.timeout(self._config.body_timeout):
                 body = await self._read(headers, receive)
@@ -146,7 +150,7 @@ def lingering(receive: Receive, send: Send, seconds: float) -> Send:
 
 
 def token_of(headers: Headers) -> bytes:
-    """The API key: the bearer token, else what the first of `KEY_HEADERS` holds; empty where there is none."""
+    """The API key: the bearer token, else that of the first of `KEY_HEADERS`; empty where there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     others = (headers.get(name, "").strip() for name in KEY_HEADERS)

@@ -51,7 +51,7 @@ def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
         fields["stop"] = stops_of(fields["stop"])
     if (form := structured_of(body)) is not None:
         if more.get("structured") is not None:
-            raise InvalidParameter("tool_choice", form.constraint[0], "forces a form, and the body another one")
+            raise InvalidParameter("tool_choice", form.constraint[0], "not together with a form of the text")
         fields["structured"] = form
     return SamplingParams(**fields | {name: value for name, value in more.items() if value is not None})
 

@@ -341,8 +341,8 @@ class ExplainedToken(Body):
     token: str
     source: str | None = Field(description="the method that drafted it; null: the target itself")
     fate: Fate = Field(
-        description="`accepted` draft, or the target's own: the `correction` of a rejected draft, the `bonus` "
-        "after an accepted one, `plain` without a draft"
+        description="`accepted`: a draft. The target's own: `correction` of a rejected draft, `bonus` after "
+        "an accepted one, `plain` without a draft"
     )
 
 
