@@ -186,7 +186,14 @@ class Sampling(Ignored):
 ManyTokenIds = Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
+def one_of(*names: str) -> ConfigDict:
+    """The description of a body that needs one of these fields."""
+    return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
+
+
 class CompletionRequest(Sampling):
+    model_config = one_of("prompt", "prompt_token_ids")
+
     prompt: (
         str
         | Annotated[list[str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -244,6 +251,8 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampling):
+    model_config = one_of("messages", "prompt_token_ids")
+
     messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
     prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
     add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
