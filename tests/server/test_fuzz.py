@@ -24,7 +24,14 @@ ALTERNATIVES = (
     ("prompt_token_ids", "prompt"),
     ("prompt_token_ids", "messages"),
     ("suffix", "echo"),
-    ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "response_format"),
+    (
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "response_format",
+    ),
 )
 OPERATIONS = {
     "/v1/completions": "post",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter
+from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.server import infill
 from speculon.server.completions import read_completion
 from speculon.server.infill import FORMS, Form
@@ -104,8 +105,8 @@ def test_the_prompt_of_each_family(tokenizer: Tokenizer, expected: list[str]) ->
 
 def test_a_space_that_the_text_does_not_have_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: the suffix encoded as a beginning."""
-    encode = lambda self, text: self.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    monkeypatch.setattr(infill.Infill, "_continuation", encode)
+    encode = partial(ServedModel.encode, add_special_tokens=False)
+    monkeypatch.setattr(infill, "continuation", encode)
     tokenizer = sentence_piece(LLAMA)
     (prompt,) = read(tokenizer, prompt=BEFORE, suffix=AFTER).prompts
     assert " " + AFTER in pieces(tokenizer, prompt)
@@ -134,6 +135,12 @@ def test_an_empty_suffix_is_none() -> None:
 def test_no_echo_beside_a_suffix() -> None:
     with pytest.raises(InvalidParameter, match="echo"):
         read(byte_level(QWEN), prompt=BEFORE, suffix=AFTER, echo=True)
+
+
+@pytest.mark.parametrize(("suffix", "name"), [("\ud800", "suffix"), ("x" * 40_000, "40000 characters")])
+def test_a_bad_suffix_is_refused_by_name(suffix: str, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        read(byte_level(QWEN), prompt=BEFORE, suffix=suffix)
 
 
 def test_half_of_a_form_is_none() -> None:

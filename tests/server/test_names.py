@@ -224,10 +224,14 @@ def test_what_is_no_conversation_is_not_captured(tmp_path: Path) -> None:
         inside.post("chat/completions", messages=USER, add_generation_prompt=False)
         inside.post("completions", prompt_token_ids=list(b"say:ids"))
         inside.post("chat/completions", messages=USER)
+        inside.post("responses", input="say:yes", instructions="Be short.")
+        inside.post("responses", input="say:no", store=False)
         settle(inside)
-        ids, chat = read(tmp_path / "texts")
+        ids, chat, response = read(tmp_path / "texts")
     assert (ids["prompt"], ids["completion"]) == ("say:ids", "ids")
     assert chat["messages"][-1]["content"] == "yes"
+    roles = [(message["role"], message["content"]) for message in response["messages"]]
+    assert roles == [("system", "Be short."), ("user", "say:yes"), ("assistant", "yes")]
 
 
 # explained tokens

@@ -221,6 +221,21 @@ def test_bad_responses_are_refused_by_name(inside: Inside, body: dict[str, Any],
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('"metadata": {"a": "\\ud800"}', "metadata"),
+        ('"user": "\\ud800"', "user"),
+        ('"tool_choice": "none", "tools": [{"type":"function","name":"f","parameters":{"a":NaN}}]', "tools"),
+        ('"text": {"format": {"type": "text", "description": "\\ud800"}}', "text"),
+    ],
+)
+def test_what_an_answer_could_not_show_again_is_refused(inside: Inside, body: str, param: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = inside.client.post("/v1/responses", content='{"input": "x", ' + body + "}", headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
 def test_no_response_is_stored(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="scripted", input="say:yes", store=True)
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):

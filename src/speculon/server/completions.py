@@ -34,7 +34,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
-    infill = Infill.of(model.tokenizer, body.suffix) if body.suffix else None
+    infill = Infill.of(model, body.suffix) if body.suffix else None
     if infill and body.echo:
         raise InvalidParameter("echo", True, "not together with suffix")
     prompts = read_prompts(body, model, infill)
@@ -65,7 +65,7 @@ def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | N
     if infill is None:
         return [model.encode(one) if isinstance(one, str) else one for one in many]
     before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in many]
-    return [infill.prompt(ids, body.suffix or "") for ids in before]
+    return [infill.prompt(ids) for ids in before]
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speculon.errors import InvalidParameter
-from speculon.text import Tokenizer
+from speculon.server.model import ServedModel
+from speculon.text import Tokenizer, check_text
 
 PROBE = "\u263a"  # a text that no tokenizer joins with what follows it, as the reference code of CodeLlama
 
@@ -34,45 +35,50 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Infill:
-    """Makes the prompts of one model from texts before and after a cursor."""
+    """Makes prompts from the texts before a cursor; the text after it is the same for all of them."""
 
-    tokenizer: Tokenizer
-    form: Form
-    ids: dict[str, int]  # of the form's tokens
+    opening: list[int]  # tokens that begin every prompt
+    prefix: int
+    after: list[int]  # with the token before it
+    middle: list[int]
+    suffix_first: bool
+    stops: tuple[int, ...]  # no middle has one of these tokens
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, suffix: str) -> Infill:
+    def of(cls, model: ServedModel, suffix: str) -> Infill:
         """Raises `InvalidParameter` about `suffix` where the tokenizer has no form's tokens."""
-        for form in FORMS:
-            known = {name: tokenizer.token_id(name) for name in tokens_of(form)}
-            ids = {name: token for name, token in known.items() if token is not None}
-            if len(ids) == len(known):
-                return cls(tokenizer, form, ids)
-        raise InvalidParameter("suffix", suffix, "this model's tokenizer has no fill-in-the-middle tokens")
+        form, ids = find_form(model.tokenizer, suffix)
+        end = model.tokenizer.token_id(form.end) if form.end else None
+        return cls(
+            opening=model.tokenizer.encode(""),
+            prefix=ids[form.prefix],
+            after=[ids[form.suffix], *continuation(model, suffix)],
+            middle=[ids[form.middle]] if form.middle else [],
+            suffix_first=form.suffix_first,
+            stops=(*ids.values(), *(() if end is None else (end,))),
+        )
 
-    def prompt(self, before: list[int], after: str) -> list[int]:
+    def prompt(self, before: list[int]) -> list[int]:
         """`before` are the tokens before the cursor, without those that begin every prompt."""
-        form = self.form
-        parts = [[self.ids[form.prefix], *before], [self.ids[form.suffix], *self._continuation(after)]]
-        if form.suffix_first:
-            parts.reverse()
-        middle = [self.ids[form.middle]] if form.middle else []
-        return [*self.tokenizer.encode(""), *parts[0], *parts[1], *middle]
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """No middle has one of these tokens."""
-        end = self.tokenizer.token_id(self.form.end) if self.form.end else None
-        return (*self.ids.values(), *(() if end is None else (end,)))
-
-    def _continuation(self, text: str) -> list[int]:
-        """Token ids of a text that goes on inside a line: SentencePiece writes a space before a beginning."""
-        encode, probe = self.tokenizer.encode, self.tokenizer.encode(PROBE, add_special_tokens=False)
-        if not str(self.tokenizer.inner.convert_ids_to_tokens(probe[0])).startswith("\u2581"):
-            return encode(text, add_special_tokens=False, name="suffix")
-        return encode(PROBE + text, add_special_tokens=False, name="suffix")[len(probe) :]
+        parts = [[self.prefix, *before], self.after]
+        first, second = reversed(parts) if self.suffix_first else parts
+        return [*self.opening, *first, *second, *self.middle]
 
 
-def tokens_of(form: Form) -> list[str]:
-    """Those that a tokenizer must have."""
-    return [name for name in (form.prefix, form.suffix, form.middle) if name]
+def find_form(tokenizer: Tokenizer, suffix: str) -> tuple[Form, dict[str, int]]:
+    """The first form whose tokens the tokenizer has, and their ids."""
+    for form in FORMS:
+        known = {name: tokenizer.token_id(name) for name in (form.prefix, form.suffix, form.middle) if name}
+        ids = {name: token for name, token in known.items() if token is not None}
+        if len(ids) == len(known):
+            return form, ids
+    raise InvalidParameter("suffix", suffix, "this model's tokenizer has no fill-in-the-middle tokens")
+
+
+def continuation(model: ServedModel, text: str) -> list[int]:
+    """Token ids of a text that goes on inside a line: SentencePiece writes a space before a beginning."""
+    check_text("suffix", text)
+    probe = model.encode(PROBE, add_special_tokens=False)
+    if not str(model.tokenizer.inner.convert_ids_to_tokens(probe[0])).startswith("\u2581"):
+        return model.encode(text, add_special_tokens=False)
+    return model.encode(PROBE + text, add_special_tokens=False)[len(probe) :]

@@ -106,7 +106,7 @@ class ResponseRequest(Body):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     # without an effect on the text
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
     reasoning: dict[str, Any] | None = None
     max_tool_calls: Count | None = None
     service_tier: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from speculon.errors import InvalidParameter
@@ -37,6 +38,7 @@ SAME = (
     *("chat_template_kwargs", "prediction", "speculation", "store"),
     *("user", "safety_identifier", "prompt_cache_key"),
 )
+ECHOED = ("instructions", "metadata", "text", "tool_choice", "tools", "user")  # by `ResponseAnswer`
 # a chat's fields -> those of a response; longer names first
 NAMES = {
     "response_format.json_schema": "text.format.schema",
@@ -53,10 +55,20 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
             raise InvalidParameter(name, value, NOT_STORED)
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options", body.stream_options.model_dump(), "only with stream = true")
+    check_echo(body)
     try:
         return read_chat(chat_of(body), model)
     except InvalidParameter as error:
         raise InvalidParameter(NAMES.get(error.name, error.name), error.value, error.limit) from None
+
+
+def check_echo(body: ResponseRequest) -> None:
+    """Raises for what the answer shows again, and JSON cannot hold: NaN, halves of surrogate pairs."""
+    for name in ECHOED:
+        try:
+            json.dumps(body.model_dump(include={name}), ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            raise InvalidParameter(name, None, "has a value that JSON cannot hold") from None
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
