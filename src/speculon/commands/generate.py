@@ -83,8 +83,8 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: Reques
     with streaming():
         for event in llm.events(prompt, params, speculation=speculation):
             absorb(output, event)
-            rest = text.flush(event.finish.matched) if event.finish else ""
-            sys.stdout.write(text.push(event.tokens) + rest)
+            new = text.push(event.tokens)
+            sys.stdout.write(new + (text.flush(event.finish.matched) if event.finish else ""))
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -125,7 +125,6 @@ class ResponseAnswer(Answer):
         if item["type"] == "message":
             (part,) = item["content"]
             part["logprobs"] += self._logprobs
-            self._logprobs = []
             fields = {"text": part["text"], "logprobs": part["logprobs"]}
             events = [
                 self._event("response.output_text.done", **place(0), **fields),
@@ -134,7 +133,7 @@ class ResponseAnswer(Answer):
         else:
             fields = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._event("response.function_call_arguments.done", **place(), **fields)]
-        item["status"], self._open = status, None
+        item["status"], self._open, self._logprobs = status, None, []
         index = len(self._output) - 1
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
