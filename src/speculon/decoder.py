@@ -282,7 +282,7 @@ class SpeculativeDecoder:
         for one in output.outputs:
             self._stats.add(one.stats)
             if self.tokenizer is not None:
-                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
+                one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
         return output
 
     # accounts

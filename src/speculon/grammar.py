@@ -31,6 +31,7 @@ KEPT = 64  # compiled grammars; requests of one program ask for the same few
 # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 MAX_ROW = 30_000
 JSON_STYLE: Any = {"whitespace_flexible": False}
+NO_LARK = " (grammars are in llguidance's form of Lark, not in EBNF)"
 # the end, where neither model nor tokenizer has a token for it
 END = "<|end of the structured text|>"
 NOTHING_FITS = "no text but the empty one fits it, in this vocabulary; a reference to itself alone never ends"
@@ -127,7 +128,9 @@ class Grammars:
         except ValueError as error:
             raise InvalidParameter(f"structured.{name}", value, first_line(str(error))) from None
         if found.is_error():
-            raise InvalidParameter(f"structured.{name}", value, first_line(found.get_error()))
+            why = first_line(found.get_error())
+            why += NO_LARK * (name == "grammar" and "JSON schema" not in why)
+            raise InvalidParameter(f"structured.{name}", value, why)
         start = found.deep_copy()
         opening = self.allowed([(Matcher(self, start, False), ())])[0]
         opening[[token for token in self.ends if token < self._vocab_size]] = False

@@ -120,7 +120,7 @@ class LLM:
     ) -> Iterator[str]:
         """Yields the text of one prompt as it is written. Closing the iterator aborts the request."""
         params = params or SamplingParams()
-        text = self._text_stream(params)
+        text = Stream.of(self.tokenizer, params)
         with closing(self.events(prompt, params, speculation=speculation)) as events:
             for event in events:
                 if new := new_text(text, event):
@@ -131,7 +131,7 @@ class LLM:
     ) -> AsyncIterator[str]:
         """`stream` for an event loop. Closing the iterator, or cancelling the task, aborts the request."""
         params = one_sample(params or SamplingParams())
-        text = self._text_stream(params)
+        text = Stream.of(self.tokenizer, params)
         prompt_ids = await asyncio.to_thread(self._encode, prompt)
         async with AsyncRequestGroup(self._shared, self._threads) as group:
             await group.begin([Call(prompt_ids, params, speculation)])
@@ -208,9 +208,6 @@ class LLM:
             self._write_text(output, call.params)
         return outputs
 
-    def _text_stream(self, params: SamplingParams) -> Stream:
-        return Stream(self.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
-
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -220,7 +217,7 @@ class LLM:
 
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
         for one in output.outputs:
-            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params.skip_special_tokens)
+            one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
 
 
 @dataclass(frozen=True, slots=True)

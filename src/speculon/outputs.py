@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from speculon.core import Draft, FinishReason, TokenLogprobs, Verdict
-from speculon.sequence import Event
+from speculon.sequence import Event, Fate
 from speculon.telemetry import RequestStats, SpeculationStats
 
 
@@ -21,6 +21,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None  # one per token
     # one per token: the method that drafted it; None is the target itself
     sources: list[str | None] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)  # one per token: what became of the draft there
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -133,6 +134,7 @@ def absorb(output: RequestOutput, event: Event) -> None:
     one = output.outputs[event.sample]
     one.token_ids.extend(event.tokens)
     one.sources += [*event.sources, *(None for _ in event.tokens[len(event.sources) :])]
+    one.fates += event.fates
     if event.logprobs is not None:
         one.logprobs = [*(one.logprobs or ()), *event.logprobs]
     if event.prompt_logprobs is not None and event.sample == 0:

@@ -269,6 +269,10 @@ class Round:
         return {span.seq.id: len(verdict.tokens) for span, verdict in pairs}
 
 
+# of an output token: an accepted draft; the target's, after a rejected draft, after an accepted one, without
+Fate = Literal["accepted", "correction", "bonus", "plain"]
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """New tokens of one sequence, and how it ended if it did. Plain data."""
@@ -281,9 +285,17 @@ class Event:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     stats: RequestStats | None = None  # with the finish
     sources: tuple[str, ...] = ()  # of the first tokens, which were drafts: the method of each
+    drafted: int = 0  # tokens that were verified in its round
+
+    @property
+    def fates(self) -> list[Fate]:
+        """What became of the draft at each token."""
+        accepted = len(self.sources)
+        own: Fate = "plain" if not self.drafted else "bonus" if accepted == self.drafted else "correction"
+        return ["accepted" if i < accepted else own for i in range(len(self.tokens))]
 
     def __reduce__(self) -> tuple[type[Event], tuple[Any, ...]]:
         """As its arguments, in a third of the time: the events of 32 streams cross a pipe each step."""
         first = (self.request_id, self.sample, self.tokens)
-        more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources)
-        return Event, first if more == (None, None, None, None, ()) else (*first, *more)
+        more = (self.logprobs, self.finish, self.prompt_logprobs, self.stats, self.sources, self.drafted)
+        return Event, first if more == (None, None, None, None, (), 0) else (*first, *more)

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.errors import InvalidParameter, InvalidRequest
+
+if TYPE_CHECKING:
+    from speculon.config import SamplingParams
 
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 # tokens without a whole character after which they are taken for garbage, not for a character's beginning
@@ -107,6 +110,12 @@ class Tokenizer:
         """One token alone; bytes that are no whole character show as U+FFFD."""
         return self.decode([token], skip_special_tokens=False)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token of the vocabulary, by its name; None where there is none."""
+        found = self.inner.convert_tokens_to_ids(token)
+        # an unknown name has the id of the unknown token
+        return found if found is not None and self.inner.convert_ids_to_tokens(found) == token else None
+
     def token_bytes(self, token: int) -> list[int] | None:
         """The bytes of one token; None where the vocabulary does not tell them."""
         text = self.token_text(token)
@@ -138,8 +147,15 @@ class Stream:
     Pushes and `flush` together are the decoded whole, up to the stop string that ended it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Seq[str] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Seq[str] = (),
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ):
         self._tokenizer, self._stops, self._skip = tokenizer, tuple(stops), skip_special_tokens
+        self._include_stop = include_stop
         self._window: list[int] = []  # the latest tokens, from a character's beginning on
         self._text = ""  # what they decode to
         self._sure = 0  # characters of it that went on to `_held`
@@ -147,17 +163,22 @@ class Stream:
         self._settled = 0  # characters of it from before the last token: no text ended there
         self.length = 0  # whole characters so far, returned or held back: where the next token begins
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> Stream:
+        """A stream of a text that is sampled with these parameters."""
+        return cls(tokenizer, params.stop, params.skip_special_tokens, params.include_stop_str_in_output)
+
     def push(self, ids: Seq[int]) -> str:
         """The text that is now certain."""
         return "".join(self._push(token) for token in ids)
 
     def flush(self, stop: str | int | None = None) -> str:
-        """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string is cut
-        off.
+        """The rest, once the text has ended; `stop` is what ended it (`Finish.matched`): a stop string, or
+        what follows it, is cut off.
         """
         text = self._held + self._text[self._sure :]
         after, self._held, self._window, self._text, self._sure = self._settled, "", [], "", 0
-        return truncate(text, stop, after) if isinstance(stop, str) else text
+        return truncate(text, stop, after, self._include_stop) if isinstance(stop, str) else text
 
     def _push(self, token: int) -> str:
         self._settled, new = len(self._held), self._decode(token)
@@ -260,23 +281,23 @@ class StopStrings:
         return self._tokenizer.decode(ids, skip).rstrip(UNSURE)
 
 
-def truncate(text: str, stop: str, after: int = 0) -> str:
-    """`text` up to the first `stop` that ends beyond its first `after` characters; all of it when there is
-    none.
+def truncate(text: str, stop: str, after: int = 0, include: bool = False) -> str:
+    """`text` up to the first `stop` that ends beyond its first `after` characters, or up to its end with
+    `include`; all of it when there is none.
     """
     at = text.find(stop, max(0, after - len(stop) + 1))
-    return text if at < 0 else text[:at]
+    return text if at < 0 else text[: at + include * len(stop)]
 
 
-def final_text(
-    tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None = None, skip_special_tokens: bool = True
-) -> str:
+def final_text(tokenizer: Tokenizer, ids: Seq[int], stop: str | int | None, params: SamplingParams) -> str:
     """The whole text of an ended output; `stop` is what ended it (`Finish.matched`)."""
-    text = tokenizer.decode(ids, skip_special_tokens)
+    skip = params.skip_special_tokens
+    text = tokenizer.decode(ids, skip)
     if not isinstance(stop, str):
         return text
     # only in the last token can it have ended the text: an earlier one was passed over for min_tokens
-    return truncate(text, stop, len(tokenizer.decode(ids[:-1], skip_special_tokens).rstrip(UNSURE)))
+    after = len(tokenizer.decode(ids[:-1], skip).rstrip(UNSURE))
+    return truncate(text, stop, after, params.include_stop_str_in_output)
 
 
 def check_text(name: str, text: str) -> None:

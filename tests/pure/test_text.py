@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from speculon.config import SamplingParams
 from speculon.errors import InvalidParameter, InvalidRequest
 from speculon.text import MAX_UNSURE, StopStrings, Stream, Tokenizer, final_text, truncate
 
@@ -219,9 +220,22 @@ class TestStream:
         kept, stop = (ids, None) if found is None else (ids[: found[0] + 1], found[1])
         stream = Stream(byte_level(), stops)
         text = "".join(stream.push(part) for part in cuts(kept, where)) + stream.flush(stop)
-        assert text == final_text(byte_level(), kept, stop)
+        assert text == final_text(byte_level(), kept, stop, SamplingParams())
         if stop and not min_tokens:
             assert not any(other in text for other in stops)
+
+    @given(OUTPUTS, STOPS, WHERE, st.integers(0, 10))
+    def test_a_stop_string_is_shown_whole_where_it_is_asked_for(
+        self, ids: list[int], stops: list[str], where: list[int], min_tokens: int
+    ) -> None:
+        found = naive_end(ids, stops, min_tokens)
+        kept, stop = (ids, None) if found is None else (ids[: found[0] + 1], found[1])
+        params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=True)
+        stream = Stream.of(byte_level(), params)
+        text = "".join(stream.push(part) for part in cuts(kept, where)) + stream.flush(stop)
+        assert text == final_text(byte_level(), kept, stop, params)
+        without = final_text(byte_level(), kept, stop, SamplingParams())
+        assert text == without + (stop or "")
 
     def test_a_stop_string_that_was_passed_over_is_shown(self) -> None:
         a, b, x, y = (byte_level().encode(char) for char in "abxy")
@@ -230,7 +244,7 @@ class TestStream:
         assert stream.flush("a") == ""
         stream = Stream(byte_level(), stops=["a", "xaya"])
         assert [stream.push(token) for token in (x, a, y, a)] == ["", "", "", ""]
-        assert stream.flush("a") == "xay" == final_text(byte_level(), [*x, *a, *y, *a], "a")
+        assert stream.flush("a") == "xay" == final_text(byte_level(), [*x, *a, *y, *a], "a", SamplingParams())
 
     @given(OUTPUTS, STOPS)
     def test_text_is_shown_as_soon_as_it_is_certain(self, ids: list[int], stops: list[str]) -> None:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -45,8 +45,8 @@ class ThreadProcess:
         return self._thread.is_alive()
 
     def kill(self) -> None:
-        """Cuts the pipe, for both ends."""
-        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
+        """Cuts the pipe, for both ends; where the thread has closed it already, it is about to end."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
 
 

@@ -49,6 +49,9 @@ class Bytes:
     def decode(self, ids: Seq[int], **options: Any) -> str:
         return bytes(token for token in ids if token != EOS).decode(errors="replace")
 
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return None  # no name is known
+
     def convert_ids_to_tokens(self, token: int) -> str:
         return f"<0x{token:02X}>"
 
@@ -187,8 +190,12 @@ class ScriptedEngine:
         if finish:
             self._end(text, finish)
         stats = text.stats if finish else None
+        sources = ("ngram",) * max(0, len(new) - 1)
+        drafted = (0, 1, 3)[count - 1]  # plain, then a bonus, then a correction
         return Event(
-            text.request_id, text.sample, tuple(new), lps, finish, self._prompt_logprobs(text), stats
+            *(text.request_id, text.sample, tuple(new), lps, finish, self._prompt_logprobs(text), stats),
+            sources=sources,
+            drafted=drafted,
         )
 
     def _prompt_logprobs(self, text: Running) -> tuple[TokenLogprobs, ...] | None:

@@ -46,7 +46,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
         for choice in event["choices"]:
             merged = choices.setdefault(choice["index"], {"index": choice["index"], "logprobs": None})
             assert merged.get("finish_reason") is None, "something comes after the end"
-            for key in ("text", "delta", "logprobs"):
+            for key in ("text", "delta", "logprobs", "speculation"):
                 if key in choice:
                     merged[key] = add(merged.get(key), choice[key])
             merged |= {key: choice[key] for key in ("finish_reason", "stop_reason")}

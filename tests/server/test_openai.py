@@ -321,7 +321,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 257}, "max_tokens"),
         ({"n": 0}, "n"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": ["x" * 257]}, "stop"),
         ({"top_p": 0}, "top_p"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"extra_body": {"top_k": 2**40}}, "top_k"),
@@ -368,5 +368,44 @@ def test_an_error_in_a_stream_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     with served(script={"faults": [None, None, fault, fault], "step_seconds": 0.1}) as inside:
         with openai.OpenAI(base_url=inside.url + "/v1", api_key="x", max_retries=0) as other:
             stream = other.completions.create(model="scripted", prompt="x", max_tokens=99, stream=True)
-            with pytest.raises(openai.APIError, match="planted"):
+            with pytest.raises(openai.APIError, match="the step failed: RuntimeError"):
                 list(stream)
+
+
+# explained tokens, and responses
+
+
+def test_tokens_are_explained_by_the_real_engine(client: openai.OpenAI) -> None:
+    way = spec(method="ngram", num_speculative_tokens=4, explain=True)
+    answer = complete(client, EDIT * 3, temperature=0, max_tokens=60, **way)
+    plain = complete(client, EDIT * 3, temperature=0, max_tokens=60, **spec(method="off"))
+    assert answer.choices[0].text == plain.choices[0].text
+    tokens = answer.choices[0].speculation["tokens"]
+    fates = Counter(token["fate"] for token in tokens)
+    assert len(tokens) == 60 and fates["accepted"] == answer.speculation["accepted"] > 0
+    assert all((token["source"] == "ngram") == (token["fate"] == "accepted") for token in tokens)
+    assert fates["accepted"] + fates["bonus"] + fates["correction"] + fates["plain"] == 60
+
+
+def test_responses_say_what_chats_do(client: openai.OpenAI) -> None:
+    way = spec(method="ngram", explain=True)
+    answer = client.responses.create(model="demo", input=ASK, temperature=0, max_output_tokens=24, **way)
+    assert answer.output_text == chat(client, temperature=0).choices[0].message.content
+    assert answer.status == "incomplete" and answer.usage is not None and answer.usage.output_tokens == 24
+    assert len(answer.speculation["tokens"]) == 24  # type: ignore[attr-defined]
+    with client.responses.stream(model="demo", input=ASK, temperature=0, max_output_tokens=24) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text
+
+
+@pytest.mark.parametrize("way", [{}, spec(method="off")["extra_body"]], ids=["default", "off"])
+def test_forms_and_stop_strings_under_the_names_of_vllm(client: openai.OpenAI, way: dict[str, Any]) -> None:
+    more = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
+    choice = complete(client, **more, extra_body={**way, "guided_choice": ["red", "green"]}).choices[0]
+    assert choice.text in ("red", "green")
+    form = {"regex": "[ab]{4}STOP[cd]+"}
+    body = {**way, "structured_outputs": form, "stop": "STOP", "include_stop_str_in_output": True}
+    text = complete(client, **more, extra_body=body).choices[0].text
+    assert text.endswith("STOP") and len(text) == 8
+    with pytest.raises(openai.BadRequestError, match="Lark"):
+        complete(client, extra_body={"guided_grammar": 'root ::= "a"'})

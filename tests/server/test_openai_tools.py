@@ -165,3 +165,16 @@ def test_a_prediction_is_accepted_or_rejected(client: openai.OpenAI) -> None:
     assert details.accepted_prediction_tokens < accepted / 4 and details.rejected_prediction_tokens >= 0
     details = plain.usage.completion_tokens_details
     assert details.accepted_prediction_tokens == details.rejected_prediction_tokens == 0
+
+
+def test_a_tool_that_no_call_fits_is_refused_by_its_field(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": "x"}],
+                tools=[tool],  # type: ignore[list-item]
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+        assert refusal.value.param == "tools" and "llguidance" not in refusal.value.message, refusal.value

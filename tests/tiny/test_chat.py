@@ -113,7 +113,7 @@ def test_every_character_has_the_source_of_the_token_that_completed_it(seed: int
     stops = tuple(text[at : at + chance.randrange(1, 5)] for at in range(0, len(text), 7)) if seed % 2 else ()
     sources = [chance.choice(["ngram", "draft_model", None]) for _ in ids]
     stop = stops[-1] if stops and chance.random() < 0.5 else None
-    one = Completion(final_text(tokenizer, ids, stop), ids, "stop", stop, sources=sources)
+    one = Completion(final_text(tokenizer, ids, stop, SamplingParams()), ids, "stop", stop, sources=sources)
 
     stream, runs, at = DraftStream(tokenizer, SamplingParams(stop=stops)), [], 0
     while at < len(ids) - seed % 3:  # the last tokens come by `finish` alone
@@ -186,7 +186,7 @@ def test_one_object_per_turn_and_commands_on_the_way(folder: Path, llm: LLM) -> 
     )
     assert (stats["turns"], stats["emitted"], stats["length"]) == (1, 40, len(first["prompt_token_ids"]) + 40)
     assert stats["speculation"]["emitted"] == 40
-    assert "sources" not in again and len(other["sources"]) == 40
+    assert "sources" not in again and len(other["sources"]) == len(other["fates"]) == 40
     assert undone == {"message": "1 turn removed, 1 left"} and reset == {"message": "2 turns removed, 0 left"}
     assert system["message"] == "system message set" and drafts["message"] == "drafts on"
     session = llm.session(GREEDY)

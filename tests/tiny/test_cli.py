@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,18 @@ def test_one_text_is_streamed_and_then_explained(folder: Path, llm: LLM) -> None
     assert (done.exit_code, done.stdout) == (0, expected.text + "\n")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("ngram: 24 tokens in ")
+
+
+def test_a_stop_string_is_shown_where_it_is_asked_for(folder: Path, llm: LLM) -> None:
+    whole = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24))[0].text
+    found = re.search("[a-z]{2}", whole)
+    assert found
+    stop = found[0]
+    flags = ["generate", "--model", str(folder), "-p", PROMPT, *GREEDY, "--stop", stop]
+    hidden, shown = whole[: whole.index(stop)], whole[: whole.index(stop) + len(stop)]
+    for more, text in (([], hidden), (["--include-stop-str-in-output"], shown)):
+        assert speculon(*flags, *more).stdout == text + "\n"
+        assert texts([json.loads(speculon(*flags, *more, "--json").stdout)]) == [text]
 
 
 def test_a_record_is_written_and_replayed(folder: Path, tmp_path: Path) -> None:

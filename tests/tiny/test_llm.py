@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from speculon import LLM, SamplingParams, SpeculationConfig
+from speculon.core import SpanOutcome
 from speculon.errors import ConfigError, EmptyPrompt, InvalidParameter, InvalidRequest, TooLong, UnknownMethod
 from tests.tiny.checkpoint import write_checkpoint
 
@@ -237,3 +239,33 @@ def test_environment_and_file_are_read_and_a_keyword_wins(
     monkeypatch.setenv("SPECULON_BLOCKSIZE", "4")
     with pytest.raises(ConfigError, match="SPECULON_BLOCKSIZE"):
         LLM(str(folder))
+
+
+# stop strings that are shown, and what became of each draft
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "suffix"])
+def test_a_stop_string_is_in_the_text_where_it_is_asked_for(llm: LLM, method: str):
+    whole, way = llm.generate(PROMPT, GREEDY)[0].text, {"method": method}
+    stop = whole[10:13]
+    hidden = GREEDY.model_copy(update={"stop": (stop,)})
+    shown = hidden.model_copy(update={"include_stop_str_in_output": True})
+    without, with_it = (llm.generate(PROMPT, params, speculation=way)[0] for params in (hidden, shown))
+    assert with_it.text == without.text + stop == whole[: whole.index(stop) + len(stop)]
+    assert with_it.token_ids == without.token_ids
+    assert "".join(llm.stream(PROMPT, shown, speculation=way)) == with_it.text
+    assert llm.session(shown, raw=True).send(PROMPT).text == with_it.text
+
+
+@pytest.mark.parametrize("method", ["off", "ngram", "suffix"])
+def test_every_token_has_a_fate(llm: LLM, method: str):
+    params = GREEDY.model_copy(update={"max_tokens": 100})
+    for _ in range(2):  # the second time there are earlier answers
+        one = llm.generate(PROMPT, params, speculation={"method": method})[0].outputs[0]
+    fates, outcomes = Counter(one.fates), one.stats.outcomes
+    assert len(one.fates) == len(one.sources) == len(one.token_ids)
+    assert [source is not None for source in one.sources] == [fate == "accepted" for fate in one.fates]
+    assert fates["accepted"] == one.stats.accepted and (method == "off" or fates["accepted"])
+    assert fates["bonus"] == outcomes[SpanOutcome.FULL]
+    assert fates["correction"] == outcomes[SpanOutcome.TAIL] + outcomes[SpanOutcome.EARLY]
+    assert fates["plain"] == one.stats.target_calls - one.stats.rounds

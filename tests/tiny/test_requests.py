@@ -133,7 +133,9 @@ def test_a_stop_string_inside_a_span_ends_the_sequence_there(
     result = one(lies, stop=("no such text", spell(text()[at + 1 : at + 3]), stop))
     assert result.tokens == text()[: at + 1]  # the token that completes it is kept
     assert result.finish == Finish("stop", stop)
-    assert final_text(Tokenizer(Letters()), result.tokens, stop) == spell(text()[: at + 1 - length])
+    assert final_text(Tokenizer(Letters()), result.tokens, stop, SamplingParams()) == spell(
+        text()[: at + 1 - length]
+    )
     kept = accepted + (outcome is SpanOutcome.STOP)
     assert dict(result.stats.outcomes) == {outcome: 1} and result.stats.accepted == kept
 

@@ -184,7 +184,7 @@ class Chat:
     def conclude(self, content: str, output: RequestOutput, text: DraftStream, seconds: float) -> None:
         one = output.outputs[0]
         if self.as_json:
-            sources = {"sources": one.sources} if self.show_drafts else {}
+            sources = {"sources": one.sources, "fates": one.fates} if self.show_drafts else {}
             return print_json(
                 {"content": content, **output.to_dict(), **sources, "seconds": round(seconds, 3)}
             )

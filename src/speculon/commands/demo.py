@@ -236,7 +236,7 @@ def record(llm: LLM, case: Case, speculation: dict[str, Any]) -> Recorded:
     for _, event in arrivals:
         absorb(result, event)
     one = result.outputs[0]
-    whole = final_text(llm.tokenizer, one.token_ids, one.stop)
+    whole = final_text(llm.tokenizer, one.token_ids, one.stop, case.params)
     measurement = Measurement(seconds, [one.token_ids], [whole], one.stats, steps)
     return Recorded(measurement, tuple(as_pieces(llm, case, arrivals)))
 
@@ -245,7 +245,7 @@ def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iter
     """The text of each event, accepted drafts marked."""
     from speculon.text import Stream
 
-    text = Stream(llm.tokenizer, stops=case.params.stop)
+    text = Stream.of(llm.tokenizer, case.params)
     for seconds, event in arrivals:
         tokens = zip_longest(event.tokens, event.sources)
         parts = [(text.push([token]), source is not None) for token, source in tokens]

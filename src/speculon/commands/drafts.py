@@ -51,7 +51,7 @@ class DraftStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
-        self._certain = Stream(tokenizer, params.stop, params.skip_special_tokens)
+        self._certain = Stream.of(tokenizer, params)
         # the same characters, none held back for a stop
         self._whole = Stream(tokenizer, (), params.skip_special_tokens)
         self._sources: deque[str | None] = deque()  # of the characters that are not shown yet

@@ -78,13 +78,13 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, speculation: Reques
     from speculon.outputs import Completion, RequestOutput, absorb
     from speculon.text import Stream
 
-    text = Stream(llm.tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+    text = Stream.of(llm.tokenizer, params)
     output = RequestOutput([], [Completion()])
     with streaming():
         for event in llm.events(prompt, params, speculation=speculation):
             absorb(output, event)
-            rest = text.flush(event.finish.matched) if event.finish else ""
-            sys.stdout.write(text.push(event.tokens) + rest)
+            new = text.push(event.tokens)
+            sys.stdout.write(new + (text.flush(event.finish.matched) if event.finish else ""))
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()

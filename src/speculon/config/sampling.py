@@ -124,6 +124,9 @@ class SamplingParams(Checked):
         None, description="form of the text: a JSON schema, a regex, a choice or a grammar"
     )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    include_stop_str_in_output: bool = Field(
+        False, description="keep the stop string at the end of the text; stop tokens are never shown"
+    )
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

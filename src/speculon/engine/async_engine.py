@@ -195,6 +195,8 @@ class AsyncEngine:
 
         Close the queue when done with it.
         """
+        if self.error is not None:
+            raise self.error
         if taken := next((add.request_id for add in adds if add.request_id in self._open), None):
             raise InvalidParameter("request_id", taken, "is in use")
         queue = OutputQueue(self, adds)
@@ -215,6 +217,8 @@ class AsyncEngine:
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
         """Deletes the earlier answers of one pool, or of all of a tenant; returns how many pools."""
+        if self.error is not None:
+            raise self.error
         number = next(self._numbers)
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forgetting[number] = reply
@@ -257,10 +261,8 @@ class AsyncEngine:
         await process.end(by_itself=reads)
 
     async def _send(self, message: FromServer) -> None:
-        if self.error is not None:
-            raise self.error
         if self.facts is None or self._process is None:  # what it cannot read yet is no sign of a hung engine
-            raise NotReady(self.trouble)
+            raise self.error or NotReady(self.trouble)
         try:
             await self._process.send(message)
         except RecursionError:

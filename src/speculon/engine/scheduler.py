@@ -129,4 +129,5 @@ def output_of(seq: Sequence, verdict: Verdict, draft: Draft = NO_DRAFT) -> Event
         verdict.prompt_logprobs,
         stats=seq.stats if verdict.finish else None,
         sources=draft.sources[: verdict.accepted],
+        drafted=len(draft.tokens),
     )

@@ -14,6 +14,7 @@ from speculon.engine.async_engine import OutputQueue
 from speculon.engine.messages import Add
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
+from speculon.server.errors import body_of
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
 from speculon.server.tool_calls import Delta, merge_deltas
@@ -25,6 +26,8 @@ ABORT_SECONDS = 1.0
 
 class Answer:
     """One HTTP answer as it grows. It owns its requests in the engine, one per prompt."""
+
+    DONE = b"data: [DONE]\n\n"  # the end of its stream
 
     def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
         self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
@@ -139,9 +142,16 @@ class Answer:
         role: Delta = {"role": "assistant", "content": ""}
         return [self.chunk(ChoiceDelta(choice.index, [role])) for choice in self.choices]
 
-    def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
+    def chunks(self, new: ChoiceDelta) -> list[dict[str, Any]]:
         """What an event added, as the stream sends it."""
-        end = {"logprobs": new.logprobs, "finish_reason": new.finish_reason, "stop_reason": new.stop_reason}
+        return [self.chunk(new)]
+
+    def failure(self, status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
+        """The last chunk of a stream that a fault ends."""
+        return body_of(status, message, code, param)
+
+    def chunk(self, new: ChoiceDelta) -> dict[str, Any]:
+        end = end_of(new.logprobs, new, new.tokens)
         if not self.request.chat:
             text = "".join(delta["content"] for delta in new.deltas)
             return self._chunk([{"index": new.index, "text": text, **end}])
@@ -171,7 +181,8 @@ class Answer:
         message, last = merge_deltas([delta for part in parts for delta in part.deltas]), parts[-1]
         content = {"message": message} if self.request.chat else {"text": message["content"]}
         logprobs = concatenate([part.logprobs for part in parts if part.logprobs is not None])
-        end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+        tokens = [token for part in parts for token in part.tokens or ()] if self.request.explain else None
+        end = end_of(logprobs, last, tokens)
         return {"index": last.index, **content, **end}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -180,6 +191,12 @@ class Answer:
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+
+def end_of(logprobs: Any, last: ChoiceDelta, tokens: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The fields of a choice after its text."""
+    end = {"logprobs": logprobs, "finish_reason": last.finish_reason, "stop_reason": last.stop_reason}
+    return end if tokens is None else {**end, "speculation": {"tokens": tokens}}
 
 
 def concatenate(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from speculon.errors import InvalidParameter, SpeculonError
-from speculon.server import schemas
+from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
 from speculon.server.app_state import AppState
@@ -21,6 +22,9 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, failure, first_of, param_of, status_of
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.request import GenerationRequest, pool_of
+from speculon.server.response_events import ResponseAnswer
+from speculon.server.response_schemas import ResponseObject, ResponseRequest
+from speculon.server.responses import NOT_STORED, read_response
 from speculon.server.streaming import EventStream, unless_gone
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -30,6 +34,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     }
 }
 Read = Callable[[], GenerationRequest]
+Make = Callable[..., Answer]
 
 
 def create_app(state: AppState, version: str) -> FastAPI:
@@ -48,6 +53,8 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_operations(app, state)
     add_models(app, state)
     add_completions(app, state)
+    add_responses(app, state)
+    add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
     return app
@@ -56,18 +63,18 @@ def create_app(state: AppState, version: str) -> FastAPI:
 def add_completions(app: FastAPI, state: AppState) -> None:
     responses = RESPONSES | STREAMED
 
-    @app.post("/v1/completions", responses=responses, response_model=schemas.CompletionResponse)
+    @app.post("/v1/completions", responses=responses, response_model=answer_schemas.CompletionResponse)
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Continue a prompt."""
-        return await respond(state, request, "cmpl", lambda: read_completion(body, state.model))
+        return await respond(state, request, "cmpl-", lambda: read_completion(body, state.model))
 
-    @app.post("/v1/chat/completions", responses=responses, response_model=schemas.ChatResponse)
+    @app.post("/v1/chat/completions", responses=responses, response_model=answer_schemas.ChatResponse)
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await respond(state, request, "chatcmpl", lambda: read_chat(body, state.model))
+        return await respond(state, request, "chatcmpl-", lambda: read_chat(body, state.model))
 
     @app.post("/tokenize", responses=RESPONSES)
-    async def tokenize(body: schemas.TokenizeRequest) -> schemas.TokenizeResponse:
+    async def tokenize(body: schemas.TokenizeRequest) -> answer_schemas.TokenizeResponse:
         """Token ids of a prompt or of a conversation."""
         model = state.model
         model.check_name(body.model)
@@ -82,17 +89,19 @@ def add_completions(app: FastAPI, state: AppState) -> None:
             )
 
         tokens = await state.read(read)
-        return schemas.TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=model.max_context)
+        return answer_schemas.TokenizeResponse(
+            tokens=tokens, count=len(tokens), max_model_len=model.max_context
+        )
 
     @app.post("/detokenize", responses=RESPONSES)
-    async def detokenize(body: schemas.DetokenizeRequest) -> schemas.DetokenizeResponse:
+    async def detokenize(body: schemas.DetokenizeRequest) -> answer_schemas.DetokenizeResponse:
         """The text that token ids stand for."""
         model = state.model
         model.check_name(body.model)
         wrong = next((token for token in body.tokens if token >= state.facts.vocab_size), None)
         if wrong is not None:
             raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {state.facts.vocab_size - 1}")
-        return schemas.DetokenizeResponse(
+        return answer_schemas.DetokenizeResponse(
             prompt=await state.read(lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
         )
 
@@ -136,9 +145,9 @@ def add_capture(app: FastAPI, state: AppState) -> None:
 
 
 def add_models(app: FastAPI, state: AppState) -> None:
-    def card() -> schemas.ModelCard:
+    def card() -> answer_schemas.ModelCard:
         model = state.model
-        return schemas.ModelCard(
+        return answer_schemas.ModelCard(
             id=model.name,
             object="model",
             created=state.started,
@@ -147,12 +156,12 @@ def add_models(app: FastAPI, state: AppState) -> None:
         )
 
     @app.get("/v1/models", responses=RESPONSES)
-    async def models() -> schemas.ModelList:
+    async def models() -> answer_schemas.ModelList:
         """What this server serves."""
-        return schemas.ModelList(object="list", data=[card()])
+        return answer_schemas.ModelList(object="list", data=[card()])
 
     @app.get("/v1/models/{model:path}", responses=RESPONSES)
-    async def model(model: str) -> schemas.ModelCard:
+    async def model(model: str) -> answer_schemas.ModelCard:
         state.model.check_name(model)
         return card()
 
@@ -160,23 +169,34 @@ def add_models(app: FastAPI, state: AppState) -> None:
 def add_operations(app: FastAPI, state: AppState) -> None:
     @app.head("/live", include_in_schema=False)
     @app.get("/live", responses=RESPONSES)
-    async def live() -> schemas.Health:
+    async def live() -> answer_schemas.Health:
         """Whether the server's process runs, whatever its engine does."""
-        return schemas.Health(status="live")
+        return answer_schemas.Health(status="live")
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=RESPONSES)
-    async def health() -> schemas.Health:
+    async def health() -> answer_schemas.Health:
         """Whether the engine serves: 503 while the model is loaded, and once the engine hangs or ends."""
         state.check_health()
-        return schemas.Health(status="ok")
+        return answer_schemas.Health(status="ok")
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=RESPONSES)
-    async def ready() -> schemas.Health:
+    async def ready() -> answer_schemas.Health:
         """Whether requests are taken: as `/health`, and 503 while the server ends."""
         state.check_ready()
-        return schemas.Health(status="ready")
+        return answer_schemas.Health(status="ready")
+
+    @app.get("/ping", responses=RESPONSES)
+    @app.post("/ping", responses=RESPONSES)
+    async def ping() -> answer_schemas.Health:
+        """As `/health`."""
+        return await health()
+
+    @app.get("/version", responses=RESPONSES)
+    async def version() -> answer_schemas.Version:
+        """The version of this server."""
+        return answer_schemas.Version(version=app.version)
 
     @app.get(
         "/metrics", response_class=Response, responses={**RESPONSES, 200: {"content": {"text/plain": {}}}}
@@ -184,6 +204,32 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     async def metrics() -> Response:
         """Counters for Prometheus."""
         return Response(*state.metrics.page())
+
+
+def add_responses(app: FastAPI, state: AppState) -> None:
+    @app.post("/v1/responses", responses=RESPONSES | STREAMED, response_model=ResponseObject)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation, as output items."""
+        make = partial(ResponseAnswer, body)
+        return await respond(state, request, "resp_", lambda: read_response(body, state.model), make)
+
+    @app.api_route(
+        "/v1/responses/{response:path}", methods=["GET", "DELETE", "POST"], include_in_schema=False
+    )
+    async def stored(response: str) -> None:
+        raise HTTPException(404, NOT_STORED)
+
+
+def add_refusals(app: FastAPI) -> None:
+    """Routes of OpenAI that clients try, and that this server does not have."""
+
+    def refuse(path: str, why: str) -> None:
+        @app.post(path, include_in_schema=False)
+        async def refused() -> None:
+            raise HTTPException(404, f"this server generates text; it has no {why}")
+
+    refuse("/v1/embeddings", "embeddings")
+    refuse("/v1/moderations", "moderations")
 
 
 def add_errors(app: FastAPI) -> None:
@@ -208,11 +254,13 @@ def add_errors(app: FastAPI) -> None:
         return response
 
 
-async def respond(state: AppState, request: Request, prefix: str, read: Read) -> Response:
+async def respond(
+    state: AppState, request: Request, prefix: str, read: Read, make: Make = Answer
+) -> Response:
     """One HTTP answer, whole or streamed. However it ends, its requests in the engine end with it."""
     record: AccessRecord = request.state.record
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    answer = await unless_gone(request, begin(state, answer_id, request.state.tenant, read))
+    answer_id = prefix + secrets.token_hex(12)
+    answer = await unless_gone(request, begin(state, answer_id, request.state.tenant, read, make))
     record.answer = answer
     if answer.request.stream:
         return EventStream(answer, record, state.keep)
@@ -224,13 +272,16 @@ async def respond(state: AppState, request: Request, prefix: str, read: Read) ->
         answer.close()
 
 
-async def begin(state: AppState, answer_id: str, tenant: str, read: Read) -> Answer:
+async def begin(state: AppState, answer_id: str, tenant: str, read: Read, make: Make) -> Answer:
     """Reads the request and submits it to the engine."""
     state.check_ready()
     generation = await state.read(read)
     state.check_room(generation)  # no other request comes in between: `submit` takes its place at once
-    answer = Answer(answer_id, generation, state.model, tenant)
-    await state.submit(answer)
+    answer = make(answer_id, generation, state.model, tenant)
+    try:
+        await state.submit(answer)
+    except InvalidParameter as error:
+        raise generation.renamed(error) from None
     return answer
 
 

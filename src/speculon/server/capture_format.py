@@ -22,14 +22,15 @@ COMPLETE = ("stop", "length", "tool_calls")  # finish reasons; not `abort`, not 
 
 def chat_prompt(body: ChatRequest, tools: list[Tool], model: ServedModel) -> tuple[bytes, ...]:
     """A conversation as it was sent, up to where the reply comes; empty where it is not captured."""
-    if not may_be_captured(body, model):
+    as_sent = body.messages and body.add_generation_prompt is not False
+    if not as_sent or not may_be_captured(body, model):
         return ()
     fields: dict[str, Any] = {}
     if tools:
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     if body.chat_template_kwargs:
         fields["chat_template_kwargs"] = body.chat_template_kwargs
-    fields["messages"] = [message_fields(message) for message in body.messages]
+    fields["messages"] = [message_fields(message) for message in body.messages or ()]
     return (as_json(fields)[:-2] + b", ",)
 
 
@@ -41,8 +42,8 @@ def completion_prompts(
     known = all(token < model.vocab_size for ids in prompts for token in ids)
     if not known or not may_be_captured(body, model):
         return ()
-    texts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if not isinstance(texts[0], str):
+    texts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt or [None]
+    if body.suffix or not isinstance(texts[0], str):
         texts = [model.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     return tuple(as_json({"prompt": text})[:-1] + b", " for text in texts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from speculon.core import Finish, TokenLogprobs
@@ -25,6 +26,7 @@ class ChoiceDelta:
     logprobs: Any = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    tokens: list[dict[str, Any]] | None = None  # explained, where the client asks for that
 
 
 class Choice:
@@ -39,7 +41,7 @@ class Choice:
         self.deltas: list[Delta] = []  # all so far, where they are captured
         self.finish_reason: str | None = None  # in the API's words
         self._request, self._tokenizer, self._parser = request, tokenizer, request.parser()
-        self._stream = Stream(tokenizer, stops=params.stop, skip_special_tokens=params.skip_special_tokens)
+        self._stream = Stream.of(tokenizer, params)
         self._echo = prompt if request.echo else []  # still to be echoed
         self._prompt_logprobs: list[TokenLogprobs] = []
 
@@ -64,11 +66,20 @@ class Choice:
         if self._request.captured_prompts:
             self.deltas += deltas
         matched = event.finish.matched if event.finish else None
-        return ChoiceDelta(self.index, deltas, logprobs, self.finish_reason, matched)
+        tokens = self._explained(event) if self._request.explain else None
+        return ChoiceDelta(self.index, deltas, logprobs, self.finish_reason, matched, tokens)
 
     def abort(self) -> ChoiceDelta:
         """The last delta of a choice whose sequence the server ends by itself."""
         return self.push(Event("", 0, (), finish=Finish("abort")))
+
+    def _explained(self, event: Event) -> list[dict[str, Any]]:
+        """Which method drafted each token, and what became of the draft."""
+        parts = zip_longest(event.tokens, event.sources, event.fates)
+        return [
+            {"id": token, "token": self._tokenizer.token_text(token), "source": source, "fate": fate}
+            for token, source, fate in parts
+        ]
 
     def _take_echo(self) -> tuple[str, Any]:
         """The prompt's text and log-probabilities, once; the first token has none."""

@@ -10,8 +10,10 @@ from typing import Any
 from speculon.config import Structured
 from speculon.errors import InvalidParameter
 from speculon.server.capture_format import chat_prompt, completion_prompts
+from speculon.server.constraints import Form, form_of
+from speculon.server.infill import Infill
 from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest, common_fields, sampling_of, structured_of, text_of
+from speculon.server.request import GenerationRequest, common_fields, sampling_of, text_of
 from speculon.server.schemas import ChatRequest, CompletionRequest, Message, NamedTool, Tool
 from speculon.server.tool_calls import (
     CLOSE,
@@ -46,27 +48,42 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
-    prompts = read_prompts(body.prompt, model)
+    infill = Infill.of(model, body.suffix) if body.suffix else None
+    if infill and body.echo:
+        raise InvalidParameter("echo", True, "not together with suffix")
+    prompts = read_prompts(body, model, infill)
     max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
-    params = sampling_of(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    form = form_of(body)
+    params = sampling_of(
+        body, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+    )
     if prompt_logprobs is not None and max_tokens == 1:
         # Evaluation harnesses read a prompt's log-probabilities so, and drop the last entry unseen: it must
         # be there, also where it is the end of the text.
         params = params.model_copy(update={"ignore_eos": True})
+    if infill:
+        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *infill.stops)})
     return GenerationRequest(
         chat=False,
         prompts=prompts,
         params=params,
+        form=form,
         echo=bool(body.echo),
         captured_prompts=completion_prompts(body, prompts, model),
         **common_fields(body, model),
     )
 
 
-def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
+def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | None) -> list[list[int]]:
     """Token ids of a text, of several texts, of a list of ids or of several lists."""
+    if (body.prompt is None) == (body.prompt_token_ids is None):
+        raise InvalidParameter("prompt", body.prompt, "give this or prompt_token_ids, and not both")
+    prompt: Any = body.prompt_token_ids if body.prompt is None else body.prompt
     many = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    return [model.encode(one) if isinstance(one, str) else one for one in many]
+    if infill is None:
+        return [model.encode(one) if isinstance(one, str) else one for one in many]
+    before = [model.encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in many]
+    return [infill.prompt(ids) for ids in before]
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
@@ -74,25 +91,36 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     requested = max_tokens_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")
-    parser, structured = read_tools(body, model)
+    parser, form = read_tools(body, model)
     tools = tools_in_use(body)
-    tools_prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
-    text = render(body.messages, tools, model, body.chat_template_kwargs, tools_prompt)
-    prompts = [model.encode(text, add_special_tokens=False)]
+    prompts = [conversation(body, tools, model)]
     params = sampling_of(
         body,
+        form,
         max_tokens=model.max_tokens(requested, prompts),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=structured,
     )
     return GenerationRequest(
         chat=True,
         prompts=prompts,
         params=params,
+        form=form,
         parser=parser,
         captured_prompts=chat_prompt(body, tools, model),
         **common_fields(body, model),
     )
+
+
+def conversation(body: ChatRequest, tools: list[Tool], model: ServedModel) -> list[int]:
+    """Token ids of the messages as the template writes them, or those that the client sent instead."""
+    if bool(body.messages) == (body.prompt_token_ids is not None):
+        raise InvalidParameter("messages", body.messages, "give some, or prompt_token_ids instead")
+    if body.prompt_token_ids is not None:
+        return body.prompt_token_ids
+    opens = body.add_generation_prompt is not False
+    prompt = TOOLS_PROMPT if body.tool_choice in (None, "auto") else CALLS_PROMPT
+    text = render(body.messages or [], tools, model, body.chat_template_kwargs, prompt, answer_follows=opens)
+    return model.encode(text, add_special_tokens=False)
 
 
 def max_tokens_of(body: ChatRequest) -> int | None:
@@ -107,18 +135,18 @@ def tools_in_use(body: ChatRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else body.tools or []
 
 
-def read_tools(
-    body: ChatRequest, model: ServedModel
-) -> tuple[Callable[[], ReplyParser], dict[str, Any] | None]:
-    """How the reply is parsed, and the `structured` grammar that forces a tool call, if one is forced."""
-    tools, choice = tools_in_use(body), body.tool_choice or "auto"
+Reading = tuple[Callable[[], ReplyParser], Form | None]
+
+
+def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
+    """How the reply is parsed, and its form: that of a forced call, or the client's."""
+    tools, choice, form = tools_in_use(body), body.tool_choice or "auto", form_of(body)
     if not tools:
         if choice not in ("none", "auto"):
             raise InvalidParameter("tool_choice", shown(choice), "needs tools")
-        return TextParser, None
-    form = body.response_format
-    if form is not None and form.type != "text" and choice != "auto":
-        raise InvalidParameter("response_format", form.type, "not together with a forced tool call")
+        return TextParser, form
+    if form is not None and choice != "auto":
+        raise InvalidParameter(form.name, form.value, "not together with a forced tool call")
     functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
     if isinstance(choice, NamedTool):
         name = choice.function.name
@@ -126,31 +154,29 @@ def read_tools(
         if function is None:
             raise InvalidParameter("tool_choice.function.name", name, "is not among the tools")
         schema = function.get("parameters") or {"type": "object"}
-        return lambda: NamedCallParser(name), {"json_schema": schema}
-    if choice == "required":
-        schema = calls_schema(functions, parallel=body.parallel_tool_calls is not False)
-        return RequiredCallsParser, {"json_schema": schema}
-    return read_auto(body, functions, model)
-
-
-def read_auto(
-    body: ChatRequest, functions: list[dict[str, Any]], model: ServedModel
-) -> tuple[Callable[[], ReplyParser], dict[str, Any] | None]:
-    """The same where the model decides: its own form, or the generic one under a grammar."""
+        return lambda: NamedCallParser(name), form_of_calls([function], json_schema=schema)
     parallel = body.parallel_tool_calls is not False
+    if choice == "required":
+        return RequiredCallsParser, form_of_calls(functions, json_schema=calls_schema(functions, parallel))
+    # the model decides: in its own form, or in the generic one under a grammar
     parser = parser_for(model.tokenizer.chat_template, parallel)
     if parser is not None:
-        return parser, None
-    grammar = calls_grammar(functions, parallel, model.tokenizer.special_ids, schema_of(body))
-    return GuidedCallsParser, {"grammar": grammar}
+        return parser, form
+    grammar = calls_grammar(functions, parallel, model.tokenizer.special_ids, schema_of(form))
+    return GuidedCallsParser, form_of_calls(functions, grammar=grammar)
 
 
-def schema_of(body: ChatRequest) -> dict[str, Any] | None:
-    """`response_format` as a JSON schema; None for free text."""
-    fields = structured_of(body)
-    if not fields:
+def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> Form:
+    return Form("tools", [function["name"] for function in functions], Structured(**fields))
+
+
+def schema_of(form: Form | None) -> dict[str, Any] | None:
+    """The form of the text as a JSON schema; None for free text."""
+    if form is None:
         return None
-    kind, value = Structured(**fields["structured"]).constraint
+    kind, value = form.structured.constraint
+    if kind not in ("json_schema", "json_object"):
+        raise InvalidParameter(form.name, form.value, "not together with tools: it is no JSON")
     return {"type": "object"} if kind == "json_object" else {} if value is True else value
 
 
@@ -164,6 +190,8 @@ def render(
     model: ServedModel,
     variables: dict[str, Any] | None = None,
     tools_prompt: str = TOOLS_PROMPT,
+    *,
+    answer_follows: bool = True,
 ) -> str:
     """The conversation as the checkpoint's template writes it; tools and their calls as plain text where the
     template has no known form of them.
@@ -172,7 +200,7 @@ def render(
     functions = [tool.model_dump(exclude_none=True) for tool in tools]
     if parser_for(model.tokenizer.chat_template) is None:
         rendered, functions = generic_messages(rendered, functions, tools_prompt), []
-    return model.tokenizer.render_chat(rendered, functions, variables)
+    return model.tokenizer.render_chat(rendered, functions, variables, answer_follows=answer_follows)
 
 
 def template_message(message: Message) -> dict[str, Any]:

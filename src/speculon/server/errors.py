@@ -22,7 +22,7 @@ from speculon.errors import (
     shorten,
 )
 from speculon.logs import name_for_log, without_text
-from speculon.server.schemas import ErrorResponse
+from speculon.server.answer_schemas import ErrorResponse
 
 # error, status, code; the first row that fits counts
 TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (

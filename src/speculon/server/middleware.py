@@ -28,7 +28,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/health", "/ready", "/live")  # probes have no key
+OPEN_PATHS = ("/health", "/ready", "/live", "/ping")  # probes have no key
+KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
 CLIENT_GONE = 499  # a status in the log alone, as nginx logs it
@@ -82,7 +83,11 @@ class RequestMiddleware:
             await response(scope, receive, lingering(receive, send, self._config.body_timeout))
 
         if not self._may_enter(scope, token):
-            return await refuse(401, "a valid API key is needed, as a bearer token", "invalid_api_key")
+            return await refuse(
+                401,
+                "a valid API key is needed, as a bearer token or in the header api-key",
+                "invalid_api_key",
+            )
         try:
             async with asyncio.timeout(self._config.body_timeout):
                 body = await self._read(headers, receive)
@@ -146,9 +151,11 @@ def lingering(receive: Receive, send: Send, seconds: float) -> Send:
 
 
 def token_of(headers: Headers) -> bytes:
-    """The bearer token; empty where there is none."""
+    """The API key: the bearer token, else that of the first of `KEY_HEADERS`; empty where there is none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    others = (headers.get(name, "").strip() for name in KEY_HEADERS)
+    return (bearer or next(filter(None, others), "")).encode("latin-1")
 
 
 def tenant_of(token: bytes) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine.admission import read_prediction
 from speculon.errors import InvalidParameter
+from speculon.server.constraints import Form
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
 from speculon.server.tool_calls import ReplyParser, TextParser
@@ -27,17 +28,26 @@ class GenerationRequest:
     stream: bool = False
     include_usage: bool = False  # in the stream's last chunk
     include_stats: bool = False
+    explain: bool = False  # the source and the fate of each token
     echo: bool = False
     captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
     parser: Callable[[], ReplyParser] = field(default=TextParser)
+    form: Form | None = None
 
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.params.n
 
+    def renamed(self, error: InvalidParameter) -> InvalidParameter:
+        """The engine's refusal of a form, under the name of the client's field."""
+        if self.form is None or not error.name.startswith("structured"):
+            return error
+        return InvalidParameter(self.form.name, self.form.value, error.limit)
 
-def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
-    """The fields that both routes share, and `more`; a field that is not set keeps our default.
+
+def sampling_of(body: Sampling, form: Form | None = None, **more: Any) -> SamplingParams:
+    """The fields that both routes share, the form of the text, and `more`; a field that is not set keeps our
+    default.
 
     Raises `InvalidParameter`.
     """
@@ -45,8 +55,16 @@ def sampling_of(body: Sampling, **more: Any) -> SamplingParams:
     fields = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         fields["logit_bias"] = read_biases(body.logit_bias)
-    fields |= structured_of(body) | {name: value for name, value in more.items() if value is not None}
-    return SamplingParams(**fields)
+    if "stop" in fields:
+        fields["stop"] = stops_of(fields["stop"])
+    if form is not None:
+        fields["structured"] = form.structured
+    return SamplingParams(**fields | {name: value for name, value in more.items() if value is not None})
+
+
+def stops_of(stop: str | list[str]) -> list[str]:
+    """Stop strings; empty ones are left out, as other servers do."""
+    return [text for text in ([stop] if isinstance(stop, str) else stop) if text]
 
 
 def read_biases(fields: dict[str, float]) -> dict[int, float]:
@@ -60,31 +78,22 @@ def read_biases(fields: dict[str, float]) -> dict[int, float]:
     return biases
 
 
-def structured_of(body: Sampling) -> dict[str, Any]:
-    """`response_format` as the engine's `structured`."""
-    requested = body.response_format
-    if requested is None or requested.type == "text":
-        return {}
-    if requested.type == "json_object":
-        return {"structured": {"json_object": True}}
-    if requested.json_schema is None:
-        raise InvalidParameter("response_format.json_schema", None, "is needed with type json_schema")
-    return {"structured": {"json_schema": requested.json_schema.schema_}}
-
-
 def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
     requested = body.speculation
-    fields = requested.model_dump(exclude={"stats"}, exclude_none=True) if requested else {}
+    fields = requested.model_dump(exclude={"stats", "explain"}, exclude_none=True) if requested else {}
     pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))
     if pool is not None:
         fields["pool"] = pool_of(pool)
     if body.prediction is None:
         return RequestSpeculation(**fields)
+    content, ids = body.prediction.content, body.prediction.token_ids
+    if (content is None) == (ids is None):
+        raise InvalidParameter("prediction.content", content, "give this or token_ids, and not both")
     # the settings refuse a prediction that is too long, before it is encoded
-    speculation = RequestSpeculation(**fields, prediction=text_of(body.prediction.content))
+    speculation = RequestSpeculation(**fields, prediction=text_of(content) if ids is None else tuple(ids))
     # encoded here, where no step waits for it
-    ids = read_prediction(speculation.prediction, model.tokenizer, model.vocab_size)
-    return speculation.model_copy(update={"prediction": ids})
+    encoded = read_prediction(speculation.prediction, model.tokenizer, model.vocab_size)
+    return speculation.model_copy(update={"prediction": encoded})
 
 
 def user_names(body: Sampling) -> tuple[str | None, ...]:
@@ -109,6 +118,7 @@ def common_fields(body: Sampling, model: ServedModel) -> dict[str, Any]:
         "stream": bool(body.stream),
         "include_usage": options is not None and options.include_usage,
         "include_stats": body.speculation is not None and body.speculation.stats,
+        "explain": body.speculation is not None and body.speculation.explain,
     }
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests and answers: OpenAI's fields, sampling fields of other servers, and our `speculation`.
+"""Bodies of requests: OpenAI's fields, sampling fields of other servers, and our `speculation`.
 
 Unknown fields are refused by name; OpenAI's fields without an effect on the text are accepted (`Ignored`).
 Here are types and the lengths of lists; the ranges of values are checked once, by `SamplingParams`.
@@ -76,6 +76,7 @@ class TextPart(Body):
     text: str
 
 
+TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
 Content = str | Annotated[list[TextPart], FIRST, Field(max_length=MAX_PARTS)]
 
 
@@ -83,7 +84,8 @@ class Prediction(Body):
     """What the client expects the answer to be (OpenAI's Predicted Outputs)."""
 
     type: Literal["content"]
-    content: Content
+    content: Content | None = None
+    token_ids: TokenIds | None = Field(None, description="in place of `content`")
 
 
 class Speculation(Body):
@@ -108,6 +110,7 @@ class Speculation(Body):
         "beginning. Empty: none",
     )
     stats: bool = Field(False, description="add statistics of speculation to the answer")
+    explain: bool = Field(False, description="add the source and the fate of each token to the answer")
 
 
 class StreamOptions(Body):
@@ -125,6 +128,16 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """The form of the text, under vLLM's names. Exactly one field is given."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], FIRST] | None = None
+    grammar: str | None = Field(None, description="a grammar in Lark's form")
 
 
 class Ignored(Body):
@@ -166,6 +179,12 @@ class Sampling(Ignored):
     logit_bias: Annotated[dict[str, Finite], BeforeValidator(few)] | None = Field(None, max_length=MAX_BIASES)
     bad_words: Annotated[list[str], FIRST] | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FIRST] | None = None
+    guided_grammar: str | None = Field(None, description="a grammar in Lark's form")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -173,20 +192,31 @@ class Sampling(Ignored):
     speculation: Speculation | None = None
 
 
-TokenIds = Annotated[list[TokenId], FIRST, Field(min_length=1)]
+ManyTokenIds = Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+def one_of(*names: str) -> ConfigDict:
+    """The description of a body that needs one of these fields."""
+    return ConfigDict(json_schema_extra={"oneOf": [{"required": [name]} for name in names]})
 
 
 class CompletionRequest(Sampling):
+    model_config = one_of("prompt", "prompt_token_ids")
+
     prompt: (
         str
         | Annotated[list[str], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
         | TokenIds
-        | Annotated[list[TokenIds], FIRST, Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+        | ManyTokenIds
+        | None
+    ) = None
+    prompt_token_ids: TokenIds | ManyTokenIds | None = Field(None, description="in place of `prompt`")
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AS_WHOLE] | None = None
     best_of: Samples | None = Field(None, description="must equal n")
-    suffix: None = Field(None, description="not supported")
+    suffix: str | None = Field(
+        None, description="the text after the cursor, for models with fill-in-the-middle tokens"
+    )
 
 
 class FunctionCall(Extensible):
@@ -231,7 +261,11 @@ class NamedTool(Body):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], FIRST] = Field(min_length=1, max_length=MAX_MESSAGES)
+    model_config = one_of("messages", "prompt_token_ids")
+
+    messages: Annotated[list[Message], FIRST] | None = Field(None, max_length=MAX_MESSAGES)
+    prompt_token_ids: TokenIds | None = Field(None, description="in place of `messages`")
+    add_generation_prompt: bool | None = Field(None, description="whether the template opens an answer")
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), AS_WHOLE] | None = None
@@ -253,154 +287,6 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
 
 
-class TokenizeResponse(Body):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[TokenId], FIRST]
-
-
-class DetokenizeResponse(Body):
-    prompt: str
-
-
-class TopLogprob(Body):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Body):
-    content: list[TokenLogprob]
-
-
-class CompletionLogprobs(Body):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class PromptDetails(Body):
-    cached_tokens: int = Field(description="found in the prefix cache")
-
-
-class CompletionDetails(Body):
-    accepted_prediction_tokens: int = Field(description="of the client's prediction alone")
-    rejected_prediction_tokens: int
-
-
-class Usage(Body):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class Change(Extensible):
-    """Rounds whose method differs from that of the sequence's last round; without drafts it is `plain`."""
-
-    before: str = Field(alias="from")
-    to: str
-    reason: str
-    count: int
-
-
-class SpeculationAccount(Extensible):
-    """Statistics of speculation for this request; without a round there are `reasons` and no counts."""
-
-    method: str
-    reasons: dict[str, int]
-    changes: list[Change]
-
-
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's
-
-
-class CompletionChoice(Body):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = Field(description="the stop string or token id at the end of the text")
-
-
-class AnswerBody(Body):
-    id: str
-    created: int
-    model: str
-    usage: Usage
-    speculation: SpeculationAccount | None = None
-
-
-class CompletionResponse(AnswerBody):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
-class CalledFunction(Body):
-    name: str
-    arguments: str
-
-
-class ToolCall(Body):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AnswerMessage(Body):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(Body):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-
-
-class ChatResponse(AnswerBody):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class ModelCard(Body):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(Body):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class ErrorDetail(Body):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Body):
-    error: ErrorDetail
-
-
-class Health(Body):
-    status: str

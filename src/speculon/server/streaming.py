@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from speculon.errors import EngineError, SpeculonError
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import Answer
-from speculon.server.errors import body_of, param_of, status_of
+from speculon.server.errors import param_of, status_of
 from speculon.server.middleware import CLIENT_GONE, ClientGone
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class EventStream(StreamingResponse):
             for chunk in answer.first_chunks():
                 yield line(chunk)
             async for batch in answer.deltas(self._record.receive):
-                yield b"".join(line(answer.chunk(new)) for new in batch)
+                yield b"".join(line(chunk) for new in batch for chunk in answer.chunks(new))
             for chunk in answer.last_chunks():
                 yield line(chunk)
             self._on_complete(answer)
@@ -53,17 +53,19 @@ class EventStream(StreamingResponse):
             log.exception("%s: a fault inside the server", self._record.request_id)
             yield self._error_line(EngineError(f"a fault inside the server: {type(error).__name__}"))
         self._record.complete = True
-        yield b"data: [DONE]\n\n"
+        yield answer.DONE
 
     def _error_line(self, error: SpeculonError) -> bytes:
         status, code = status_of(error)
         self._record.status, self._record.reason = status, error.for_log
-        return line(body_of(status, str(error), code, param_of(error)))
+        return line(self._answer.failure(status, str(error), code, param_of(error)))
 
 
 def line(chunk: dict[str, Any]) -> bytes:
+    """One event; a typed one has its name on a line before it."""
+    name = f"event: {chunk['type']}\n".encode() if "type" in chunk else b""
     text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return b"data: " + text.encode() + b"\n\n"
+    return name + b"data: " + text.encode() + b"\n\n"
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -1,0 +1,180 @@
+"""Bodies of answers: OpenAI's fields, and our `speculation`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from speculon.sequence import Fate
+from speculon.server.schemas import Body, Extensible
+
+
+class TokenizeResponse(Body):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(Body):
+    prompt: str
+
+
+class TopLogprob(Body):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Body):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(Body):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptDetails(Body):
+    cached_tokens: int = Field(description="found in the prefix cache")
+
+
+class CompletionDetails(Body):
+    accepted_prediction_tokens: int = Field(description="of the client's prediction alone")
+    rejected_prediction_tokens: int
+
+
+class Usage(Body):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class Change(Extensible):
+    """Rounds whose method differs from that of the sequence's last round; without drafts it is `plain`."""
+
+    before: str = Field(alias="from")
+    to: str
+    reason: str
+    count: int
+
+
+class SpeculationAccount(Extensible):
+    """Statistics of speculation for this request; without a round there are `reasons` and no counts."""
+
+    method: str
+    reasons: dict[str, int]
+    changes: list[Change]
+
+
+class ExplainedToken(Body):
+    id: int
+    token: str
+    source: str | None = Field(description="the method that drafted it; null: the target itself")
+    fate: Fate = Field(
+        description="`accepted`: a draft. The target's own: `correction` of a rejected draft, `bonus` after "
+        "an accepted one, `plain` without a draft"
+    )
+
+
+class Explanation(Body):
+    """With `speculation.explain`."""
+
+    tokens: list[ExplainedToken]
+
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]  # the last two are not OpenAI's
+
+
+class CompletionChoice(Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(description="the stop string or token id at the end of the text")
+    speculation: Explanation | None = None
+
+
+class AnswerBody(Body):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    speculation: SpeculationAccount | None = None
+
+
+class CompletionResponse(AnswerBody):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Body):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Body):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    speculation: Explanation | None = None
+
+
+class ChatResponse(AnswerBody):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ModelCard(Body):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Body):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ErrorDetail(Body):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Body):
+    error: ErrorDetail
+
+
+class Health(Body):
+    status: str
+
+
+class Version(Body):
+    version: str

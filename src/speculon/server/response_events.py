@@ -1,0 +1,232 @@
+"""Answers of `/v1/responses`: a chat's deltas become output items, as typed events or as one object.
+
+A whole response is what the last event of its stream has.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from speculon.server.answer import Answer
+from speculon.server.choice import ChoiceDelta
+from speculon.server.errors import body_of
+from speculon.server.response_schemas import ResponseRequest
+
+Item = dict[str, Any]
+Event = dict[str, Any]
+
+# finish reason of a choice -> status of the response
+STATUS = {"stop": "completed", "tool_calls": "completed", "length": "incomplete"}
+FAULTS = {
+    "abort": "the response was ended before it was complete",
+    "error": "no token of the vocabulary can follow in this form of the text",
+}
+TYPES = {"completed": "response.completed", "incomplete": "response.incomplete", "failed": "response.failed"}
+
+
+class ResponseAnswer(Answer):
+    """One answer to a body of `/v1/responses`."""
+
+    DONE = b""
+
+    def __init__(self, body: ResponseRequest, *parts: Any):
+        super().__init__(*parts)
+        self._body = body
+        self._output: list[Item] = []
+        self._open: Item | None = None  # the last of the output, while it grows
+        self._number = 0  # of the next event
+        self._tokens: list[dict[str, Any]] = []  # explained
+        self._sent = 0  # how many of them an event has carried
+        self._logprobs: list[dict[str, Any]] = []  # of the text, not sent yet
+
+    def first_chunks(self) -> list[Event]:
+        response = self._response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def chunks(self, new: ChoiceDelta) -> list[Event]:
+        self._tokens += new.tokens or ()
+        if new.logprobs is not None:
+            self._logprobs += new.logprobs["content"]
+        events: list[Event] = []
+        for delta in new.deltas:
+            if text := delta.get("content"):
+                events += self._add_text(text)
+            for call in delta.get("tool_calls", ()):
+                events += self._add_call(call)
+        return events
+
+    def last_chunks(self) -> list[Event]:
+        """Closes the output; without any it is an empty message."""
+        status = STATUS.get(self._finish, "failed")
+        events = [] if self._output else self._begin_message()
+        events += self._close("completed" if status == "completed" else "incomplete")
+        return [*events, self._event(TYPES[status], response=self._response(status))]
+
+    def failure(self, status: int, message: str, code: str | None, param: str | None) -> Event:
+        error = body_of(status, message, code, param)["error"]
+        return self._event(TYPES["failed"], response=self._response("failed", error["message"]))
+
+    def whole(self, deltas: list[ChoiceDelta]) -> dict[str, Any]:
+        for delta in deltas:
+            self.chunks(delta)
+        response: dict[str, Any] = self.last_chunks()[-1]["response"]
+        return response
+
+    @property
+    def _finish(self) -> str:
+        return self.choices[0].finish_reason or "abort"
+
+    def _add_text(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or self._open["type"] != "message":
+            events += [*self._close("completed"), *self._begin_message()]
+        part = self._growing["content"][0]
+        part["text"] += text
+        logprobs, self._logprobs = self._logprobs, []
+        part["logprobs"] += logprobs
+        more = {"delta": text, "logprobs": logprobs, **self._explained()}
+        return [*events, self._event("response.output_text.delta", **self._place(0), **more)]
+
+    def _add_call(self, call: dict[str, Any]) -> list[Event]:
+        events: list[Event] = []
+        function = call["function"]
+        if "id" in call:
+            events += [*self._close("completed"), *self._begin_call(call["id"], function["name"])]
+        if arguments := function["arguments"]:
+            self._growing["arguments"] += arguments
+            more = {"delta": arguments, **self._explained()}
+            events.append(self._event("response.function_call_arguments.delta", **self._place(), **more))
+        return events
+
+    def _begin_message(self) -> list[Event]:
+        item = {"id": new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
+        added = self._begin({**item, "content": []})
+        self._growing["content"] = [empty_part()]
+        return [added, self._event("response.content_part.added", **self._place(0), part=empty_part())]
+
+    def _begin_call(self, call_id: str, name: str) -> list[Event]:
+        item = {"id": new_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
+        return [self._begin({**item, "arguments": "", "status": "in_progress"})]
+
+    def _begin(self, item: Item) -> Event:
+        self._output.append(item)
+        self._open = item
+        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=dict(item))
+
+    def _close(self, status: str) -> list[Event]:
+        """Ends the item that grows, if there is one."""
+        item, place = self._open, self._place
+        if item is None:
+            return []
+        if item["type"] == "message":
+            (part,) = item["content"]
+            part["logprobs"] += self._logprobs
+            fields = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [
+                self._event("response.output_text.done", **place(0), **fields),
+                self._event("response.content_part.done", **place(0), part=part),
+            ]
+        else:
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._event("response.function_call_arguments.done", **place(), **fields)]
+        item["status"], self._open, self._logprobs = status, None, []
+        index = len(self._output) - 1
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    @property
+    def _growing(self) -> Item:
+        assert self._open is not None, "an item has begun"
+        return self._open
+
+    def _place(self, content_index: int | None = None) -> dict[str, Any]:
+        """Where in the output an event belongs."""
+        place = {"item_id": self._growing["id"], "output_index": len(self._output) - 1}
+        return place if content_index is None else {**place, "content_index": content_index}
+
+    def _explained(self) -> dict[str, Any]:
+        """The tokens that no event has carried yet, where they are asked for."""
+        if not self.request.explain:
+            return {}
+        new, self._sent = self._tokens[self._sent :], len(self._tokens)
+        return {"speculation": {"tokens": new}}
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        number, self._number = self._number, self._number + 1
+        return {"type": name, "sequence_number": number, **fields}
+
+    def _response(self, status: str, fault: str | None = None) -> dict[str, Any]:
+        """The response object as it stands."""
+        if status == "failed":
+            fault = fault or FAULTS.get(self._finish, FAULTS["abort"])
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": {"code": "server_error", "message": fault} if fault else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": [*self._output],
+            "usage": None if status == "in_progress" else self._usage(),
+            "previous_response_id": None,
+            "store": False,  # whatever the body says: no response is stored
+            **self._settings(),
+            **self._speculation(status),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """What the request asked for, with the defaults of this server."""
+        body, params = self._body, self.request.params
+        form = body.text.format if body.text and body.text.format else None
+        shown = form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}
+        if shown["type"] != "json_schema":
+            shown = {"type": shown["type"]}
+        tools = [tool.model_dump() for tool in body.tools or ()]
+        choice = body.tool_choice or "auto"
+        return {
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": None, "summary": None},
+            "temperature": params.temperature,
+            "text": {"format": shown},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": tools,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _speculation(self, status: str) -> dict[str, Any]:
+        """Statistics and the fate of all tokens, where they are asked for."""
+        if status == "in_progress":
+            return {}
+        stats = self.speculation() if self.request.include_stats else {}
+        tokens = {"tokens": self._tokens} if self.request.explain else {}
+        return {"speculation": {**stats, **tokens}} if stats or tokens else {}
+
+
+def empty_part() -> Item:
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
