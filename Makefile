@@ -10,7 +10,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SUITES := $(wildcard tests/pure tests/tiny tests/stat tests/server)
+# Files of seconds come last: one of minutes at the end would run alone.
+SUITES := $(wildcard tests/server tests/tiny tests/stat tests/pure)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -46,8 +47,8 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes of one thread
-	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile $(ARGS)
+test: $(STAMP) ## all tests that take minutes, in two processes of one thread
+	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
 soak: $(STAMP) ## long tests: many requests, small pools, aborts
