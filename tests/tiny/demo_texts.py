@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import speculon
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.models.load import load_target, load_tokenizer
+from speculon.models.load import load_target
 from speculon.models.target import Target
+from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
 DEMO = Path(speculon.__file__).parent / "demo" / "target"

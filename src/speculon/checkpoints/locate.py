@@ -36,7 +36,7 @@ def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: b
 
 
 def refuse_missing(path: str | Path) -> None:
-    """Raises `ModelNotFound` where `path` can be neither a folder nor a hub id; it imports nothing for that."""
+    """Raises `ModelNotFound` where `path` is neither a folder nor may be a hub id. It imports nothing."""
     folder = Path(path).expanduser()
     if not (str(path) in SHIPPED or folder.exists() or HUB_ID.fullmatch(str(path))):
         raise ModelNotFound(f"{folder}: no such folder")
