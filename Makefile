@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # Packages of the tested clients, whose pins differ from ours.
 CLIENTS := $(VENV)/clients
-SUITES := $(wildcard tests/pure tests/tiny tests/stat tests/server)
+# Pure ones first; then files of minutes before files of seconds, or one would run alone at the end.
+SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
@@ -49,7 +50,7 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes of one thread
-	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
 soak: $(STAMP) clients ## long tests: foreign clients, many requests, small pools, aborts

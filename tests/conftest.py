@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speculon")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By file, except that all tests of the server go to one process: a real server starts there once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/server" if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
+
+    return ByFileOrServer(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from speculon.checkpoints.locate import SHIPPED
-from speculon.models.load import quiet
+from speculon.models.quiet import quiet
 
 
 class Judge:

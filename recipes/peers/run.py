@@ -35,7 +35,7 @@ from speculon import __version__
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
 from speculon.checkpoints.locate import SHIPPED
-from speculon.models.load import load_tokenizer
+from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
 CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint

@@ -6,9 +6,10 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ class Import:
     name: str  # of a module, dotted; our own without `speculon.`
     ours: bool
     at_import: bool  # runs when the module is imported, not when a function is called
+
+
+Graph = dict[str, frozenset[Import]]
 
 
 def read_table(text: str) -> list[Row]:
@@ -65,7 +69,12 @@ def read_sources() -> dict[str, str]:
     return found
 
 
-def imports_of(source: str, modules: set[str]) -> Iterator[Import]:
+@cache
+def imports_of(source: str, modules: frozenset[str]) -> frozenset[Import]:
+    return frozenset(find_imports(source, modules))
+
+
+def find_imports(source: str, modules: frozenset[str]) -> Iterator[Import]:
     """The imports of a module at run time, without those under `if TYPE_CHECKING`."""
     pending: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
     while pending:
@@ -89,7 +98,7 @@ def imports_of(source: str, modules: set[str]) -> Iterator[Import]:
         pending.extend((child, at_import and not inside) for child in ast.iter_child_nodes(node))
 
 
-def resolve(name: str, at_import: bool, modules: set[str]) -> Import:
+def resolve(name: str, at_import: bool, modules: Set[str]) -> Import:
     if name != "speculon" and not name.startswith("speculon."):
         return Import(name, False, at_import)
     inner = name.removeprefix("speculon").lstrip(".")
@@ -101,7 +110,7 @@ def resolve(name: str, at_import: bool, modules: set[str]) -> Import:
 def breaches(table: str, sources: dict[str, str]) -> list[str]:
     """Every sentence in which the sources break the table."""
     rows, found = read_table(table), []
-    graph = {name: set(imports_of(source, set(sources))) for name, source in sources.items()}
+    graph = {name: imports_of(source, frozenset(sources)) for name, source in sources.items()}
     for name, imports in graph.items():
         row = row_of(name, rows)
         if row is None:
@@ -118,7 +127,7 @@ def breaches(table: str, sources: dict[str, str]) -> list[str]:
     return found
 
 
-def path_to_torch(start: str, graph: dict[str, set[Import]]) -> list[str] | None:
+def path_to_torch(start: str, graph: Graph) -> list[str] | None:
     paths, seen = [[start]], {start}
     for path in paths:
         for i in graph.get(path[-1], ()):
@@ -130,7 +139,7 @@ def path_to_torch(start: str, graph: dict[str, set[Import]]) -> list[str] | None
     return None
 
 
-def cycles(graph: dict[str, set[Import]]) -> list[list[str]]:
+def cycles(graph: Graph) -> list[list[str]]:
     """One path for each module that reaches itself, lazy imports included; each cycle once."""
     found: dict[frozenset[str], list[str]] = {}
     for start in graph:
@@ -217,7 +226,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     used = {
         i.name.split(".")[0]
         for source in sources.values()
-        for i in imports_of(source, set(sources))
+        for i in imports_of(source, frozenset(sources))
         if not i.ours
     }
     assert used - set(sys.stdlib_module_names) - declared == set()

@@ -21,6 +21,7 @@ from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
 from tests.server.outside import REAL, Outside, started
 from tests.server.test_abuse import refusal
+from tests.tiny.checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -303,20 +304,13 @@ def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outsi
     assert count > 50 and 1e-6 < seconds / count < 1e-2
 
 
-@pytest.mark.timeout(240)  # two loads of the model
+@pytest.mark.timeout(240)  # two starts of the server
 def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) -> None:
     folder = tmp_path / "state"
+    model = write_checkpoint(tmp_path / "model")
     arguments = (
-        "--model",
-        "demo",
-        "--threads",
-        "1",
-        "--policy",
-        "goodput",
-        "--state",
-        str(folder),
-        "--method",
-        "suffix",
+        *("--model", str(model), "--served-model-name", "demo", "--threads", "1", "--state", str(folder)),
+        *("--policy", "goodput", "--no-warmup", "--method", "suffix"),
     )
 
     def at(url: str) -> openai.OpenAI:

@@ -109,10 +109,10 @@ class Chaos:
         async with httpx.AsyncClient(
             base_url=self.server.url, timeout=PATIENCE, limits=limits, trust_env=False
         ) as http:
-            for kind, (route, body) in enumerate(KINDS):
+            for number, (route, body) in enumerate(KINDS):
                 body = {**body, "speculation": {"method": "off"}}
                 answer = (await http.post(f"/v1/{route}", json=body)).raise_for_status().json()
-                self.truth[kind] = {choice["index"]: parts_of(choice) for choice in answer["choices"]}
+                self.truth[number] = {choice["index"]: parts_of(choice) for choice in answer["choices"]}
             until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
                 for i in range(CLIENTS):
@@ -122,21 +122,21 @@ class Chaos:
     async def client(self, http: httpx.AsyncClient, number: int, until: float) -> None:
         chance = random.Random(number)
         while time.monotonic() < until:
-            kind = chance.randrange(len(KINDS))
-            route, body = KINDS[kind]
+            which = chance.randrange(len(KINDS))
+            route, body = KINDS[which]
             if chosen := chance.choice(SPECULATION):
                 body = {**body, "speculation": chosen}
             stay = chance.uniform(0, 0.5) if chance.random() < GONE else PATIENCE
             try:
                 async with asyncio.timeout(stay):
-                    await self.ask(http, kind, route, {**body, "stream": chance.random() < 0.5})
+                    await self.ask(http, which, route, {**body, "stream": chance.random() < 0.5})
             except TimeoutError:
                 self.ends["gone" if stay < PATIENCE else "unanswered"] += 1
             except httpx.HTTPError as error:
                 self.wrong.append(repr(error))
             await asyncio.sleep(chance.uniform(0, 0.05))
 
-    async def ask(self, http: httpx.AsyncClient, kind: int, route: str, body: dict[str, Any]) -> None:
+    async def ask(self, http: httpx.AsyncClient, which: int, route: str, body: dict[str, Any]) -> None:
         async with http.stream("POST", f"/v1/{route}", json=body) as response:
             content = (await response.aread()).decode()
         if response.status_code != 200:
@@ -144,7 +144,7 @@ class Chaos:
             await asyncio.sleep(0.5)
         elif not body["stream"]:
             self.compare(
-                kind, {choice["index"]: parts_of(choice) for choice in json.loads(content)["choices"]}
+                which, {choice["index"]: parts_of(choice) for choice in json.loads(content)["choices"]}
             )
         else:
             lines = [line.removeprefix("data: ") for line in content.splitlines() if line]
@@ -152,7 +152,7 @@ class Chaos:
             if "error" in chunks[-1]:
                 self.refused(503, chunks[-1])
             else:
-                self.compare(kind, merged(chunks))
+                self.compare(which, merged(chunks))
 
     def refused(self, status: int, body: dict[str, Any]) -> None:
         known = (status, body["error"]["code"]) in REFUSALS and body["error"]["message"]
@@ -160,10 +160,10 @@ class Chaos:
         if not known:
             self.wrong.append((status, body))
 
-    def compare(self, kind: int, found: dict[int, list[Any]]) -> None:
+    def compare(self, which: int, found: dict[int, list[Any]]) -> None:
         self.ends["answered"] += 1
-        if found != self.truth[kind]:
-            self.wrong.append((KINDS[kind], found, self.truth[kind]))
+        if found != self.truth[which]:
+            self.wrong.append((KINDS[which], found, self.truth[which]))
 
     async def trouble(self, http: httpx.AsyncClient, until: float) -> None:
         """Each minute: stopped and continued, stopped for good, killed."""

@@ -51,7 +51,7 @@ def check(
 def test_plain_output_is_that_of_generate(
     demo: Demo, plain: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check("plain against generate", demo, plain, demo.by_generate, capsys)
+    check("plain against generate", demo, plain, demo.by_generate(), capsys)
 
 
 def test_a_plain_batch_writes_what_each_writes_alone(

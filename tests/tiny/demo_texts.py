@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 import speculon
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.models.load import load_target, load_tokenizer
+from speculon.models.load import load_target
 from speculon.models.target import Target
+from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
 DEMO = Path(speculon.__file__).parent / "demo" / "target"
@@ -72,16 +73,26 @@ class Demo:
                 found.append(ids)
         return found
 
-    @cached_property
-    def by_generate(self) -> list[list[int]]:
+    def by_generate(self, count: int | None = None) -> list[list[int]]:
         greedy = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None)
         texts = []
         with torch.inference_mode():
-            for prompt in self.prompts:
+            for prompt in self.prompts[:count]:
                 ids = torch.tensor([prompt])
                 out = self.stock.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
                 texts.append(out[0, len(prompt) :].tolist())
         return texts
+
+    def by_forward(self, texts: list[list[int]]) -> list[list[int]]:
+        """The stock model's best token at each place of these texts, in one forward each: where a text is all
+        of these, it is that of `generate`.
+        """
+        best = []
+        with torch.inference_mode():
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                logits = self.stock(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
+                best.append(logits.argmax(-1).tolist())
+        return best
 
     def write(
         self, concurrency: int, speculation: list[Speculation], count: int | None = None

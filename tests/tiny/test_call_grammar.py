@@ -13,7 +13,7 @@ import pytest
 
 from speculon.config import SamplingParams
 from speculon.grammar import Grammars, Matcher
-from speculon.models.load import load_tokenizer
+from speculon.models.tokenizer import load_tokenizer
 from speculon.proposers import registry
 from speculon.server.tool_calls import CLOSE, OPEN, call_schema, calls_grammar
 from speculon.text import Tokenizer

@@ -62,18 +62,20 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=env)
 
 
+WITHOUT_TORCH = (
+    "import sys; from speculon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+)
+
+
 def test_it_starts_without_torch_and_prints_its_version() -> None:
-    done = python(
-        "-c",
-        "import sys; from speculon.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)",
-        "--version",
-    )
+    done = python("-c", WITHOUT_TORCH, "--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"speculon {__version__}\nFalse\n", "")
 
 
-def test_an_error_in_a_separate_process() -> None:
-    done = python("-m", "speculon.cli", "generate", "--model", "/no/such/model", "-p", "x")
-    assert (done.returncode, done.stdout) == (2, "")
+@pytest.mark.parametrize("command", [["generate", "-p", "x"], ["chat"]], ids=["generate", "chat"])
+def test_a_missing_model_is_an_error_before_torch_is_imported(command: list[str]) -> None:
+    done = python("-c", WITHOUT_TORCH, *command, "--model", "/no/such/model")
+    assert (done.returncode, done.stdout) == (2, "False\n")
     assert done.stderr.splitlines() == ["ModelNotFound: /no/such/model: no such folder"]
 
 

@@ -47,8 +47,8 @@ def inside(tmp_path: Path, household: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / folder.name).symlink_to(folder)
 
 
-def speculon(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+def speculon(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
 
 
 # the settings file
@@ -172,18 +172,15 @@ def test_with_v_the_text_stays_whole(
     source = str(Path(sys.modules["speculon"].__file__ or "").parents[1])
     env: dict[str, Any] = {**os.environ, "PYTHONPATH": source}
     flags = ["--model", str(household / "target"), "--max-tokens", "8", "--ignore-eos", "--temperature", "0"]
-    texts = [
-        subprocess.run(
-            [sys.executable, "-m", "speculon.cli", *verbose, command, *flags],
-            input="def add(\n",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=env,
-            text=True,
-            timeout=120,
-        ).stdout
-        for verbose in ([], ["-v"])
-    ]
-    answer = texts[0].splitlines()[0]
-    assert answer and answer in texts[1].splitlines()
-    assert any(line.startswith("r-0 8 tok") for line in texts[1].splitlines())
+    answer = speculon(command, *flags, stdin="def add(\n").stdout.splitlines()[0]
+    lines = subprocess.run(
+        [sys.executable, "-m", "speculon.cli", "-v", command, *flags],
+        input="def add(\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        text=True,
+        timeout=120,
+    ).stdout.splitlines()
+    assert answer and answer in lines
+    assert any(line.startswith("r-0 8 tok") for line in lines)

@@ -34,11 +34,11 @@ def llm() -> LLM:
 def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -> None:
     find, temperature = workloads.parse("code")
     found = islice(find(llm.tokenizer, workloads.Size(0, 64, llm.engine.max_context)), 12)
+    cases = [workloads.at(temperature, case, i) for i, case in enumerate(found)]
+    first = llm.generate([case.prompt for case in cases], [case.params for case in cases])
     tokens = calls = 0
-    for case in (workloads.at(temperature, case, i) for i, case in enumerate(found)):
+    for case in (case for case, text in zip(cases, first, strict=True) if not loops(text.token_ids)):
         plain = llm.generate([case.prompt], case.params)[0]
-        if loops(plain.token_ids):
-            continue
         out = llm.generate(
             [case.prompt], case.params, speculation={"method": "eagle3", "num_speculative_tokens": 4}
         )[0]

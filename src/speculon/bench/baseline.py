@@ -12,7 +12,7 @@ from speculon.bench.widen import widen
 from speculon.bench.workloads import Case
 from speculon.checkpoints.locate import locate
 from speculon.llm import LLM
-from speculon.models.load import quiet
+from speculon.models.quiet import quiet
 from speculon.text import Tokenizer
 
 

@@ -35,6 +35,13 @@ def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: b
         ) from error
 
 
+def refuse_missing(path: str | Path) -> None:
+    """Raises `ModelNotFound` where `path` is neither a folder nor may be a hub id. It imports nothing."""
+    folder = Path(path).expanduser()
+    if not (str(path) in SHIPPED or folder.exists() or HUB_ID.fullmatch(str(path))):
+        raise ModelNotFound(f"{folder}: no such folder")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 characters of it."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

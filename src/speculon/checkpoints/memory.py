@@ -12,7 +12,8 @@ from speculon.checkpoints.locate import locate
 from speculon.core import LayerSpec, Needs
 from speculon.models.captured import RECORDERS, capture_bytes
 from speculon.models.linear import head_is_copied
-from speculon.models.load import load_config, quiet
+from speculon.models.load import load_config
+from speculon.models.quiet import quiet
 from speculon.models.target import scratch_bytes
 
 

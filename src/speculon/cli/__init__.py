@@ -3,6 +3,8 @@
 A command's module under `commands` is imported when the command runs; these modules never import torch.
 """
 
+import gc
+
 from speculon.cli import measuring, training, writing
 from speculon.cli.app import app
 
@@ -10,4 +12,7 @@ __all__ = ["app", "main", "measuring", "training", "writing"]
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # else Python's end looks through every object of torch and transformers: a second

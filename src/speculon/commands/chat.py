@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from speculon.checkpoints.locate import refuse_missing
 from speculon.commands.drafts import DraftStream, Run, colour_of, drawn, legend, painted
 from speculon.commands.options import Given, as_json_error, engine_settings, pick
 from speculon.commands.screen import EXIT_REFUSED, account, errors, loading, print_json, streaming
@@ -72,6 +73,7 @@ def run(task: Task, given: Given, speculative_config: str | None) -> None:
     settings = engine_settings(given, speculative_config)
     config = EngineConfig(**settings)  # refuses wrong settings before torch is imported
     check_method(config.speculation.method)
+    refuse_missing(config.model)
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
         settings["warmup"] = False
     with loading(task.as_json) as tell:

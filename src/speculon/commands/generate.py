@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speculon.checkpoints.locate import refuse_missing
 from speculon.commands.options import Given, engine_settings, pick
 from speculon.commands.screen import account, counting, errors, loading, print_json, streaming
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
@@ -49,6 +50,7 @@ def run(task: Task, given: Given, speculative_config: str | None, as_json: bool)
     )
     config = EngineConfig(**settings)  # refuses wrong settings before torch is imported
     check_method(config.speculation.method)
+    refuse_missing(config.model)
     if config.warmup is None:  # a single user waits for the first token: costs are measured meanwhile
         settings["warmup"] = False
     with loading(as_json) as tell:

@@ -13,7 +13,8 @@ from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
 from speculon.engine.state import make_folder
 from speculon.engine.warm_up import warm_up
-from speculon.models.load import load_target, load_tokenizer
+from speculon.models.load import load_target
+from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
 log = logging.getLogger("speculon")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -54,6 +55,8 @@ def main(pipe: Connection, settings: dict[str, Any], build: Build) -> None:
         pipe.send(Refused("", error))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the server's process has ended")
+    finally:
+        gc.freeze()  # else Python's end looks through every object of torch and transformers: a second
 
 
 def run(worker: Worker) -> None:

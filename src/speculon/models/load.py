@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,10 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging
 
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import first_line, locate
@@ -36,6 +31,7 @@ from speculon.models import attention
 from speculon.models.fuse import fuse
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
+from speculon.models.quiet import quiet
 from speculon.models.target import Target
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
@@ -74,18 +70,6 @@ def load_target(
         model = load_model(checkpoint, config, precision, place, trust_remote_code)
         report("checking the model against its stock forward")
         return make_target(model, str(path), max_context, fused=fused, compile=compile)
-
-
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's folder."""
-    folder = locate(path, trust_remote_code=trust_remote_code)
-    with quiet():
-        try:
-            return AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except Exception as error:
-            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
 
 
 def wrap_model(
@@ -270,19 +254,3 @@ def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     ids = getattr(generation, "eos_token_id", None)
     ids = getattr(model.config.get_text_config(), "eos_token_id", None) if ids is None else ids
     return frozenset(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences transformers' warnings and progress bars."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -22,8 +22,9 @@ from speculon.checkpoints.memory import model_needs
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Verdict
 from speculon.errors import ConfigError, ModelError
-from speculon.models.load import load_target, load_tokenizer, wrap_model
+from speculon.models.load import load_target, wrap_model
 from speculon.models.target import Target
+from speculon.models.tokenizer import load_tokenizer
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sampling import NEVER

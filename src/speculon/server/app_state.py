@@ -149,6 +149,6 @@ class AppState:
         self.loaded.set()
 
     def _load_tokenizer(self) -> Tokenizer:
-        from speculon.models.load import load_tokenizer
+        from speculon.models.tokenizer import load_tokenizer
 
         return Tokenizer(load_tokenizer(self._path, trust_remote_code=self._trust_remote_code))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from speculon.errors import InvalidParameter
-from speculon.models.load import load_tokenizer, quiet
+from speculon.models.quiet import quiet
+from speculon.models.tokenizer import load_tokenizer
 from speculon.train.data import Rows
 from speculon.train.losses import kl
 from speculon.train.settings import DraftSettings

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter, UnsupportedModel
-from speculon.models.load import load_config, load_model, pick_device, pick_dtype, quiet
+from speculon.models.load import load_config, load_model, pick_device, pick_dtype
+from speculon.models.quiet import quiet
 from speculon.train.data import digest
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,0 +1,23 @@
+"""The tokenizer of a checkpoint. Apart from `load`, so that a server's process imports no models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from speculon.checkpoints.locate import first_line, locate
+from speculon.errors import ModelError
+from speculon.models.quiet import quiet
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in the model's folder."""
+    folder = locate(path, trust_remote_code=trust_remote_code)
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except Exception as error:
+            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
