@@ -283,6 +283,31 @@ def test_it_is_closed_at_the_end_of_a_block(tmp_path: Path) -> None:
     llm.close()
 
 
+def test_a_call_that_waits_while_it_is_closed_is_refused_or_aborted(tmp_path: Path) -> None:
+    llm, free = LLM(str(write_checkpoint(tmp_path / "model"))), threading.Event()
+
+    def holder(_: int) -> None:
+        with llm._shared.turn():
+            free.wait(30)
+
+    with ThreadPoolExecutor(3) as pool:
+        holding = pool.submit(holder, 0)
+        while not llm._shared._busy:
+            pass
+        closing = pool.submit(llm.close)
+        while not llm._shared._calling:
+            pass
+        late = pool.submit(llm.generate, "abc", LONG)
+        while llm._shared._calling < 2:
+            pass
+        free.set()
+        for done in (holding, closing):
+            done.result(30)
+        refused = isinstance(late.exception(30), EngineError)
+        assert refused or late.result()[0].finish_reason == "abort"
+    assert_whole(llm)
+
+
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_it_cannot_be_copied(llm: LLM, take: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

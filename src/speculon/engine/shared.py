@@ -71,8 +71,6 @@ class SharedEngine:
         """The engine, between two steps."""
         if os.getpid() != self._process:
             raise EngineError(f"this engine belongs to process {self._process}: make one in each process")
-        if self._closed:
-            raise EngineError("this engine is closed")
         with uninterrupted():
             with self._freed:
                 self._calling += 1
@@ -80,6 +78,8 @@ class SharedEngine:
                     self._freed.wait_for(lambda: not self._busy)
                 finally:
                     self._calling -= 1
+                if self._closed:
+                    raise EngineError("this engine is closed")
                 self._busy = True
             try:
                 yield self._engine
