@@ -49,6 +49,11 @@ class EngineConfig(BaseSettings):
         description="compile the fused steps (CPU, fp32: minutes at the first load, 5 copies of packed "
         "weights), or capture them as graphs (CUDA)",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="equal logits for a row in every batch, so the same text in bf16 too (CPU, bf16, full "
+        "attention; else refused)",
+    )
     max_context: int | None = Field(
         None, ge=2, description="longest prompt and answer together, in tokens; None: the model's"
     )

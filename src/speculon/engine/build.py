@@ -37,6 +37,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = 
         max_context=config.max_context,
         fused=config.fuse,
         compile=config.compile,
+        batch_invariant=config.batch_invariant,
         progress=progress,
     )
     if config.dtype == "float16" and target.device.type == "cpu":

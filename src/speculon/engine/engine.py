@@ -81,7 +81,10 @@ class Engine:
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
-        self.leases = Leases(self.pool, PageStore(layers, pages, config.block_size, target.device), drafts)
+        store = PageStore(
+            layers, pages, config.block_size, target.device, batch_invariant=target.batch_invariant
+        )
+        self.leases = Leases(self.pool, store, drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)

@@ -25,8 +25,15 @@ class PageStore:
     """One K and one V tensor per layer, addressed by slot = page * block_size + offset."""
 
     def __init__(
-        self, layers: tuple[LayerSpec, ...], num_blocks: int, block_size: int, device: torch.device | str
+        self,
+        layers: tuple[LayerSpec, ...],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str,
+        *,
+        batch_invariant: bool = False,
     ):
+        self.batch_invariant = batch_invariant  # of the target, whose layers come first
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.device = torch.device(device)
         self.slots = slots = num_blocks * block_size
@@ -126,6 +133,11 @@ class View:
     spans: list[SpanView]
     first_layer: int = 0  # where the model's own layer 0 lies in the store
     memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's result may not depend on the others; drafters' layers need not be so."""
+        return self.store.batch_invariant and self.first_layer == 0
 
     def spec(self, layer: int) -> LayerSpec:
         return self.store.layers[self.first_layer + layer]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ ROW, COPY = 0.08, 0.1
 # A separate call for single rows costs 1.0 to 1.5 ms in a step of 20 layers: the time to read so many bytes
 # of keys and values in each layer.
 REREAD = 1 << 20
+
+
+class Padding(NamedTuple):
+    keys: int  # their number is a multiple of this
+    rows: int  # of queries, folded: at least so many
+
+
+NO_PADDING = Padding(1, 1)
+# With these SDPA adds in one order for every number of rows and keys in bf16 (docs/benchmarks/invariance);
+# from 192 rows on it takes larger blocks of them.
+BITWISE, BITWISE_ROWS = Padding(64, 4), 191
 
 
 @dataclass(slots=True)
@@ -60,10 +72,15 @@ def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> C
 
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     spec, device, heads = view.spec(layer), query.device, query.shape[1]
-    entry, spans = divided(view, layer, group, plain, query)
+    padding = BITWISE if view.batch_invariant else NO_PADDING
+    if view.batch_invariant:
+        most = min(FOLD_ROWS, BITWISE_ROWS // group)
+        entry, spans = 0, [piece for span in view.spans for piece in pieces(span, most)]
+    else:
+        entry, spans = divided(view, layer, group, plain, query)
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):
-        call = call_of(bucket, spec.window, group if plain else 1, query.dtype, device)
+        call = call_of(bucket, spec.window, group if plain else 1, query.dtype, device, padding)
         if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
             slots = view.store.slots
@@ -152,11 +169,16 @@ def visible_keys(span: SpanView, window: int | None) -> int:
 
 
 def call_of(
-    bucket: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    bucket: list[SpanView],
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    padding: Padding,
 ) -> KernelCall:
-    if len(bucket) == 1:
+    if len(bucket) == 1 and padding is NO_PADDING:
         return span_call(bucket[0], window, group, dtype, device)
-    return joint_call(bucket, window, group, dtype, device)
+    return joint_call(bucket, window, group, dtype, device, padding)
 
 
 def span_call(
@@ -169,16 +191,23 @@ def span_call(
 
 
 def joint_call(
-    spans: list[SpanView], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    spans: list[SpanView],
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    padding: Padding,
 ) -> KernelCall:
     """One call for many spans, rows and keys padded at the end."""
-    n, length = max(s.rows for s in spans), max(visible_keys(s, window) for s in spans)
+    n = max(ceil_div(padding.rows, group), *(s.rows for s in spans))
+    length = padding.keys * ceil_div(max(visible_keys(s, window) for s in spans), padding.keys)
     where = padded_slots([s.tail(visible_keys(s, window)) for s in spans], length, device)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
     rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
     if not even:
         rows = torch.tensor([min(s.first + i, s.last - 1) for s in spans for i in range(n)], device=device)
-    if n == 1 and all(visible_keys(s, window) == length for s in spans):
+    # with a mask the kernel is another one
+    if padding is NO_PADDING and n == 1 and all(visible_keys(s, window) == length for s in spans):
         return KernelCall(rows, len(spans), n, where, None)
     return KernelCall(rows, len(spans), n, where, joint_mask(spans, window, n, length, group, dtype, device))
 

@@ -29,6 +29,7 @@ from speculon.errors import (
 )
 from speculon.models import attention
 from speculon.models.fuse import fuse
+from speculon.models.invariant import make_invariant
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
 from speculon.models.quiet import quiet
@@ -52,6 +53,7 @@ def load_target(
     max_context: int | None = None,
     fused: bool = True,
     compile: bool = False,
+    batch_invariant: bool = False,
     progress: Progress | None = None,
 ) -> Target:
     """A checked Target from a folder, a hub id or `demo`. Raises `ModelError` with path and reason."""
@@ -69,7 +71,10 @@ def load_target(
         report("loading the weights")
         model = load_model(checkpoint, config, precision, place, trust_remote_code)
         report("checking the model against its stock forward")
-        return make_target(model, str(path), max_context, fused=fused, compile=compile)
+        target = make_target(model, str(path), max_context, fused=fused, compile=compile)
+        if batch_invariant:
+            make_invariant(target)
+        return target
 
 
 def wrap_model(

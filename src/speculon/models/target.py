@@ -53,6 +53,7 @@ class Target:
         self.run: Run = partial(stock_forward, model)
         self.taps: Taps | None = None
         self.fusion: Fusion | None = None
+        self.batch_invariant = False  # whether a row's logits are bitwise equal in every batch
         self.count()
 
     def count(self) -> None:
