@@ -409,3 +409,10 @@ def test_forms_and_stop_strings_under_the_names_of_vllm(client: openai.OpenAI, w
     assert text.endswith("STOP") and len(text) == 8
     with pytest.raises(openai.BadRequestError, match="Lark"):
         complete(client, extra_body={"guided_grammar": 'root ::= "a"'})
+
+
+def test_a_form_of_a_response_is_refused_under_its_own_name(client: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.responses.create(model="demo", input="x", text=form)
+    assert refusal.value.param == "text.format.schema"

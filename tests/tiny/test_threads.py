@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import multiprocessing
 import pickle
 import random
@@ -142,7 +143,7 @@ def without_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(SharedEngine, "turn", turn)
         patch.setattr(
-            SharedEngine, "_busy", property(lambda shared: False, lambda shared, value: None), raising=False
+            SharedEngine, "_owner", property(lambda shared: None, lambda shared, value: None), raising=False
         )
         yield
 
@@ -194,6 +195,57 @@ def test_an_interrupt_of_the_main_thread_harms_no_other(llm: LLM) -> None:
     thread.join()
     assert texts == [expected] * 4
     assert_whole(llm)
+
+
+def test_a_stream_that_is_collected_inside_a_step_is_ended_after_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector runs in any thread, also in the one that steps."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me, self.stream = self, llm.stream(PROMPTS[1], LONG)
+            next(self.stream)
+
+    plan = llm.engine.scheduler.plan
+
+    def collecting() -> Any:
+        gc.collect()
+        return plan()
+
+    Cycle()
+    assert llm.engine.has_work
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "plan", collecting)
+        assert llm.generate(PROMPTS[0], LONG)[0].text == solo(llm, PROMPTS[0], LONG)[0]
+    assert_whole(llm)
+
+
+def test_a_call_from_inside_a_step_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "plan", lambda: llm.forget_pools())
+        with pytest.raises(EngineError, match="inside its own step"):
+            llm.generate("abc", LONG)
+    assert_whole(llm)
+
+
+@pytest.mark.timeout(120)
+def test_no_thread_waits_for_ever_while_it_is_closed(tmp_path: Path) -> None:
+    folder = str(write_checkpoint(tmp_path / "model"))
+    for _ in range(8):
+        closing = LLM(folder, speculation={"policy": "fixed"})
+
+        def work(i: int, closing: LLM = closing) -> None:
+            try:
+                for _ in range(20):
+                    closing.generate("abc", SamplingParams(max_tokens=5, ignore_eos=True))
+                    if i == 0:
+                        closing.close()
+            except EngineError as error:
+                assert "closed" in str(error)
+
+        in_threads(work, 6)
+        assert_whole(closing)
 
 
 # event loops
@@ -280,7 +332,7 @@ def test_it_is_closed_at_the_end_of_a_block(tmp_path: Path) -> None:
     assert len(llm.tokenizer.encode("".join(stream))) < 200, "it has ended with the block"
     with pytest.raises(EngineError, match="closed"):
         llm.generate("abc")
-    llm.close()
+    in_threads(lambda _: llm.close(), 3)
 
 
 def test_a_call_that_waits_while_it_is_closed_is_refused_or_aborted(tmp_path: Path) -> None:
@@ -292,7 +344,7 @@ def test_a_call_that_waits_while_it_is_closed_is_refused_or_aborted(tmp_path: Pa
 
     with ThreadPoolExecutor(3) as pool:
         holding = pool.submit(holder, 0)
-        while not llm._shared._busy:
+        while llm._shared._owner is None:
             pass
         closing = pool.submit(llm.close)
         while not llm._shared._calling:

@@ -39,6 +39,7 @@ from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
 # guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
+MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
 STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
 
 log = logging.getLogger("speculon")
@@ -132,6 +133,7 @@ class AsyncEngine:
         self._supervisor: asyncio.Task[None] | None = None
         self._loaded_at = self._lost_at = 0.0
         self._pause = 0.0  # seconds before the next process is started
+        self._lost_loads = 0  # processes in a row that were lost while they loaded
         self.counters, self.load = EngineCounters(), Load(0, 0, 0)
         self.facts: Ready | None = None  # None while a process loads
         self.restarts = 0
@@ -293,15 +295,20 @@ class AsyncEngine:
 
     def _lose(self, fault: SpeculonError) -> None:
         """The process has ended or hangs: another is started where that is allowed, else this is the end."""
-        # one that fails to load again would fail once more
-        if not self._restart or self.draining or self.facts is None or self._process is None:
+        # while it loads for the first time, the settings are wrong
+        first = self.facts is None and not self.restarts
+        if not self._restart or self.draining or first or self._process is None:
+            return self.fail(fault)
+        self._lost_at = monotonic()
+        if self.facts is None:  # while it was loaded again
+            self._loaded_at, self._lost_loads = self._lost_at, self._lost_loads + 1
+        if self._lost_loads > MOST_LOST_LOADS:
             return self.fail(fault)
         self._process.ended = True
         self.facts, self.load = None, Load(0, 0, 0)
         self.restarts += 1
-        self._lost_at = monotonic()
         log.error("%s; it is started again (restart %d)", fault, self.restarts)
-        self._fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"))
+        self.fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"))
 
     async def _start_again(self, process: EngineProcess) -> None:
         """After a pause, which grows while processes end soon after they have loaded."""
@@ -313,8 +320,9 @@ class AsyncEngine:
         try:
             if self.alive:
                 self._begin()
-        except OSError as error:
-            self.fail(EngineError(f"the engine's process cannot be started again: {error}"))
+        except Exception as error:  # of threads, too
+            log.exception("the engine's process cannot be started again")
+            self.fail(EngineError(f"the engine's process cannot be started again: {type(error).__name__}"))
 
     def _handle(self, message: FromWorker) -> None:
         match message:
@@ -328,8 +336,8 @@ class AsyncEngine:
                 if queue := self._open.get(request_id):
                     queue.admit(request_id)
             case Refused(request_id, error):
-                if not request_id:
-                    self._lose(error)
+                if not request_id:  # one that cannot load would fail once more
+                    self.fail(error) if self.facts is None else self._lose(error)
                 elif queue := self._open.get(request_id):
                     queue.fail(error)
             case PoolsForgotten(number, pools):
@@ -338,7 +346,7 @@ class AsyncEngine:
             case Stage(name):
                 self._on_stage(name)
             case Ready():
-                self.facts, self._loaded_at = message, monotonic()
+                self.facts, self._loaded_at, self._lost_loads = message, monotonic(), 0
                 if self.restarts:
                     log.warning("the engine serves again, after %.1f s", self._loaded_at - self._lost_at)
                 if self._ready is not None and not self._ready.done():
@@ -353,9 +361,10 @@ class AsyncEngine:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # read once, or asyncio reports it as never retrieved
-        self._fail_requests(error)
+        self.fail_requests(error)
 
-    def _fail_requests(self, error: SpeculonError) -> None:
+    def fail_requests(self, error: SpeculonError) -> None:
+        """Every open request ends with this error."""
         for queue in set(self._open.values()):
             queue.fail(error)
         for reply in self._forgetting.values():

@@ -62,29 +62,41 @@ class SharedEngine:
     def __init__(self, engine: Engine):
         self._engine, self._process = engine, os.getpid()
         self._freed = threading.Condition()
-        self._busy = self._closed = False  # a thread uses the engine; nobody will again
+        self._owner: int | None = None  # the thread that uses the engine
+        self._closed = False
+        self._dropped: deque[str] = deque()  # requests to abort before the owner is done
         self._calling = 0  # threads that wait with a short call, which goes before the next step
         self._groups: dict[str, RequestGroup] = {}  # of each open request
 
+    @property
+    def owned(self) -> bool:
+        """Whether this thread uses the engine, so that it must not wait for it."""
+        return self._owner == threading.get_ident()
+
     @contextmanager
-    def turn(self) -> Iterator[Engine]:
-        """The engine, between two steps."""
-        if os.getpid() != self._process:
-            raise EngineError(f"this engine belongs to process {self._process}: make one in each process")
+    def turn(self, *, closed_too: bool = False) -> Iterator[Engine]:
+        """The engine, between two steps. Raises `EngineError` once it is closed, unless `closed_too`."""
+        self._check_caller()
         with uninterrupted():
             with self._freed:
                 self._calling += 1
                 try:
-                    self._freed.wait_for(lambda: not self._busy)
+                    self._freed.wait_for(lambda: self._owner is None)
                 finally:
                     self._calling -= 1
-                if self._closed:
+                if self._closed and not closed_too:
+                    self._freed.notify_all()  # those that let this thread go first
                     raise EngineError("this engine is closed")
-                self._busy = True
+                self._owner = threading.get_ident()
             try:
                 yield self._engine
             finally:
                 self._free()
+
+    def drop(self, request_id: str) -> None:
+        """Ends a request once the step of this thread is over: garbage is collected in the middle of it."""
+        del self._groups[request_id]
+        self._dropped.append(request_id)
 
     def step_until(self, done: Callable[[], bool]) -> None:
         """Steps the engine, or waits while another thread does, until `done`. Raises what a step raises."""
@@ -104,29 +116,36 @@ class SharedEngine:
 
     def check_when_idle(self) -> None:
         """Raises AssertionError unless every page is accounted for; does nothing while requests run."""
-        if not self._groups and not self._closed:
-            with self.turn() as engine:
+        if not self._groups:
+            with self.turn(closed_too=True) as engine:
                 if not engine.has_work:
                     engine.check_integrity()
 
     def close(self) -> None:
         """Ends the open requests, with `abort`, and closes the engine. May be called twice."""
-        if self._closed:
-            return
-        with self.turn() as engine:
+        with self.turn(closed_too=True) as engine:
+            if self._closed:
+                return
             self._closed = True
             for request_id, group in [*self._groups.items()]:
                 for event in self.end(request_id, engine):
                     group.put(event)
             engine.close()
 
+    def _check_caller(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(f"this engine belongs to process {self._process}: make one in each process")
+        if self.owned:
+            raise EngineError("the engine is called from inside its own step")
+
     @uninterrupted()
     def _step_or_wait(self) -> None:
+        self._check_caller()
         with self._freed:
-            if self._busy or self._calling:
+            if self._owner is not None or self._calling:
                 self._freed.wait()
                 return
-            self._busy = True
+            self._owner = threading.get_ident()
         try:
             for event in self._engine.step():
                 if group := self._groups.get(event.request_id):
@@ -136,9 +155,13 @@ class SharedEngine:
             self._free()
 
     def _free(self) -> None:
-        with self._freed:
-            self._busy = False
-            self._freed.notify_all()
+        try:
+            while self._dropped:
+                self._engine.abort(self._dropped.popleft())
+        finally:
+            with self._freed:
+                self._owner = None
+                self._freed.notify_all()
 
 
 class RequestGroup:
@@ -174,7 +197,11 @@ class RequestGroup:
     def close(self) -> list[Event]:
         """Ends what has not ended; returns the events that were not read."""
         last: list[Event] = []
-        if self._open:
+        if self._shared.owned:
+            for name in [*self._open]:
+                self._shared.drop(name)
+            self._open.clear()
+        elif self._open:
             with self._shared.turn() as engine:
                 last = [event for name in [*self._open] for event in self._shared.end(name, engine)]
                 self._open.clear()

@@ -189,6 +189,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
 
     @app.get("/ping", responses=RESPONSES)
     @app.post("/ping", responses=RESPONSES)
+    @app.head("/ping", include_in_schema=False)
     async def ping() -> answer_schemas.Health:
         """As `/health`."""
         return await health()

@@ -15,7 +15,7 @@ from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
 from speculon.server.access_log import AccessRecord
-from speculon.server.answer import Answer
+from speculon.server.answer import ABORT_SECONDS, Answer
 from speculon.server.capture import Capture
 from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
@@ -97,7 +97,11 @@ class AppState:
     def drain(self) -> None:
         """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
         self.draining = self.engine.draining = True
-        asyncio.get_running_loop().call_later(self.config.drain_timeout, self.engine.abort_all)
+        loop, timeout = asyncio.get_running_loop(), self.config.drain_timeout
+        loop.call_later(timeout, self.engine.abort_all)
+        # an engine that hangs sends no last events
+        fault = NotReady("the server is about to end")
+        loop.call_later(timeout + ABORT_SECONDS, self.engine.fail_requests, fault)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Runs `work` in a thread beside the event loop."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from speculon.errors import InvalidParameter
@@ -57,9 +58,11 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
         raise InvalidParameter("stream_options", body.stream_options.model_dump(), "only with stream = true")
     check_echo(body)
     try:
-        return read_chat(chat_of(body), model)
+        request = read_chat(chat_of(body), model)
     except InvalidParameter as error:
         raise InvalidParameter(NAMES.get(error.name, error.name), error.value, error.limit) from None
+    form = request.form
+    return replace(request, form=form and form._replace(name=NAMES.get(form.name, form.name)))
 
 
 def check_echo(body: ResponseRequest) -> None:
