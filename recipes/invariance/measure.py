@@ -1,4 +1,4 @@
-"""Which kernels of this machine give a row the same bits whatever rows stand beside it.
+"""Which kernels of this machine give a row the same bits in every batch.
 
     python -m recipes.invariance.measure --out docs/benchmarks/invariance
 
@@ -13,6 +13,7 @@ import argparse
 import platform
 from collections.abc import Callable, Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def product_lines() -> Iterator[str]:
     for dtype in DTYPES:
         for out, width in SHAPES:
             weight, inputs = cancelling(out, width, dtype)
-            layouts: dict[str, Rows] = {"rows": lambda x, weight=weight: F.linear(x, weight)}  # type: ignore[misc]
+            layouts: dict[str, Rows] = {"rows": partial(F.linear, weight=weight)}
             if packable(dtype, weight.device):
                 layouts["packed"] = packed(weight, None)
             for name, product in layouts.items():

@@ -35,7 +35,7 @@ from speculon.logs import without_text
 class SpeculonError(Exception):
     """Base of everything raised on purpose."""
 
-    logged: str | None = None  # stands in the server's log where the message has a client's text
+    logged: str | None = None  # in the server's log, where the message has a client's text
 
     @property
     def for_log(self) -> str:

@@ -1,4 +1,4 @@
-"""A target whose logits of a row are the same, bit for bit, whatever rows stand beside it.
+"""A target whose logits of a row are the same, bit for bit, in every batch.
 
 Kernels choose their order of addition by the number of rows. Here products run in pieces, for whose numbers
 of rows one order was measured. Attention pads its keys and rows (models/grouping). Both are checked at load.
@@ -92,7 +92,7 @@ def equal_rows(product: Product, x: Tensor) -> tuple[int, int]:
 
 
 def make_invariant(target: Target) -> None:
-    """Raises `UnsupportedModel` with what stands in the way."""
+    """Wraps the products of its loop, and checks it. Raises `UnsupportedModel` with the reason."""
     loop = target.run
     if reason := obstacle(target):
         raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}")

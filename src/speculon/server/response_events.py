@@ -159,7 +159,7 @@ class ResponseAnswer(Answer):
         return {"type": name, "sequence_number": number, **fields}
 
     def _response(self, status: str, fault: str | None = None) -> dict[str, Any]:
-        """The response object as it stands."""
+        """The response object so far."""
         if status == "failed":
             fault = fault or FAULTS.get(self._finish, FAULTS["abort"])
         return {
