@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import settings
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speculon")
+
+# A shell starts a background job with interrupts ignored, and children inherit it; tests send some.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
