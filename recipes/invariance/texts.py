@@ -1,71 +1,109 @@
 """How many texts in bf16 differ from those written alone and plainly, with `batch_invariant` and without.
 
-python -m recipes.invariance.texts
+    python -m recipes.invariance.texts --out docs/benchmarks/invariance
+    python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
+
+Every text is written twice, so the second time its prompt is in the prefix cache. With `--num-blocks` few
+enough, sequences are preempted. No text enters a pool, so lookups draft from its own sequence only.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from speculon import LLM, SamplingParams
+from speculon.bench.provenance import cpu_name
 from speculon.bench.workloads import Size, build
 
 TOKENS = 64
-SAMPLINGS = (
-    SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=TOKENS, ignore_eos=True),
-)
-# concurrency, speculation
-MODES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (8, {"method": "off"}),
-    (1, {"method": "draft_model", "num_speculative_tokens": 4}),
-    (8, {"method": "draft_model", "num_speculative_tokens": 4}),
-    (1, {"method": "ngram", "num_speculative_tokens": 8}),
-    (3, {"method": "suffix", "num_speculative_tokens": 6}),
+WORKLOADS = ("code", "prose")
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
+    "seeded": SamplingParams(
+        temperature=0.8, top_p=0.95, min_p=0.01, seed=5, max_tokens=TOKENS, ignore_eos=True
+    ),
+}
+# concurrency, method, K
+MODES = (
+    (8, "off", 0), (32, "off", 0), (1, "suffix", 16), (3, "suffix", 6), (32, "suffix", 4),
+    (1, "draft_model", 4), (8, "draft_model", 1), (2, "draft_model", 16), (1, "eagle3", 3), (8, "eagle3", 5),
+    (1, "auto", 8), (8, "auto", 4), (32, "auto", 4),
+)  # fmt: skip
+HEADER = (
+    "| sampling | method | K | concurrency | texts | differ | accepted drafts | preempted | from the cache |"
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--num-blocks", type=int, default=220)
+    parser.add_argument("--without", action="store_true", help="also without batch_invariant")
+    parser.add_argument("--out", type=Path, help="folder for the table, named after the chip and the model")
     arguments = parser.parse_args()
-    for invariant in (False, True):
-        llm = LLM(
-            "demo",
-            dtype="bfloat16",
-            threads=arguments.threads,
-            warmup=False,
-            batch_invariant=invariant,
-            speculation={"policy": "fixed", "draft": "auto"},
-        )
-        size = Size(arguments.prompts // 2, TOKENS, llm.engine.max_context)
-        prompts = [case.prompt for name in ("code", "prose") for case in build(name, llm.tokenizer, size)]
-        counts = [*differing(llm, prompts)]
-        total = len(counts) * len(prompts)
-        print(f"batch_invariant={invariant}: {sum(counts)} of {total} texts differ", flush=True)
+    lines = [f"# Texts in bf16 on {cpu_name()}", "", f"`python -m {' '.join(command())}`, {date.today()}."]
+    for invariant in (False, True) if arguments.without else (True,):
+        for line in table(arguments, invariant):
+            tqdm.write(line)
+            lines.append(line)
+    if arguments.out:
+        chip = cpu_name().lower().replace("(r)", "").replace(" ", "-")
+        path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def differing(llm: LLM, prompts: list[list[int]]) -> Iterator[int]:
-    """Differing texts of each mode; the plain ones are written one at a time."""
-    for params in SAMPLINGS:
-        began = time.perf_counter()
-        alone = [write(llm, [prompt], params, {"method": "off"})[0] for prompt in prompts]
-        print(f"  plain, one at a time: {time.perf_counter() - began:.1f} s")
-        for concurrency, speculation in MODES:
-            began, count = time.perf_counter(), 0
-            for i in range(0, len(prompts), concurrency):
-                texts = write(llm, prompts[i : i + concurrency], params, speculation)
-                count += sum(a != b for a, b in zip(texts, alone[i : i + concurrency], strict=True))
-            seconds = time.perf_counter() - began
-            print(f"  {speculation['method']} at {concurrency}: {count} differ, {seconds:.1f} s", flush=True)
-            yield count
+def command() -> list[str]:
+    return ["recipes.invariance.texts", *sys.argv[1:]]
 
 
-def write(llm: LLM, prompts: list[list[int]], params: SamplingParams, speculation: Any) -> list[list[int]]:
+def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
+    yield from ("", f"## batch_invariant = {str(invariant).lower()}", "", HEADER, "|---" * 10 + "|")
+    began, total, differ = time.perf_counter(), 0, 0
+    llm = LLM(
+        arguments.model,
+        dtype="bfloat16",
+        threads=arguments.threads,
+        warmup=False,
+        batch_invariant=invariant,
+        num_blocks=arguments.num_blocks,
+        speculation={"policy": "fixed", "draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}},
+    )
+    size = Size(arguments.prompts // len(WORKLOADS), TOKENS, llm.engine.max_context)
+    prompts = [case.prompt for name in WORKLOADS for case in build(name, llm.tokenizer, size)]
+    for name, params in SAMPLINGS.items():
+        alone = [write(llm, [prompt], params, "off", 0)[0] for prompt in tqdm(prompts, f"{name}, plain")]
+        for concurrency, method, k in MODES:
+            before = llm.engine.counters.totals
+            drafted, accepted = sum(before.drafted_at.values()), before.accepted
+            preempted, cached = before.preemptions, before.cached_tokens
+            texts = [
+                text
+                for i in tqdm(range(0, len(prompts), concurrency), f"{name}, {method}:{k} at {concurrency}")
+                for text in write(llm, prompts[i : i + concurrency], params, method, k)
+            ]
+            after, count = llm.engine.counters.totals, sum(a != b for a, b in zip(texts, alone, strict=True))
+            total, differ = total + len(texts), differ + count
+            yield (
+                f"| {name} | {method} | {k} | {concurrency} | {len(texts)} | {count} "
+                f"| {sum(after.drafted_at.values()) - drafted} | {after.accepted - accepted} | {after.preemptions - preempted} "
+                f"| {after.cached_tokens - cached} |"
+            )
+    seconds = time.perf_counter() - began
+    yield from ("", f"**{differ} of {total} texts differ**; {llm.engine.target.invariance}; {seconds:.0f} s.")
+
+
+def write(llm: LLM, prompts: list[list[int]], params: SamplingParams, method: str, k: int) -> list[list[int]]:
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": k, "pool": ""}
     return [out.token_ids for out in llm.generate(prompts, params, speculation=speculation)]
 
 

@@ -229,6 +229,16 @@ class Decision:
         return max((self.chained, *(ask.k for ask in self.asks)), default=0)
 
 
+class Padding(NamedTuple):
+    """Of a layer's calls of the attention kernel, so that it adds in one order (models/invariant)."""
+
+    keys: int  # the first key's position and the number of keys are multiples of this
+    rows: int  # of queries, folded: at least so many
+
+
+NO_PADDING = Padding(1, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer's claim on the page pool: keys and values, or the taps of each position as one key."""
@@ -239,6 +249,7 @@ class LayerSpec:
     v_dim: int
     dtype: dtype
     window: int | None = None
+    padding: Padding = NO_PADDING
 
     @property
     def bytes_per_token(self) -> int:

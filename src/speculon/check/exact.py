@@ -59,11 +59,11 @@ class ExactResult:
 
     @property
     def failures(self) -> list[Divergence]:
-        return [one for one in self.divergences if one.regret is None or one.regret > self.limit]
+        return [one for one in self.divergences if one.regret is None or one.regret >= self.limit]
 
     @property
     def ties(self) -> list[Divergence]:
-        return [one for one in self.divergences if one.regret is not None and one.regret <= self.limit]
+        return [one for one in self.divergences if one.regret is not None and one.regret < self.limit]
 
     @property
     def identical(self) -> int:
@@ -76,7 +76,8 @@ class Margin:
 
     # of the gap between the two best tokens, decoded and in one forward
     moved: list[float] = field(repr=False)
-    half: bool  # a dtype of less than 32 bits
+    half: bool  # a dtype of less than 32 bits, in which rows depend on their batch
+    invariant: bool = False  # rows are bitwise equal in every batch
 
     @property
     def largest(self) -> float:
@@ -84,7 +85,12 @@ class Margin:
 
     @property
     def limit(self) -> float:
-        """The largest regret of a tie: measured where the dtype is coarse, the law's 1e-4 in fp32."""
+        """The largest regret of a tie: measured where the dtype is coarse, the law's 1e-4 in fp32.
+
+        Zero where rows are invariant: there a tie is decided alike too.
+        """
+        if self.invariant:
+            return 0.0
         return max(self.largest, TIE_NATS) if self.half else TIE_NATS
 
 
@@ -101,7 +107,9 @@ def greedy(
 
     plain, batched = run(scored, PLAIN, alone=True), run(scored, PLAIN)
     moved = [nats for texts in (plain, batched) for nats in movements(llm, prompts, texts, top)]
-    margin = Margin(moved, half=llm.engine.target.dtype.itemsize < 4)
+    target = llm.engine.target
+    half = target.dtype.itemsize < 4 and not target.batch_invariant
+    margin = Margin(moved, half=half, invariant=target.batch_invariant)
     planted: dict[str, Any] = {"share": plan.control, "chance": plan.chance("greedy")}
     arms = {
         ("greedy, plain batched", "plain"): batched,

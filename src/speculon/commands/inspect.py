@@ -42,6 +42,7 @@ WORDS = {
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
     "fused": "fused",
+    "batch_invariant": "batch-invariant",
     "notes": "notes",
     "supported": "supported",
     "draft_fits": "draft fits",
@@ -83,7 +84,7 @@ def examine(
         except SpeculonError as error:
             refusal, draft = error, {"draft_fits": False, **as_json_error(error)}
     try:
-        return loaded(load_target(model, fused=fuse, progress=tell)) | draft, refusal
+        return loaded(load_target(model, fused=fuse, batch_invariant=None, progress=tell)) | draft, refusal
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
 
@@ -115,6 +116,7 @@ def loaded(target: Target) -> Facts:
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
         "layers": [layer_facts(layer) for layer in target.layers],
         "fused": str(target.fusion or "no"),
+        "batch_invariant": target.invariance,
         "notes": list(target.notes),
         "supported": True,
     }

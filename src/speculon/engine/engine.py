@@ -71,6 +71,7 @@ class Engine:
             scored=config.max_num_seqs + drafts,
             fuse=config.fuse,
             compile=config.compile,
+            batch_invariant=target.batch_invariant,
             model=target,
         )
         budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
@@ -81,9 +82,7 @@ class Engine:
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)
         self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
-        store = PageStore(
-            layers, pages, config.block_size, target.device, batch_invariant=target.batch_invariant
-        )
+        store = PageStore(layers, pages, config.block_size, target.device)
         self.leases = Leases(self.pool, store, drafts)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from speculon.proposers.base import TargetFacts
 
 FORMAT = "speculon state 2"
+# facts of the target that costs depend on
+MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant")
 EVERY = 300.0  # seconds between two writings, while sequences are generated
 
 log = logging.getLogger("speculon")
@@ -76,7 +78,7 @@ class State:
         if config.state is None:
             return None
         model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
-        machine = {name: getattr(facts, name) for name in ("device", "dtype", "fuse", "compile")}
+        machine = {name: getattr(facts, name) for name in MACHINE}
         machine |= {"threads": threads, "draft": settings_of(config)["draft"], "versions": versions()}
         return cls(
             config.state, [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]

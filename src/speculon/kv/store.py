@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from speculon.sequence import Span
 
 GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
 GATHER_BYTES_ELSEWHERE = 64 << 20
+ALIGNMENT = 64  # bytes, as torch aligns its own
 
 Where = slice | Tensor  # consecutive slots, or a LongTensor of them
 
@@ -30,23 +32,26 @@ class PageStore:
         num_blocks: int,
         block_size: int,
         device: torch.device | str,
-        *,
-        batch_invariant: bool = False,
     ):
-        self.batch_invariant = batch_invariant  # of the target, whose layers come first
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.device = torch.device(device)
         self.slots = slots = num_blocks * block_size
-        # Not zeroed: touching a large pool takes seconds, low pages are used first, and no slot is read
-        # before it is written.
-        self.k = [torch.empty(slots, x.heads, x.k_dim, dtype=x.dtype, device=device) for x in layers]
-        self.v = [torch.empty(slots, x.heads, x.v_dim, dtype=x.dtype, device=device) for x in layers]
+        self.k = [zeros(slots, x.heads, x.k_dim, x.dtype, self.device) for x in layers]
+        self.v = [zeros(slots, x.heads, x.v_dim, x.dtype, self.device) for x in layers]
         self.by_head = [(by_span(k, 1), by_span(v, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
-        shapes = [(x.window, x.bytes_per_token) for x in layers]
+        shapes = [(x.window, x.bytes_per_token, x.padding) for x in layers]
         self.layer_kinds = [shapes.index(shape) for shape in shapes]  # layers of one number share a view
+
+    @property
+    def readable(self) -> int:
+        """Slots that hidden keys may be read from, though another sequence wrote them or none did.
+
+        A hidden key must be finite, and fp16 overflows where the others do not.
+        """
+        return 0 if any(spec.dtype is torch.float16 for spec in self.layers) else self.slots
 
     @property
     def num_bytes(self) -> int:
@@ -134,11 +139,6 @@ class View:
     first_layer: int = 0  # where the model's own layer 0 lies in the store
     memo: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a row's result may not depend on the others; drafters' layers need not be so."""
-        return self.store.batch_invariant and self.first_layer == 0
-
     def spec(self, layer: int) -> LayerSpec:
         return self.store.layers[self.first_layer + layer]
 
@@ -188,6 +188,16 @@ class View:
             return k[:, :, where], v[:, :, where]
         k, v = self.store.gather(layer, where)
         return by_span(k, spans), by_span(v, spans)
+
+
+def zeros(slots: int, heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [slots, heads, width], in memory that is touched on first use: a large pool takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(slots, heads, width, dtype=dtype, device=device)
+    size = slots * heads * width * dtype.itemsize
+    lazy = torch.from_numpy(np.zeros(size + ALIGNMENT, dtype=np.uint8))
+    start = -lazy.data_ptr() % ALIGNMENT
+    return lazy[start : start + size].view(dtype).view(slots, heads, width)
 
 
 def tail_of(where: Where, length: int) -> Where:

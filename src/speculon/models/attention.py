@@ -74,19 +74,20 @@ def attend_written(
             outs.append(attend_single(call.sparse, q, *view.pool(layer), scaling))
             continue
         k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
-        if not plain:
-            out = eager_attention(fold(q, call.spans, group), k, v, call.mask, group, scaling, softcap, sinks)
-        elif call.n > FOLD_ROWS:
+        if plain and call.n > FOLD_ROWS:
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k, v, attn_mask=call.mask, scale=scaling, enable_gqa=group > 1
             )
             outs.append(out[0].transpose(0, 1))
             continue
+        folded = fold(q, call.spans, group)
+        if call.copies > 1:
+            folded = torch.cat([folded] * call.copies, 2)
+        if plain:
+            out = F.scaled_dot_product_attention(folded, k, v, attn_mask=call.mask, scale=scaling)
         else:
-            out = F.scaled_dot_product_attention(
-                fold(q, call.spans, group), k, v, attn_mask=call.mask, scale=scaling
-            )
-        outs.append(unfold(out, group))
+            out = eager_attention(folded, k, v, call.mask, group, scaling, softcap, sinks)
+        outs.append(unfold(out[:, :, : call.n * group], group))
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if plan.order is None else rows.index_select(0, plan.order)
 

@@ -19,7 +19,7 @@ from speculon.kv.store import SpanView, View, as_index
 from speculon.models.block import CannotReplace
 from speculon.models.compare import close
 from speculon.models.compiled_layers import Layers, running_view
-from speculon.models.grouping import FOLD_ROWS, NO_PADDING, joint_call, visible_keys
+from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
 from speculon.models.linear import Linear, layout_of
 from speculon.models.loop import Loop
 from speculon.models.masks import MASKS
@@ -110,7 +110,7 @@ class Compiled:
         spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
         if len(spans) == 1 or not all(is_joint(spans, spec, self.group) for spec in specs):
             return []
-        calls = [joint_call(spans, spec.window, 1, spec.dtype, device, NO_PADDING) for spec in specs]
+        calls = [joint_call(spans, spec.window, 1, spec.dtype, device) for spec in specs]
         sequences, most = calls[0].spans, calls[0].n
         order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
         wheres = [as_index(call.where, device).view(sequences, -1) for call in calls]

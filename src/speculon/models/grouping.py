@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculon.core import ceil_div
+from speculon.core import NO_PADDING, LayerSpec, Padding, ceil_div
 from speculon.kv.store import SpanView, View, Where, as_index, gather_bytes
 from speculon.models.masks import MASKS
 from speculon.models.sparse import ENTRY, SparseKeys, is_faster, sparse_keys
@@ -30,15 +30,8 @@ ROW, COPY = 0.08, 0.1
 REREAD = 1 << 20
 
 
-class Padding(NamedTuple):
-    keys: int  # their number is a multiple of this
-    rows: int  # of queries, folded: at least so many
-
-
-NO_PADDING = Padding(1, 1)
-# With these SDPA adds in one order for every number of rows and keys in bf16 (docs/benchmarks/invariance);
-# from 192 rows on it takes larger blocks of them.
-BITWISE, BITWISE_ROWS = Padding(64, 4), 191
+# SDPA takes larger blocks of query rows from 192 on, so a padded call has fewer.
+MOST_FOLDED = 191
 
 
 @dataclass(slots=True)
@@ -50,6 +43,7 @@ class KernelCall:
     n: int
     where: Where  # slots of the keys, [B * S]
     mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
+    copies: int = 1  # times that the folded rows are repeated: for few of them the kernel is another one
     sparse: SparseKeys | None = None  # where single rows attend by sparse products
 
 
@@ -61,9 +55,17 @@ class CallPlan:
     order: Tensor | None = None  # [T] index of each row of the flat batch in the calls' rows; None: in order
 
 
+class PlanKey(NamedTuple):
+    """What layers of one plan have in common."""
+
+    kind: int  # of `PageStore.layer_kinds`
+    group: int  # queries for each key
+    plain: bool  # neither soft cap nor sinks
+
+
 def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     """The plan for layers like this one; made once per forward and shared by them."""
-    key = (view.kind(layer), group, plain)
+    key = PlanKey(view.kind(layer), group, plain)
     plan: CallPlan | None = view.memo.get(key)
     if plan is None:
         plan = view.memo[key] = make_plan(view, layer, group, plain, query)
@@ -72,15 +74,14 @@ def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> C
 
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     spec, device, heads = view.spec(layer), query.device, query.shape[1]
-    padding = BITWISE if view.batch_invariant else NO_PADDING
-    if view.batch_invariant:
-        most = min(FOLD_ROWS, BITWISE_ROWS // group)
-        entry, spans = 0, [piece for span in view.spans for piece in pieces(span, most)]
-    else:
+    if spec.padding == NO_PADDING:
         entry, spans = divided(view, layer, group, plain, query)
+    else:
+        most = min(FOLD_ROWS, MOST_FOLDED // group)
+        entry, spans = 0, [piece for span in view.spans for piece in pieces(span, most)]
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):
-        call = call_of(bucket, spec.window, group if plain else 1, query.dtype, device, padding)
+        call = call_of(bucket, spec, group, plain, query.dtype, device, view.store.readable)
         if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
             slots = view.store.slots
@@ -170,15 +171,21 @@ def visible_keys(span: SpanView, window: int | None) -> int:
 
 def call_of(
     bucket: list[SpanView],
-    window: int | None,
+    spec: LayerSpec,
     group: int,
+    plain: bool,
     dtype: torch.dtype,
     device: torch.device,
-    padding: Padding,
+    readable: int,
 ) -> KernelCall:
-    if len(bucket) == 1 and padding is NO_PADDING:
-        return span_call(bucket[0], window, group, dtype, device)
-    return joint_call(bucket, window, group, dtype, device, padding)
+    in_mask = group if plain else 1  # rows of the mask for each row of queries
+    if len(bucket) == 1 and spec.padding == NO_PADDING:
+        return span_call(bucket[0], spec.window, in_mask, dtype, device)
+    call = joint_call(bucket, spec.window, in_mask, dtype, device, spec.padding, readable)
+    call.copies = ceil_div(spec.padding.rows, call.n * group)
+    if call.mask is not None and call.copies > 1 and call.n > 1:
+        call.mask = call.mask.repeat(1, 1, call.copies, 1)
+    return call
 
 
 def span_call(
@@ -196,35 +203,45 @@ def joint_call(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
-    padding: Padding,
+    padding: Padding = NO_PADDING,
+    readable: int = 0,
 ) -> KernelCall:
-    """One call for many spans, rows and keys padded at the end."""
-    n = max(ceil_div(padding.rows, group), *(s.rows for s in spans))
-    length = padding.keys * ceil_div(max(visible_keys(s, window) for s in spans), padding.keys)
-    where = padded_slots([s.tail(visible_keys(s, window)) for s in spans], length, device)
+    """One call for spans, rows and keys padded at the end; slots up to `readable` may be read in place."""
+    n, step = max(s.rows for s in spans), padding.keys
+    lengths = [aligned_keys(span, window, step) for span in spans]
+    length = step * ceil_div(max(lengths), step)
+    where = padded_slots([s.tail(n) for s, n in zip(spans, lengths, strict=True)], length, device, readable)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
     rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
     if not even:
         rows = torch.tensor([min(s.first + i, s.last - 1) for s in spans for i in range(n)], device=device)
     # with a mask the kernel is another one
-    if padding is NO_PADDING and n == 1 and all(visible_keys(s, window) == length for s in spans):
+    if padding == NO_PADDING and n == 1 and all(x == length for x in lengths):
         return KernelCall(rows, len(spans), n, where, None)
-    return KernelCall(rows, len(spans), n, where, joint_mask(spans, window, n, length, group, dtype, device))
+    mask = joint_mask(spans, lengths, window, n, length, group, dtype, device)
+    return KernelCall(rows, len(spans), n, where, mask)
+
+
+def aligned_keys(span: SpanView, window: int | None, step: int) -> int:
+    """Number of its keys from the last multiple of `step` at or before the first that is visible."""
+    return span.context - (span.context - visible_keys(span, window)) // step * step
 
 
 def joint_mask(
     spans: list[SpanView],
+    lengths: list[int],
     window: int | None,
     n: int,
     length: int,
     group: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Tensor:  # [B, 1, n * g, S]
+) -> Tensor:  # [B, 1, n * g, S], or [B, 1, 1, S] where n is 1
     """The mask of padded spans. A padding row sees the first key, so that it stays finite."""
+    group = group if n > 1 else 1
     ends = [
-        visible_keys(s, window) - s.rows + i + 1 if i < s.rows else 1
-        for s in spans
+        keys - s.rows + i + 1 if i < s.rows else 1
+        for s, keys in zip(spans, lengths, strict=True)
         for i in range(n)
         for _ in range(group)
     ]
@@ -236,8 +253,11 @@ def joint_mask(
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def padded_slots(wheres: list[Where], to: int, device: torch.device) -> Tensor:  # [B * to]
-    """The slots of each span, then its last one again: an unused slot may hold a NaN."""
+def padded_slots(wheres: list[Where], to: int, device: torch.device, readable: int = 0) -> Where:  # [B * to]
+    """The slots of each span, then its last one again: another may hold a NaN, unless it is `readable`."""
+    only = wheres[0]
+    if len(wheres) == 1 and isinstance(only, slice) and only.start + to <= readable:
+        return slice(only.start, only.start + to)
     column = torch.arange(to, device=device)
     slices = [where for where in wheres if isinstance(where, slice)]
     if len(slices) == len(wheres):

@@ -1,161 +1,186 @@
 """A target whose logits of a row are the same, bit for bit, in every batch.
 
-Kernels choose their order of addition by the number of rows. Here products run in pieces, for whose numbers
-of rows one order was measured. Attention pads its keys and rows (models/grouping). Both are checked at load.
+Kernels choose their order of addition by the number of rows and keys. Here products run in pieces of rows
+(models/pieces), and attention pads its keys and rows. Both are measured at load; then logits are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from speculon.core import ceil_div
+from speculon.batch import Batch
+from speculon.core import NO_PADDING, LayerSpec, Padding
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore
-from speculon.models.block import Attention, Gated
-from speculon.models.linear import Product
-from speculon.models.load_check import Piece, run_pieces
+from speculon.kv.store import PageStore, SpanView
+from speculon.models.autotune import median_times
+from speculon.models.batch_check import LONGEST, Attending, RandomLayer, differing, plain_step
+from speculon.models.block import Block, Gated
+from speculon.models.grouping import PlanKey
 from speculon.models.loop import Loop
+from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces
+from speculon.models.target import Target
 
-if TYPE_CHECKING:
-    from speculon.models.target import Target
-
-CANDIDATES = (64, 32, 16, 8)  # most rows of a piece, the largest that holds is taken
-PAGE = 16
-LENGTH = 150  # tokens of the checked sequence; its keys cross two steps of padding
-AT = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 149)  # checked positions
-# (rows before the checked one in its span, rows after it, whether another sequence is beside it)
-COMPANIES = (
-    (0, 0, True),
-    (0, 1, False),
-    (1, 0, True),
-    (0, 8, True),
-    (3, 4, False),
-    (16, 0, True),
-    (40, 3, False),
-)
+ALLOWED = 1.05  # up to this relative time of a plain step it is on unless the user says no
+# of attention, the cheapest first; 512 is SDPA's block of keys
+PADDINGS = (Padding(64, 4), Padding(64, 8), Padding(512, 4), Padding(512, 8), Padding(512, 16))
+TIMED, TIMED_LENGTH = (1, 8), 200  # sequences of the timed plain steps, and their tokens
 
 
 @dataclass(slots=True)
-class InPieces:
-    """A product in pieces of `fewest` (1 or 2) to `most` rows."""
+class Invariance:
+    """What makes a target batch-invariant, and can be taken back."""
 
-    product: Product
-    fewest: int  # 2 where a lone row takes another kernel
-    most: int
-    outputs: int  # O
+    target: Target
+    layers: tuple[LayerSpec, ...] = ()  # without padding, and with it
+    padded: tuple[LayerSpec, ...] = ()
+    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    pieces: Pieces = field(default_factory=Pieces)
+    products: list[tuple[Any, str, InPieces]] = field(default_factory=list)  # and whose they are
+    experts: Any = None  # transformers' choice of a kernel for them
 
-    def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
-        rows = len(x)
-        if rows < self.fewest:
-            return self.product(x.repeat(2, 1))[:rows]
-        if rows <= self.most:
-            return self.product(x)
-        return torch.cat([self.product(part) for part in x.tensor_split(ceil_div(rows, self.most))])
+    def add(self, owner: Any, name: str, width: int) -> int:
+        """Puts the product that `owner` has under `name` in pieces; returns the width of its result."""
+        product, dtype, device = getattr(owner, name), self.target.dtype, self.target.device
+        outputs: int = product(torch.zeros(1, width, dtype=dtype, device=device)).shape[1]
+        self.products.append((owner, name, self.pieces.of(product, outputs, width, dtype, device)))
+        return outputs
 
-
-@dataclass(slots=True)
-class Pieces:
-    """Wraps products; those of one shape take one kernel, so each shape is measured once."""
-
-    dtype: torch.dtype
-    device: torch.device
-    limits: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # of rows, by [O, D]
-
-    @torch.inference_mode()
-    def of(self, product: Product, width: int) -> InPieces:
-        """Raises `UnsupportedModel` where no number of rows is equal to fewer."""
-        x = torch.randn(CANDIDATES[0], width, generator=torch.Generator().manual_seed(0))
-        x = x.to(self.device, self.dtype)
-        shape = product(x[:2]).shape[1], width
-        if shape not in self.limits:
-            self.limits[shape] = equal_rows(product, x)
-        fewest, most = self.limits[shape]
-        if not most:
-            name = f"a product of {shape[0]} x {width}"
-            raise UnsupportedModel(f"batch_invariant: {name} differs by its number of rows on this machine")
-        return InPieces(product, fewest, most, shape[0])
+    def switch(self, on: bool) -> None:
+        self.target.layers = self.padded if on else self.layers
+        self.target.context = self.context if on else nullcontext()
+        for owner, name, in_pieces in self.products:
+            setattr(owner, name, in_pieces if on else in_pieces.product)
+        if self.experts is not None:  # one after the other; the other kernels depend on the rows of all
+            self.target.model.set_experts_implementation("eager" if on else self.experts)
 
 
-def equal_rows(product: Product, x: Tensor) -> tuple[int, int]:
-    """Fewest and most rows of `x` [64, D] between which the results are equal; most is 0 where none is."""
-    found = {rows: product(x[:rows].contiguous()) for rows in range(1, len(x) + 1)}
+def decide(target: Target, wanted: bool | None) -> None:
+    """Makes a target batch-invariant if `wanted`, or if `wanted` is None and it costs little.
 
-    def equal(most: int) -> bool:
-        return all(torch.equal(found[rows], found[most][:rows]) for rows in range(2, most))
-
-    return 1 if torch.equal(found[1], found[2][:1]) else 2, next(filter(equal, CANDIDATES), 0)
-
-
-def make_invariant(target: Target) -> None:
-    """Wraps the products of its loop, and checks it. Raises `UnsupportedModel` with the reason."""
-    loop = target.run
-    if reason := obstacle(target):
-        raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}")
-    assert isinstance(loop, Loop)
-    pieces = Pieces(target.dtype, target.device)
-    width: int = target.embedding.shape[1]
-    for block in loop.blocks:
-        wrap_attention(block.attention, width, pieces.of)
-        assert isinstance(block.mlp, Gated)
-        wrap_mlp(block.mlp, width, pieces.of)
-    loop.head = pieces.of(loop.head, width)
-    target.batch_invariant = True
-    if (at := differing(target)) is not None:
-        raise UnsupportedModel(
-            f"batch_invariant: {target.name}: logits at position {at} depend on their batch"
-        )
-
-
-def obstacle(target: Target) -> str | None:
-    """Why the logits of this target cannot be made invariant; None where it may be tried."""
-    if target.device.type != "cpu":
-        return f"only on a CPU so far, not on {target.device.type}"
-    if target.dtype is not torch.bfloat16:
-        return f"only in bfloat16 so far, not in {str(target.dtype).removeprefix('torch.')}"
-    if not isinstance(target.run, Loop):
-        return f"its layers are not one loop (fused: {target.fusion or 'no'})"
-    if any(spec.window is not None for spec in target.layers):
-        return "it has sliding windows, whose keys begin at another place in each span"
-    for block in target.run.blocks:
-        if block.attention.softcap is not None or block.attention.sinks is not None:
-            return "its attention has a soft cap or sinks"
-        if not isinstance(block.mlp, Gated):
-            return "it has experts, whose numbers of rows depend on the batch"
-    return None
-
-
-def wrap_attention(attention: Attention, width: int, of: Callable[[Product, int], InPieces]) -> None:
-    attention.qkv = of(attention.qkv, width)
-    attention.out = of(attention.out, attention.heads * attention.head_dim)
-
-
-def wrap_mlp(mlp: Gated, width: int, of: Callable[[Product, int], InPieces]) -> None:
-    mlp.gate_up = gate_up = of(mlp.gate_up, width)
-    mlp.down = of(mlp.down, gate_up.outputs // 2)
+    Raises `UnsupportedModel` if it is wanted and cannot be had. `target.invariance` says what was decided.
+    """
+    if wanted is False:
+        return
+    try:
+        if wanted is None and target.dtype is torch.float32:
+            raise CannotBeInvariant("near-ties are rare in fp32, where it is tried only if asked for")
+        cost = make_invariant(target, None if wanted else ALLOWED)
+    except CannotBeInvariant as reason:
+        if wanted:
+            raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}") from reason
+        target.invariance = f"no: {reason}"
+    else:
+        target.invariance = f"yes: a plain step takes {cost:.2f} of its time without"
 
 
 @torch.inference_mode()
-def differing(target: Target) -> int | None:
-    """The first checked position whose logits differ between two batches."""
-    length, pages = min(LENGTH, target.max_context), ceil_div(LENGTH, PAGE)
-    generator = torch.Generator().manual_seed(0)
-    sequence, other = torch.randint(target.embedding.shape[0], (2, length), generator=generator)
-    store = PageStore(target.layers, 2 * pages, PAGE, target.device, batch_invariant=True)
-    own, others = list(range(0, 2 * pages, 2)), list(range(1, 2 * pages, 2))  # pages that are not consecutive
-    run_pieces(target, store, [(sequence, own, 0, length), (other, others, 0, length)])
-    for at in (at for at in AT if at < length):
-        alone = run_pieces(target, store, [(sequence, own, at, at + 1)])[0][0]
-        for before, after, beside in COMPANIES:
-            start, end = max(0, at - before), min(length, at + 1 + after)
-            spans: list[Piece] = [(sequence, own, start, end)]
-            if beside:
-                spans.insert(0, (other, others, max(0, length - 1 - before), length))
-            logits = run_pieces(target, store, spans)[-1]
-            if not torch.equal(logits[at - start], alone):
-                return at
+def make_invariant(target: Target, allowed: float | None = None) -> float:
+    """Returns the time of a plain step, relative to one before.
+
+    Raises `CannotBeInvariant` with the reason, such as a time above `allowed`; the target is as it was.
+    """
+    if reason := obstacle(target):
+        raise CannotBeInvariant(reason)
+    invariance = in_pieces(target)
+    invariance.layers, invariance.padded = target.layers, padded(target)
+    cost = cost_of(invariance)
+    if allowed is not None and cost > allowed:
+        raise CannotBeInvariant(f"a plain step would take {cost:.2f} of its time, {allowed:.2f} is allowed")
+    invariance.switch(True)
+    if (at := differing(target)) is not None:
+        invariance.switch(False)
+        raise CannotBeInvariant(f"logits at position {at} depend on their batch")
+    return cost
+
+
+def obstacle(target: Target) -> str | None:
+    """Why the logits of this target cannot be made invariant; None where it is tried."""
+    if target.fusion is not None and (target.fusion.compiled or target.fusion.captured):
+        return "compiled and captured steps add in another order than others"
     return None
+
+
+def in_pieces(target: Target) -> Invariance:
+    """Products of fused layers are wrapped one by one; where other modules are left, a mode finds theirs."""
+    made, loop, width = Invariance(target), target.run, target.hidden_size
+    blocks = list(blocks_of(target.model))
+    for block in blocks:
+        made.add(block.attention, "qkv", width)
+        made.add(block.attention, "out", block.attention.heads * block.attention.head_dim)
+        if isinstance(block.mlp, Gated):
+            both = made.add(block.mlp, "gate_up", width)
+            made.add(block.mlp, "down", both // 2)
+    if isinstance(loop, Loop):
+        made.add(loop, "head", width)
+    if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
+        made.context = InvariantProducts(made.pieces)
+        made.experts = target.model.get_experts_implementation()
+    return made
+
+
+def blocks_of(model: nn.Module) -> Iterator[Block]:
+    """The fused layers of a model."""
+    for module in model.modules():
+        block = getattr(module, "block", None)
+        if isinstance(block, Block):
+            yield block
+
+
+def padded(target: Target) -> tuple[LayerSpec, ...]:
+    """Its layers with the cheapest padding with which a row attends alike in every batch."""
+    found: dict[LayerSpec, Padding] = {}
+    for layer in layers_of(target):
+        found[layer.spec] = max(padding_of(layer, target), found.get(layer.spec, NO_PADDING))
+    return tuple(replace(spec, padding=found[spec]) for spec in target.layers)
+
+
+def padding_of(layer: Attending, target: Target) -> Padding:
+    longest = min(LONGEST, target.max_context)
+    for padding in PADDINGS:
+        if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
+            return padding
+    heads = f"{layer.spec.k_dim} x {layer.spec.heads}"
+    raise CannotBeInvariant(f"attention of heads {heads} differs by its numbers of rows and keys")
+
+
+def layers_of(target: Target) -> list[Attending]:
+    """Those of its layers that attend differently, found in a forward of one token."""
+    store = PageStore(target.layers, 1, 1, target.device)
+    view = store.view_of([SpanView(0, 1, slice(0, 1), 1)])
+    zero = torch.zeros(1, dtype=torch.long, device=target.device)
+    target.forward(Batch([], zero[None], zero[None], zero), view)
+    keys = [key for key in view.memo if isinstance(key, PlanKey)]
+    shapes = set(zip(store.layer_kinds, target.layers, strict=True))
+    return [
+        Attending(spec, key.group, key.plain) for key in keys for number, spec in shapes if number == key.kind
+    ]
+
+
+def cost_of(invariance: Invariance) -> float:
+    """The time of a plain step with it over that without; the larger one, alone and in a batch."""
+    target, length = invariance.target, min(TIMED_LENGTH, invariance.target.max_context)
+
+    def cost(sequences: int) -> float:
+        steps = []
+        for on in (False, True):
+            invariance.switch(on)
+            steps.append((on, plain_step(target, sequences, length)))
+
+        def run(on: bool, step: Any) -> None:
+            invariance.switch(on)
+            step()
+
+        before, after = median_times([partial(run, *each) for each in steps])
+        return after / before
+
+    try:
+        return max(map(cost, TIMED))
+    finally:
+        invariance.switch(False)

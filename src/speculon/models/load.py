@@ -29,7 +29,7 @@ from speculon.errors import (
 )
 from speculon.models import attention
 from speculon.models.fuse import fuse
-from speculon.models.invariant import make_invariant
+from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
 from speculon.models.quiet import quiet
@@ -53,7 +53,7 @@ def load_target(
     max_context: int | None = None,
     fused: bool = True,
     compile: bool = False,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = False,
     progress: Progress | None = None,
 ) -> Target:
     """A checked Target from a folder, a hub id or `demo`. Raises `ModelError` with path and reason."""
@@ -72,8 +72,9 @@ def load_target(
         model = load_model(checkpoint, config, precision, place, trust_remote_code)
         report("checking the model against its stock forward")
         target = make_target(model, str(path), max_context, fused=fused, compile=compile)
-        if batch_invariant:
-            make_invariant(target)
+        if batch_invariant is not False:
+            report("checking that logits do not depend on the batch")
+            decide(target, batch_invariant)
         return target
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch
-from speculon.core import LayerSpec, Needs
+from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
 from speculon.models.fusion import Fusion
@@ -53,7 +55,8 @@ class Target:
         self.run: Run = partial(stock_forward, model)
         self.taps: Taps | None = None
         self.fusion: Fusion | None = None
-        self.batch_invariant = False  # whether a row's logits are bitwise equal in every batch
+        self.context: AbstractContextManager[Any] = nullcontext()  # of each forward
+        self.invariance = "no"  # whether its logits are batch-invariant, and why not
         self.count()
 
     def count(self) -> None:
@@ -61,6 +64,11 @@ class Target:
         weights = {p.data_ptr(): p for p in self.model.parameters()}.values()
         self.num_parameters = sum(p.numel() for p in weights)
         self.num_bytes = sum(p.nbytes for p in weights)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's logits are bitwise equal in every batch."""
+        return any(layer.padding != NO_PADDING for layer in self.layers)
 
     @property
     def hidden_size(self) -> int:
@@ -105,7 +113,8 @@ class Target:
     def forward(self, batch: Batch, view: View) -> Output:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
-        scores = self.run(batch, view, self.taps)
+        with self.context:
+            scores = self.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -87,6 +87,7 @@ class TargetFacts:
     scored: int = 0
     fuse: bool = True  # whether models are fused, and compiled then
     compile: bool = False
+    batch_invariant: bool = False
     model: Target | None = None  # for drafters that share its weights or are tried on it
 
 

@@ -128,7 +128,12 @@ def load_draft(path: str, target: TargetFacts) -> Target:
     if target.tokenizer is not None:
         check_same_ids(path, Tokenizer(load_tokenizer(path)), target.tokenizer)
     draft = load_target(
-        path, dtype=target.dtype, device=target.device, fused=target.fuse, compile=target.compile
+        path,
+        dtype=target.dtype,
+        device=target.device,
+        fused=target.fuse,
+        compile=target.compile,
+        batch_invariant=None if target.batch_invariant else False,
     )
     return draft if target.tokenizer is not None else check_size(draft, target)
 

@@ -1,0 +1,144 @@
+"""Compares a row's results between batches, bit for bit: the attention of one layer, and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speculon.core import LayerSpec, Padding, ceil_div
+from speculon.kv.store import PageStore, SpanView
+from speculon.models.attention import attend_written
+from speculon.models.load_check import Piece, run_pieces
+from speculon.models.target import Target
+
+PAGE = 16
+SPARE = 512  # slots behind the last sequence, which padding reads in a large pool
+LONGEST = 1200  # keys of the compared attention; SDPA reads them in blocks of 512
+CONTEXTS = (*range(1, 70, 7), *range(100, 600, 61), 505, 510, 511, 512, 513, 700, 1000, 1023, 1024, 1100)
+# rows before the compared one in its span, rows after it, keys of a sequence beside it (0: none)
+BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30))
+LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
+AT = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 149)  # compared positions
+# rows before the compared one in its span, rows after it, whether another sequence is beside it
+COMPANIES = (
+    (0, 0, True),
+    (0, 1, False),
+    (1, 0, True),
+    (0, 8, True),
+    (3, 4, False),
+    (16, 0, True),
+    (40, 3, False),
+)
+
+
+class Attending(NamedTuple):
+    """How a layer attends."""
+
+    spec: LayerSpec
+    group: int  # queries for each key
+    plain: bool  # neither soft cap nor sinks
+
+
+@dataclass(slots=True)
+class RandomLayer:
+    """Two sequences of random queries, keys and values: one in consecutive pages, the other from the last."""
+
+    spec: LayerSpec
+    store: PageStore
+    queries: Tensor  # [2, S, H, Dk]
+    tables: tuple[list[int], list[int]]
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+
+    @classmethod
+    def of(cls, layer: Attending, longest: int, padding: Padding, device: torch.device) -> RandomLayer:
+        """One that is not plain has both a soft cap and sinks."""
+        generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
+        pages, heads = ceil_div(longest, PAGE), spec.heads * group
+        store = PageStore((replace(spec, padding=padding),), 2 * pages, PAGE, device)
+        for pool in (store.k[0], store.v[0]):
+            pool.copy_(torch.randn(pool.shape, generator=generator))
+        queries = torch.randn(2, longest, heads, spec.k_dim, generator=generator).to(device, spec.dtype)
+        tables = list(range(pages)), list(reversed(range(pages, 2 * pages)))
+        sinks = None if plain else torch.randn(heads, generator=generator).to(device, spec.dtype)
+        return cls(spec, store, queries, tables, None if plain else 20.0, sinks)
+
+    def attend(self, *spans: tuple[int, int, int]) -> Tensor:  # [T, H, Dv]
+        """One call for spans of (sequence, start, end)."""
+        views: list[SpanView] = []
+        row = 0
+        for sequence, start, end in spans:
+            where = self.store.where(self.tables[sequence], end)
+            views.append(SpanView(row, row + end - start, where, end))
+            row += end - start
+        query = torch.cat([self.queries[sequence, start:end] for sequence, start, end in spans])
+        view = self.store.view_of(views)
+        return attend_written(view, 0, query, None, softcap=self.softcap, sinks=self.sinks)
+
+    def differing(self) -> int | None:
+        """The first compared position whose row depends on its batch."""
+        longest = self.queries.shape[1]
+        for at in (at for at in CONTEXTS if at < longest):
+            for own in (0, 1):
+                alone = self.attend((own, at, at + 1))[0]
+                for before, after, keys in BESIDE:
+                    span = own, max(0, at - before), min(longest, at + 1 + after)
+                    keys = min(keys, longest)
+                    rows = self.attend(span, *([(1 - own, keys - 1, keys)] if keys else []))
+                    if not torch.equal(rows[at - span[1]], alone):
+                        return at
+        return None
+
+
+@dataclass(slots=True)
+class TwoSequences:
+    """Two random sequences in the pages of a target, which alternate."""
+
+    target: Target
+    length: int
+    store: PageStore
+    ids: Tensor  # [2, n]
+    tables: tuple[list[int], list[int]]
+
+    @classmethod
+    def of(cls, target: Target, length: int) -> TwoSequences:
+        pages, generator = ceil_div(length, PAGE), torch.Generator().manual_seed(0)
+        store = PageStore(target.layers, 2 * pages, PAGE, target.device)
+        ids = torch.randint(target.embedding.shape[0], (2, length), generator=generator).to(target.device)
+        tables = list(range(0, 2 * pages, 2)), list(range(1, 2 * pages, 2))
+        return cls(target, length, store, ids, tables)
+
+    def run(self, *spans: tuple[int, int, int]) -> list[Tensor]:  # [rows, V] each
+        """One forward over spans of (sequence, start, end)."""
+        pieces: list[Piece] = [(self.ids[i], self.tables[i], start, end) for i, start, end in spans]
+        return run_pieces(self.target, self.store, pieces)
+
+
+@torch.inference_mode()
+def differing(target: Target) -> int | None:
+    """The first compared position whose logits differ between two batches."""
+    two = TwoSequences.of(target, min(LENGTH, target.max_context))
+    length = two.length
+    two.run((0, 0, length), (1, 0, length))
+    for at in (at for at in AT if at < length):
+        alone = two.run((0, at, at + 1))[0][0]
+        for before, after, beside in COMPANIES:
+            span = 0, max(0, at - before), min(length, at + 1 + after)
+            logits = two.run(*([(1, max(0, length - 1 - before), length)] if beside else []), span)[-1]
+            if not torch.equal(logits[at - span[1]], alone):
+                return at
+    return None
+
+
+def plain_step(target: Target, sequences: int, length: int) -> Callable[[], object]:
+    """A decode step of so many sequences of `length` tokens, to be timed."""
+    pages, spare = ceil_div(length, PAGE), ceil_div(SPARE, PAGE)
+    store = PageStore(target.layers, sequences * pages + spare, PAGE, target.device)
+    ids = torch.zeros(length, dtype=torch.long, device=target.device)
+    tables = [list(range(i * pages, (i + 1) * pages)) for i in range(sequences)]
+    pieces: list[Piece] = [(ids, table, length - 1, length) for table in tables]
+    return lambda: run_pieces(target, store, pieces)

@@ -1,0 +1,155 @@
+"""Products in pieces, for whose numbers of rows one order of addition was measured.
+
+Kernels choose that order by the number of rows, so a row's result depends on how many others there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from speculon.core import ceil_div
+from speculon.models.linear import Linear, Packed, Product, packed
+
+MOST = (64, 32, 16, 8)  # rows of a piece
+FEWEST = ((1, 2), (4,), (8,))  # those that cost about the same are together
+LARGE = 1 << 24  # elements; larger weights are not copied, and fewer numbers of rows are compared
+ALL_COUNTS = range(1, max(MOST) + 1)
+FEW_COUNTS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64)
+
+
+class Rows(NamedTuple):
+    """The numbers of rows between which the results of a row are bitwise equal."""
+
+    fewest: int
+    most: int
+
+
+@dataclass(slots=True)
+class InPieces:
+    """A product in pieces of `fewest` to `most` rows."""
+
+    product: Product
+    fewest: int
+    most: int
+    outputs: int  # O
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
+        rows = x.size(0)  # the fastest of three ways
+        if rows > self.most:
+            return torch.cat([self(part) for part in x.tensor_split(ceil_div(rows, self.most))])
+        if 0 < rows < self.fewest:
+            return self.product(x.repeat(ceil_div(self.fewest, rows), 1)[: self.fewest])[:rows]
+        return self.product(x)
+
+
+class CannotBeInvariant(Exception):
+    """The results of a kernel depend on the batch; the message says which."""
+
+
+@dataclass(slots=True)
+class Pieces:
+    """Puts products in pieces. Those of one layout, dtype and shape take one kernel and are measured once."""
+
+    known: dict[Any, Rows] = field(default_factory=dict)
+
+    def of(
+        self, product: Product, outputs: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> InPieces:
+        """Raises `CannotBeInvariant` where no numbers of rows are equal."""
+        key = type(product), dtype, outputs, width
+        rows = self.known.get(key)
+        if rows is None:
+            rows = self.known[key] = measured(product, outputs, width, dtype, device)
+        return InPieces(product, *rows, outputs)
+
+
+@torch.inference_mode()
+def measured(product: Product, outputs: int, width: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    weight, x = (part.to(device) for part in cancelling(outputs, width, dtype))
+    large = outputs * width > LARGE
+    match product:
+        case Packed() if not large:
+            product = packed(weight, None)
+        case Linear(own) if not large:
+            product = Linear(weight if own.is_contiguous() else weight.t().contiguous().t())
+    rows = equal_rows(product, x, FEW_COUNTS if large else ALL_COUNTS)
+    if rows is None:
+        name = f"a product of {outputs} x {width}"
+        raise CannotBeInvariant(f"{name} differs by its number of rows on this machine")
+    return rows
+
+
+def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weights [O, D] and rows [64, D], where the second half of each sum cancels the first, in another order.
+
+    Then another order of addition changes most results. For LARGE shapes the weights are empty.
+    """
+    generator, half = torch.Generator().manual_seed(0), width // 2
+    order = torch.randperm(half, generator=generator)
+    sizes = torch.exp2(4 * torch.rand(max(MOST), width, generator=generator))
+    x = (torch.randn(max(MOST), width, generator=generator) * sizes).to(dtype)
+    if outputs * width > LARGE:
+        return torch.empty(0), x
+    weight = torch.randn(outputs, width, generator=generator).to(dtype)
+    weight[:, width - half :] = weight[:, :half][:, order]
+    x[:, width - half :] = -x[:, :half][:, order]
+    return weight, x
+
+
+def equal_rows(product: Product, x: Tensor, counts: Iterable[int] = ALL_COUNTS) -> Rows | None:
+    """The numbers of rows of `x` [64, D] between which a row's result is equal, wherever it is among them."""
+    found = {rows: product(x[:rows].contiguous()) for rows in counts}
+
+    def equal(rows: Rows) -> bool:
+        whole = found[rows.most]
+        turned = product(x[: rows.most].flip(0).contiguous()).flip(0)
+        return torch.equal(turned, whole) and all(
+            torch.equal(found[n], whole[:n]) for n in found if rows.fewest <= n < rows.most
+        )
+
+    return next(filter(equal, candidates()), None)
+
+
+def candidates() -> Iterator[Rows]:
+    """The best first: few rows are the usual case, and large pieces save time in prompts."""
+    for group in FEWEST:
+        for most in MOST:
+            yield from (Rows(fewest, most) for fewest in group)
+
+
+class InvariantProducts(TorchFunctionMode):
+    """Within it, products by a matrix in any model code run in pieces."""
+
+    def __init__(self, pieces: Pieces):
+        super().__init__()
+        self.pieces = pieces
+        self.instead: dict[Callable[..., Any], Callable[..., Tensor]] = {
+            F.linear: self.linear,
+            torch.addmm: self.addmm,
+            torch.matmul: self.matmul,
+            Tensor.matmul: self.matmul,
+            Tensor.__matmul__: self.matmul,
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.instead.get(func, func)(*args, **(kwargs or {}))
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        width = input.shape[-1]
+        product = self.pieces.of(Linear(weight, bias), len(weight), width, weight.dtype, weight.device)
+        return product(input.reshape(-1, width)).view(*input.shape[:-1], len(weight))
+
+    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
+        return self.linear(mat1, mat2.t(), input)
+
+    def matmul(self, input: Tensor, other: Tensor) -> Tensor:
+        return self.linear(input, other.t()) if other.dim() == 2 else input @ other
