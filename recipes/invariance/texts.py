@@ -1,10 +1,10 @@
 """How many texts in bf16 differ from those written alone and plainly, with `batch_invariant` and without.
 
-    python -m recipes.invariance.texts --out docs/benchmarks/invariance
+    python -m recipes.invariance.texts --prompts 500 --out docs/benchmarks/invariance
     python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
 
 Every text is written twice, so the second time its prompt is in the prefix cache. With `--num-blocks` few
-enough, sequences are preempted. No text enters a pool, so lookups draft from its own sequence only.
+enough, sequences are preempted. No text enters a pool, so a lookup reads its own sequence only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ MODES = (
     (1, "draft_model", 4), (8, "draft_model", 1), (2, "draft_model", 16), (1, "eagle3", 3), (8, "eagle3", 5),
     (1, "auto", 8), (8, "auto", 4), (32, "auto", 4),
 )  # fmt: skip
-HEADER = (
-    "| sampling | method | K | concurrency | texts | differ | accepted drafts | preempted | from the cache |"
-)
+COLUMNS = "sampling method K concurrency texts differ drafts accepted preempted cached".split()
 
 
 def main() -> None:
@@ -67,7 +65,8 @@ def command() -> list[str]:
 
 
 def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
-    yield from ("", f"## batch_invariant = {str(invariant).lower()}", "", HEADER, "|---" * 10 + "|")
+    title = f"## batch_invariant = {str(invariant).lower()}"
+    yield from ("", title, "", row(*COLUMNS), "|---" * len(COLUMNS) + "|")
     began, total, differ = time.perf_counter(), 0, 0
     llm = LLM(
         arguments.model,
@@ -83,23 +82,28 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
     for name, params in SAMPLINGS.items():
         alone = [write(llm, [prompt], params, "off", 0)[0] for prompt in tqdm(prompts, f"{name}, plain")]
         for concurrency, method, k in MODES:
-            before = llm.engine.counters.totals
-            drafted, accepted = sum(before.drafted_at.values()), before.accepted
-            preempted, cached = before.preemptions, before.cached_tokens
+            before = counted(llm)
             texts = [
                 text
                 for i in tqdm(range(0, len(prompts), concurrency), f"{name}, {method}:{k} at {concurrency}")
                 for text in write(llm, prompts[i : i + concurrency], params, method, k)
             ]
-            after, count = llm.engine.counters.totals, sum(a != b for a, b in zip(texts, alone, strict=True))
+            count = sum(a != b for a, b in zip(texts, alone, strict=True))
             total, differ = total + len(texts), differ + count
-            yield (
-                f"| {name} | {method} | {k} | {concurrency} | {len(texts)} | {count} "
-                f"| {sum(after.drafted_at.values()) - drafted} | {after.accepted - accepted} | {after.preemptions - preempted} "
-                f"| {after.cached_tokens - cached} |"
-            )
+            since = [now - then for now, then in zip(counted(llm), before, strict=True)]
+            yield row(name, method, k, concurrency, len(texts), count, *since)
     seconds = time.perf_counter() - began
     yield from ("", f"**{differ} of {total} texts differ**; {llm.engine.target.invariance}; {seconds:.0f} s.")
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def counted(llm: LLM) -> tuple[int, ...]:
+    """Drafts, accepted drafts, preemptions, and prompt tokens from the prefix cache so far."""
+    totals = llm.engine.counters.totals
+    return sum(totals.drafted_at.values()), totals.accepted, totals.preemptions, totals.cached_tokens
 
 
 def write(llm: LLM, prompts: list[list[int]], params: SamplingParams, method: str, k: int) -> list[list[int]]:

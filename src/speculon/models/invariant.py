@@ -158,9 +158,7 @@ def layers_of(target: Target) -> list[Attending]:
     target.forward(Batch([], zero[None], zero[None], zero), view)
     keys = [key for key in view.memo if isinstance(key, PlanKey)]
     shapes = set(zip(store.layer_kinds, target.layers, strict=True))
-    return [
-        Attending(spec, key.group, key.plain) for key in keys for number, spec in shapes if number == key.kind
-    ]
+    return [Attending(spec, group, plain) for a, group, plain in keys for b, spec in shapes if a == b]
 
 
 def cost_of(invariance: Invariance) -> float:
