@@ -3,7 +3,7 @@
     python -m recipes.invariance.texts --prompts 500 --out docs/benchmarks/invariance
     python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
 
-Every text is written twice, so the second time its prompt is in the prefix cache. With `--num-blocks` few
+Each prompt runs many times, so it is in the prefix cache from its second time on. With `--num-blocks` few
 enough, sequences are preempted. No text enters a pool, so a lookup reads its own sequence only.
 """
 
