@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from speculon.bench.provenance import cpu_name
 from speculon.bench.workloads import Size, build
 
 TOKENS = 64
-WORKLOADS = ("code", "prose")
+WORKLOADS, CASES = ("code", "prose"), 40
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True),
     "seeded": SamplingParams(
@@ -77,8 +78,7 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
         num_blocks=arguments.num_blocks,
         speculation={"policy": "fixed", "draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}},
     )
-    size = Size(arguments.prompts // len(WORKLOADS), TOKENS, llm.engine.max_context)
-    prompts = [case.prompt for name in WORKLOADS for case in build(name, llm.tokenizer, size)]
+    prompts = [*islice(prompts_of(llm), arguments.prompts)]
     for name, params in SAMPLINGS.items():
         alone = [write(llm, [prompt], params, "off", 0)[0] for prompt in tqdm(prompts, f"{name}, plain")]
         for concurrency, method, k in MODES:
@@ -94,6 +94,14 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
             yield row(name, method, k, concurrency, len(texts), count, *since)
     seconds = time.perf_counter() - began
     yield from ("", f"**{differ} of {total} texts differ**; {llm.engine.target.invariance}; {seconds:.0f} s.")
+
+
+def prompts_of(llm: LLM) -> Iterator[list[int]]:
+    """The prompts of the workloads, then shorter and shorter beginnings of them."""
+    size = Size(CASES, TOKENS, llm.engine.max_context)
+    cases = [case.prompt for name in WORKLOADS for case in build(name, llm.tokenizer, size)]
+    for part in range(16, 0, -1):
+        yield from (prompt[: max(1, len(prompt) * part // 16)] for prompt in cases)
 
 
 def row(*cells: object) -> str:

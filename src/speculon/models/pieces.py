@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from speculon.core import ceil_div
 from speculon.models.linear import Linear, Packed, Product, packed
 
-MOST = (64, 32, 16, 8)  # rows of a piece
+MOST = (64, 32, 16, 8)  # rows of a small piece
 FEWEST = ((1, 2), (4,), (8,))  # those that cost about the same are together
+SIZES = (512, 256, 128)  # rows of a large piece, which must be exactly so many
 LARGE = 1 << 24  # elements; larger weights are not copied, and fewer numbers of rows are compared
 ALL_COUNTS = range(1, max(MOST) + 1)
 FEW_COUNTS = (*range(1, 18), 24, 31, 32, 33, 48, 63, 64)
@@ -29,24 +30,38 @@ class Rows(NamedTuple):
 
     fewest: int
     most: int
+    sizes: tuple[int, ...] = ()  # and larger ones, the largest first
 
 
 @dataclass(slots=True)
 class InPieces:
-    """A product in pieces of `fewest` to `most` rows."""
+    """A product in pieces of such numbers of rows."""
 
     product: Product
-    fewest: int
-    most: int
-    outputs: int  # O
+    rows: Rows
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, D] -> [T, O]
-        rows = x.size(0)  # the fastest of three ways
-        if rows > self.most:
-            return torch.cat([self(part) for part in x.tensor_split(ceil_div(rows, self.most))])
-        if 0 < rows < self.fewest:
-            return self.product(x.repeat(ceil_div(self.fewest, rows), 1)[: self.fewest])[:rows]
+        rows, (_, most, sizes) = x.size(0), self.rows  # `len(x)` and `x.shape` are slower
+        if rows <= most:
+            return self.padded(x, rows)
+        pieces = cut(rows, most, sizes)
+        return torch.cat([self.padded(*piece) for piece in zip(x.split(pieces), pieces, strict=True)])
+
+    def padded(self, x: Tensor, rows: int) -> Tensor:
+        """The product of as few rows as there are; they are repeated where it takes more."""
+        if 0 < rows < self.rows.fewest:
+            return self.product(x.repeat(ceil_div(self.rows.fewest, rows), 1)[: self.rows.fewest])[:rows]
         return self.product(x)
+
+
+def cut(rows: int, most: int, sizes: tuple[int, ...]) -> list[int]:
+    """More rows than `most` as pieces of these sizes, and a rest in pieces of at most `most`, about even."""
+    pieces = []
+    for size in sizes:
+        pieces += [size] * (rows // size)
+        rows %= size
+    parts = ceil_div(rows, most)
+    return pieces + [rows * (i + 1) // parts - rows * i // parts for i in range(parts)]
 
 
 class CannotBeInvariant(Exception):
@@ -67,7 +82,7 @@ class Pieces:
         rows = self.known.get(key)
         if rows is None:
             rows = self.known[key] = measured(product, outputs, width, dtype, device)
-        return InPieces(product, *rows, outputs)
+        return InPieces(product, rows)
 
 
 @torch.inference_mode()
@@ -87,14 +102,14 @@ def measured(product: Product, outputs: int, width: int, dtype: torch.dtype, dev
 
 
 def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weights [O, D] and rows [64, D], where the second half of each sum cancels the first, in another order.
+    """Weights [O, D] and rows [512, D]; the second half of each sum cancels the first, in another order.
 
     Then another order of addition changes most results. For LARGE shapes the weights are empty.
     """
     generator, half = torch.Generator().manual_seed(0), width // 2
     order = torch.randperm(half, generator=generator)
-    sizes = torch.exp2(4 * torch.rand(max(MOST), width, generator=generator))
-    x = (torch.randn(max(MOST), width, generator=generator) * sizes).to(dtype)
+    sizes = torch.exp2(4 * torch.rand(max(SIZES), width, generator=generator))
+    x = (torch.randn(max(SIZES), width, generator=generator) * sizes).to(dtype)
     if outputs * width > LARGE:
         return torch.empty(0), x
     weight = torch.randn(outputs, width, generator=generator).to(dtype)
@@ -104,24 +119,30 @@ def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def equal_rows(product: Product, x: Tensor, counts: Iterable[int] = ALL_COUNTS) -> Rows | None:
-    """The numbers of rows of `x` [64, D] between which a row's result is equal, wherever it is among them."""
+    """The numbers of rows of `x` between which a row's result is equal, wherever it is among them."""
     found = {rows: product(x[:rows].contiguous()) for rows in counts}
 
-    def equal(rows: Rows) -> bool:
-        whole = found[rows.most]
-        turned = product(x[: rows.most].flip(0).contiguous()).flip(0)
+    def equal(fewest: int, most: int) -> bool:
+        whole = found[most]
+        turned = product(x[:most].flip(0).contiguous()).flip(0)
         return torch.equal(turned, whole) and all(
-            torch.equal(found[n], whole[:n]) for n in found if rows.fewest <= n < rows.most
+            torch.equal(found[n], whole[:n]) for n in found if fewest <= n < most
         )
 
-    return next(filter(equal, candidates()), None)
+    def agrees(size: int, most: int) -> bool:
+        """All its rows, and not the first alone, are those of small pieces."""
+        pieces = torch.cat([product(part) for part in x[:size].split(most)])
+        return torch.equal(product(x[:size].contiguous()), pieces)
+
+    for fewest, most in candidates():
+        if equal(fewest, most):
+            return Rows(fewest, most, tuple(size for size in SIZES if size <= len(x) and agrees(size, most)))
+    return None
 
 
-def candidates() -> Iterator[Rows]:
-    """The best first: few rows are the usual case, and large pieces save time in prompts."""
-    for group in FEWEST:
-        for most in MOST:
-            yield from (Rows(fewest, most) for fewest in group)
+def candidates() -> Iterator[tuple[int, int]]:
+    """Fewest and most rows. The best first: few rows are usual, and larger pieces save time in prompts."""
+    return ((fewest, most) for group in FEWEST for most in MOST for fewest in group)
 
 
 class InvariantProducts(TorchFunctionMode):
