@@ -93,8 +93,13 @@ class SpeculativeDecoder:
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
-        limit, fuse, compile = self.config.max_context, self.config.fuse, self.config.compile
-        target = wrap_model(model, max_context=limit, fused=fuse, compile=compile)
+        target = wrap_model(
+            model,
+            max_context=self.config.max_context,
+            fused=self.config.fuse,
+            compile=self.config.compile,
+            batch_invariant=self.config.batch_invariant,
+        )
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
         self._sequence: Sequence | None = None  # of the last step, which the policy knows

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from speculon import LLM, SamplingParams
-from speculon.core import Padding
+from speculon import LLM, SamplingParams, SpeculativeDecoder
+from speculon.core import LayerSpec, Padding
 from speculon.errors import UnsupportedModel
 from speculon.models import attention, invariant
-from speculon.models.batch_check import differing
-from speculon.models.invariant import decide, make_invariant
-from speculon.models.linear import packable
+from speculon.models.batch_check import Attending, RandomLayer, differing
+from speculon.models.invariant import decide, make_invariant, padding_of
+from speculon.models.linear import Linear, packable
 from speculon.models.load import wrap_model
-from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces
+from speculon.models.pieces import CannotBeInvariant, InPieces, Pieces, measured
 from speculon.models.target import Target
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.conftest import TINY, tiny_model
@@ -65,7 +65,7 @@ def test_without_it_most_of_them_differ() -> None:
 
 def test_it_is_off_where_a_plain_step_takes_longer_than_allowed() -> None:
     target = stock("qwen3_moe")
-    with pytest.raises(CannotBeInvariant, match=r"would take \d\.\d\d of its time, 0\.01 is allowed"):
+    with pytest.raises(CannotBeInvariant, match=r"would take \d\.\d\d of its time, 0.01 is allowed"):
         make_invariant(target, 0.01)
     assert not target.batch_invariant and differing(target) is not None, "the target is as it was"
 
@@ -83,6 +83,46 @@ def test_in_fp32_it_is_tried_only_if_asked_for() -> None:
     target = stock("llama", torch.float32)
     decide(target, None)
     assert not target.batch_invariant and "near-ties are rare in fp32" in target.invariance
+
+
+@pytest.mark.parametrize("window", [700, 2048])
+def test_attention_behind_a_long_window_is_equal(window: int) -> None:
+    """Its first key moves from row to row, and with it what SDPA reads as one block."""
+    layer = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16, window), 2, True)
+    target = SimpleNamespace(max_context=8192, device=torch.device("cpu"))
+    padding = padding_of(layer, target)  # type: ignore[arg-type]
+    rows = RandomLayer.of(layer, window + 700, padding, target.device)
+    for at in range(window + 3, window + 700, 37):
+        assert torch.equal(rows.attend((0, at - 20, at + 1))[-1], rows.attend((0, at, at + 1))[0]), at
+
+
+def test_a_product_of_torch_is_measured_like_ours() -> None:
+    """By sums that cancel: those of its own weights do not show another order of addition."""
+    for bias in (False, True):
+        layer, pieces = nn.Linear(2048, 320, bias=bias, dtype=torch.bfloat16), Pieces()
+        found = pieces.of(layer, 320, 2048, torch.bfloat16)
+        known = measured(Linear(layer.weight, layer.bias), 320, 2048, torch.bfloat16)
+        assert isinstance(found, InPieces) and found.rows == known
+
+
+def test_where_model_code_fails_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise TypeError("of model code")
+
+    monkeypatch.setattr(invariant, "differing", fail)
+    monkeypatch.setattr(invariant, "ALLOWED", 100.0)
+    target = stock("qwen3_moe")
+    decide(target, None)
+    assert not target.batch_invariant and target.invariance == "no: TypeError when it was tried"
+    with pytest.raises(TypeError, match="of model code"):
+        decide(target, True)
+    assert not target.batch_invariant
+
+
+def test_a_model_object_is_invariant_where_it_is_set() -> None:
+    model = copy.deepcopy(tiny_model("llama")).bfloat16()
+    assert SpeculativeDecoder(model, batch_invariant=True).engine.target.batch_invariant
+    assert not SpeculativeDecoder(model, batch_invariant=False).engine.target.batch_invariant
 
 
 def test_what_cannot_be_invariant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +219,10 @@ def test_a_lone_row_of_an_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     target = stock("qwen3_moe")
     make_invariant(target)
 
-    def linear(self: InvariantProducts, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) * (1 + (x.dim() == 2 and len(x) == 1) / 64)
 
-    monkeypatch.setitem(target.context.instead, F.linear, partial(linear, target.context))
+    monkeypatch.setattr(target.context, "product", product)
     assert differing(target) is not None
 
 
@@ -192,7 +232,9 @@ def by_row_count(x: Tensor) -> Tensor:
 
 
 def pieces_of(product: Any) -> InPieces:
-    return Pieces().of(product, 16, 16, torch.float32, torch.device("cpu"))
+    found = Pieces().of(product, 16, 16, torch.float32)
+    assert isinstance(found, InPieces)
+    return found
 
 
 def test_a_kernel_chosen_by_the_number_of_rows_is_run_in_its_pieces() -> None:

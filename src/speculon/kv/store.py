@@ -49,7 +49,8 @@ class PageStore:
     def readable(self) -> int:
         """Slots that hidden keys may be read from, though another sequence wrote them or none did.
 
-        A hidden key must be finite, and fp16 overflows where the others do not.
+        A hidden key must be finite. In fp16 it may overflow; in other dtypes only a faulty model writes NaN,
+        which then reaches the sequences whose pages lie before it.
         """
         return 0 if any(spec.dtype is torch.float16 for spec in self.layers) else self.slots
 

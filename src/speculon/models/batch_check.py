@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,10 +20,12 @@ PAGE = 16
 SPARE = 512  # slots behind the last sequence, which padding reads in a large pool
 LONGEST = 1200  # keys of the compared attention; SDPA reads them in blocks of 512
 CONTEXTS = (*range(1, 70, 7), *range(100, 600, 61), 505, 510, 511, 512, 513, 700, 1000, 1023, 1024, 1100)
+BEYOND = (1, 63, 64, 130, 300, 511, 513, 600)  # a window
 # rows before the compared one in its span, rows after it, keys of a sequence beside it (0: none)
 BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30))
 LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
-AT = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 149)  # compared positions
+AT = (64, 1, 129, 15, 2, 16, 17, 63, 65, 127, 128, 149)  # compared positions, as many as time allows
+FEWEST_AT, SECONDS = 4, 10.0  # guess: a large model takes a second for each of 8 steps of a position
 # rows before the compared one in its span, rows after it, whether another sequence is beside it
 COMPANIES = (
     (0, 0, True),
@@ -81,8 +84,9 @@ class RandomLayer:
 
     def differing(self) -> int | None:
         """The first compared position whose row depends on its batch."""
-        longest = self.queries.shape[1]
-        for at in (at for at in CONTEXTS if at < longest):
+        longest, window = self.queries.shape[1], self.spec.window
+        behind = [] if window is None else [window + beyond for beyond in BEYOND]  # keys leave the window
+        for at in (at for at in (*CONTEXTS, *behind) if at < longest):
             for own in (0, 1):
                 alone = self.attend((own, at, at + 1))[0]
                 for before, after, keys in BESIDE:
@@ -124,7 +128,10 @@ def differing(target: Target) -> int | None:
     two = TwoSequences.of(target, min(LENGTH, target.max_context))
     length = two.length
     two.run((0, 0, length), (1, 0, length))
-    for at in (at for at in AT if at < length):
+    until = time.perf_counter() + SECONDS
+    for number, at in enumerate(at for at in AT if at < length):
+        if number >= FEWEST_AT and time.perf_counter() > until:
+            break
         alone = two.run((0, at, at + 1))[0][0]
         for before, after, beside in COMPANIES:
             span = 0, max(0, at - before), min(length, at + 1 + after)

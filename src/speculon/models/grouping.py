@@ -77,7 +77,7 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
     if spec.padding == NO_PADDING:
         entry, spans = divided(view, layer, group, plain, query)
     else:
-        most = min(FOLD_ROWS, MOST_FOLDED // group)
+        most = max(1, min(FOLD_ROWS, MOST_FOLDED // group))
         entry, spans = 0, [piece for span in view.spans for piece in pieces(span, most)]
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):

@@ -6,10 +6,11 @@ Kernels choose their order of addition by the number of rows and keys. Here prod
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,21 @@ from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Padding
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore, SpanView
-from speculon.models.autotune import median_times
 from speculon.models.batch_check import LONGEST, Attending, RandomLayer, differing, plain_step
 from speculon.models.block import Block, Gated
 from speculon.models.grouping import PlanKey
+from speculon.models.linear import Product
 from speculon.models.loop import Loop
-from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces
+from speculon.models.pieces import CannotBeInvariant, InvariantProducts, Pieces
 from speculon.models.target import Target
 
 ALLOWED = 1.05  # up to this relative time of a plain step it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
 PADDINGS = (Padding(64, 4), Padding(64, 8), Padding(512, 4), Padding(512, 8), Padding(512, 16))
 TIMED, TIMED_LENGTH = (1, 8), 200  # sequences of the timed plain steps, and their tokens
+TIMED_SECONDS, LEAST_STEPS = 0.5, 5  # for each number of sequences
+
+log = logging.getLogger("speculon")
 
 
 @dataclass(slots=True)
@@ -38,25 +42,26 @@ class Invariance:
     """What makes a target batch-invariant, and can be taken back."""
 
     target: Target
-    layers: tuple[LayerSpec, ...] = ()  # without padding, and with it
+    layers: tuple[LayerSpec, ...]  # without padding, and with it
     padded: tuple[LayerSpec, ...] = ()
     context: AbstractContextManager[Any] = field(default_factory=nullcontext)
     pieces: Pieces = field(default_factory=Pieces)
-    products: list[tuple[Any, str, InPieces]] = field(default_factory=list)  # and whose they are
+    # whose they are, and under which name; without pieces, and in pieces
+    products: list[tuple[Any, str, Product, Product]] = field(default_factory=list)
     experts: Any = None  # transformers' choice of a kernel for them
 
     def add(self, owner: Any, name: str, width: int) -> int:
         """Puts the product that `owner` has under `name` in pieces; returns the width of its result."""
         product, dtype, device = getattr(owner, name), self.target.dtype, self.target.device
         outputs: int = product(torch.zeros(1, width, dtype=dtype, device=device)).shape[1]
-        self.products.append((owner, name, self.pieces.of(product, outputs, width, dtype, device)))
+        self.products.append((owner, name, product, self.pieces.of(product, outputs, width, dtype)))
         return outputs
 
     def switch(self, on: bool) -> None:
         self.target.layers = self.padded if on else self.layers
         self.target.context = self.context if on else nullcontext()
-        for owner, name, in_pieces in self.products:
-            setattr(owner, name, in_pieces if on else in_pieces.product)
+        for owner, name, whole, in_pieces in self.products:
+            setattr(owner, name, in_pieces if on else whole)
         if self.experts is not None:  # one after the other; the other kernels depend on the rows of all
             self.target.model.set_experts_implementation("eager" if on else self.experts)
 
@@ -76,6 +81,11 @@ def decide(target: Target, wanted: bool | None) -> None:
         if wanted:
             raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}") from reason
         target.invariance = f"no: {reason}"
+    except Exception as error:  # of model code that runs in another way than in its load check
+        if wanted:
+            raise
+        target.invariance = f"no: {type(error).__name__} when it was tried"
+        log.warning("batch_invariant: %s: %s", target.name, target.invariance)
     else:
         target.invariance = f"yes: a plain step takes {cost:.2f} of its time without"
 
@@ -89,14 +99,17 @@ def make_invariant(target: Target, allowed: float | None = None) -> float:
     if reason := obstacle(target):
         raise CannotBeInvariant(reason)
     invariance = in_pieces(target)
-    invariance.layers, invariance.padded = target.layers, padded(target)
-    cost = cost_of(invariance)
-    if allowed is not None and cost > allowed:
-        raise CannotBeInvariant(f"a plain step would take {cost:.2f} of its time, {allowed:.2f} is allowed")
-    invariance.switch(True)
-    if (at := differing(target)) is not None:
+    try:
+        invariance.padded = padded(target)
+        cost = cost_of(invariance)
+        if allowed is not None and cost > allowed:
+            raise CannotBeInvariant(f"a plain step would take {cost:.2f} of its time, {allowed:g} is allowed")
+        invariance.switch(True)
+        if (at := differing(target)) is not None:
+            raise CannotBeInvariant(f"logits at position {at} depend on their batch")
+    except BaseException:
         invariance.switch(False)
-        raise CannotBeInvariant(f"logits at position {at} depend on their batch")
+        raise
     return cost
 
 
@@ -109,7 +122,7 @@ def obstacle(target: Target) -> str | None:
 
 def in_pieces(target: Target) -> Invariance:
     """Products of fused layers are wrapped one by one; where other modules are left, a mode finds theirs."""
-    made, loop, width = Invariance(target), target.run, target.hidden_size
+    made, loop, width = Invariance(target, target.layers), target.run, target.hidden_size
     blocks = list(blocks_of(target.model))
     for block in blocks:
         made.add(block.attention, "qkv", width)
@@ -142,7 +155,7 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
 
 
 def padding_of(layer: Attending, target: Target) -> Padding:
-    longest = min(LONGEST, target.max_context)
+    longest = min(LONGEST + (layer.spec.window or 0), target.max_context)
     for padding in PADDINGS:
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding
@@ -162,21 +175,26 @@ def layers_of(target: Target) -> list[Attending]:
 
 
 def cost_of(invariance: Invariance) -> float:
-    """The time of a plain step with it over that without; the larger one, alone and in a batch."""
+    """The time of a plain step with it over that without; the larger one, alone and in a batch.
+
+    Of the least times: other load on the machine only adds.
+    """
     target, length = invariance.target, min(TIMED_LENGTH, invariance.target.max_context)
 
     def cost(sequences: int) -> float:
-        steps = []
-        for on in (False, True):
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        steps = {}
+        for on in seconds:
             invariance.switch(on)
-            steps.append((on, plain_step(target, sequences, length)))
-
-        def run(on: bool, step: Any) -> None:
-            invariance.switch(on)
-            step()
-
-        before, after = median_times([partial(run, *each) for each in steps])
-        return after / before
+            steps[on] = plain_step(target, sequences, length)
+        until = time.perf_counter() + TIMED_SECONDS
+        while len(seconds[True]) < LEAST_STEPS or time.perf_counter() < until:
+            for on, taken in seconds.items():
+                invariance.switch(on)
+                began = time.perf_counter()
+                steps[on]()
+                taken.append(time.perf_counter() - began)
+        return min(seconds[True]) / min(seconds[False])
 
     try:
         return max(map(cost, TIMED))

@@ -55,7 +55,7 @@ class Packed:
 class SideBySide:
     """Products of one input, their results concatenated: for weights that may not be copied."""
 
-    parts: Sequence[Linear]
+    parts: Sequence[Product]
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)

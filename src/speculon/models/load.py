@@ -86,6 +86,7 @@ def wrap_model(
     fused: bool = True,
     share: bool = True,
     compile: bool = False,
+    batch_invariant: bool | None = False,
 ) -> Target:
     """A checked Target over a model in memory, which is not modified.
 
@@ -93,7 +94,10 @@ def wrap_model(
     """
     name = name or type(model).__name__
     with quiet():
-        return make_target(own_structure(model), name, max_context, fused=fused, share=share, compile=compile)
+        structure = own_structure(model)
+        target = make_target(structure, name, max_context, fused=fused, share=share, compile=compile)
+        decide(target, batch_invariant)
+        return target
 
 
 def own_structure(model: PreTrainedModel) -> PreTrainedModel:

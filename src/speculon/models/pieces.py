@@ -5,17 +5,17 @@ Kernels choose that order by the number of rows, so a row's result depends on ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from speculon.core import ceil_div
-from speculon.models.linear import Linear, Packed, Product, packed
+from speculon.models.linear import Linear, Packed, Product, SideBySide, packed
 
 MOST = (64, 32, 16, 8)  # rows of a small piece
 FEWEST = ((1, 2), (4,), (8,))  # those that cost about the same are together
@@ -74,26 +74,44 @@ class Pieces:
 
     known: dict[Any, Rows] = field(default_factory=dict)
 
-    def of(
-        self, product: Product, outputs: int, width: int, dtype: torch.dtype, device: torch.device
-    ) -> InPieces:
+    def of(self, product: Product, outputs: int, width: int, dtype: torch.dtype) -> Product:
         """Raises `CannotBeInvariant` where no numbers of rows are equal."""
-        key = type(product), dtype, outputs, width
+        match product:
+            case nn.Linear():
+                return self.of(Linear(product.weight, product.bias), outputs, width, dtype)
+            case SideBySide():
+                linear = [part for part in product.parts if isinstance(part, Linear)]
+                return SideBySide([self.of(part, len(part.weight), width, dtype) for part in linear])
+        key = *layout_of(product), dtype, outputs, width
         rows = self.known.get(key)
         if rows is None:
-            rows = self.known[key] = measured(product, outputs, width, dtype, device)
+            rows = self.known[key] = measured(product, outputs, width, dtype)
         return InPieces(product, rows)
 
 
+def layout_of(product: Product) -> tuple[Any, ...]:
+    """What chooses its kernel, beside dtype and shape."""
+    match product:
+        case Linear(weight, bias):
+            return Linear, weight.device, weight.is_contiguous(), bias is not None
+        case Packed(_, bias):
+            return Packed, bias is not None
+    return (product,)
+
+
 @torch.inference_mode()
-def measured(product: Product, outputs: int, width: int, dtype: torch.dtype, device: torch.device) -> Rows:
-    weight, x = (part.to(device) for part in cancelling(outputs, width, dtype))
+def measured(product: Product, outputs: int, width: int, dtype: torch.dtype) -> Rows:
+    """Of generated weights in the layout of the product; where they would be large, of its own."""
     large = outputs * width > LARGE
+    weight, bias, x = cancelling(0 if large else outputs, width, dtype)
     match product:
         case Packed() if not large:
-            product = packed(weight, None)
+            product = packed(weight, None if product.bias is None else bias)
         case Linear(own) if not large:
-            product = Linear(weight if own.is_contiguous() else weight.t().contiguous().t())
+            weight = weight if own.is_contiguous() else weight.t().contiguous().t()
+            product = Linear(weight.to(own.device), None if product.bias is None else bias.to(own.device))
+    if isinstance(product, Linear):
+        x = x.to(product.weight.device)
     rows = equal_rows(product, x, FEW_COUNTS if large else ALL_COUNTS)
     if rows is None:
         name = f"a product of {outputs} x {width}"
@@ -101,21 +119,21 @@ def measured(product: Product, outputs: int, width: int, dtype: torch.dtype, dev
     return rows
 
 
-def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Weights [O, D] and rows [512, D]; the second half of each sum cancels the first, in another order.
+def cancelling(outputs: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [O, D], a bias [O] and rows [512, D]; in each sum the second half cancels the first.
 
-    Then another order of addition changes most results. For LARGE shapes the weights are empty.
+    The second half is in another order, so that another order of addition changes most results.
     """
     generator, half = torch.Generator().manual_seed(0), width // 2
     order = torch.randperm(half, generator=generator)
     sizes = torch.exp2(4 * torch.rand(max(SIZES), width, generator=generator))
     x = (torch.randn(max(SIZES), width, generator=generator) * sizes).to(dtype)
-    if outputs * width > LARGE:
-        return torch.empty(0), x
     weight = torch.randn(outputs, width, generator=generator).to(dtype)
-    weight[:, width - half :] = weight[:, :half][:, order]
-    x[:, width - half :] = -x[:, :half][:, order]
-    return weight, x
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+    if outputs:
+        weight[:, width - half :] = weight[:, :half][:, order]
+        x[:, width - half :] = -x[:, :half][:, order]
+    return weight, bias, x
 
 
 def equal_rows(product: Product, x: Tensor, counts: Iterable[int] = ALL_COUNTS) -> Rows | None:
@@ -146,31 +164,31 @@ def candidates() -> Iterator[tuple[int, int]]:
 
 
 class InvariantProducts(TorchFunctionMode):
-    """Within it, products by a matrix in any model code run in pieces."""
+    """Within it, products by a matrix of weights in any model code run in pieces.
+
+    Other forms run as they are; where one of them depends on the batch, the comparison of logits shows it.
+    """
 
     def __init__(self, pieces: Pieces):
         super().__init__()
         self.pieces = pieces
-        self.instead: dict[Callable[..., Any], Callable[..., Tensor]] = {
-            F.linear: self.linear,
-            torch.addmm: self.addmm,
-            torch.matmul: self.matmul,
-            Tensor.matmul: self.matmul,
-            Tensor.__matmul__: self.matmul,
-        }
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self.instead.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        match func, args:
+            case F.linear, (x, Tensor() as weight, *bias) if weight.dim() == 2 and len(bias) < 2:
+                return self.product(x, weight, *bias, **kwargs)
+            case torch.addmm, (bias, x, nn.Parameter() as weight) if not kwargs and weight.dim() == 2:
+                return self.product(x, weight.t(), bias)
+            case ((torch.matmul | Tensor.matmul | Tensor.__matmul__), (x, nn.Parameter() as weight)) if (
+                not kwargs and weight.dim() == 2
+            ):
+                return self.product(x, weight.t())
+        return func(*args, **kwargs)
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        width = input.shape[-1]
-        product = self.pieces.of(Linear(weight, bias), len(weight), width, weight.dtype, weight.device)
-        return product(input.reshape(-1, width)).view(*input.shape[:-1], len(weight))
-
-    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor) -> Tensor:
-        return self.linear(mat1, mat2.t(), input)
-
-    def matmul(self, input: Tensor, other: Tensor) -> Tensor:
-        return self.linear(input, other.t()) if other.dim() == 2 else input @ other
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        outputs, width = weight.shape
+        product = self.pieces.of(Linear(weight, bias), outputs, width, weight.dtype)
+        return product(x.reshape(-1, width)).view(*x.shape[:-1], outputs)

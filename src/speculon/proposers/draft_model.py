@@ -142,7 +142,9 @@ def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
     """A checked Target over a model in memory, which stays as and where it is. Does not modify `model`."""
     if str(model.device) != target.device:
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
-    return check_size(wrap_model(model, fused=target.fuse, compile=target.compile), target)
+    invariant = None if target.batch_invariant else False
+    draft = wrap_model(model, fused=target.fuse, compile=target.compile, batch_invariant=invariant)
+    return check_size(draft, target)
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:
