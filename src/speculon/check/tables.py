@@ -85,6 +85,7 @@ def work_rows(findings: Findings) -> Iterator[Row]:
 
 def margin_line(margin: Margin) -> str:
     rule = "the limit" if margin.half else f"the limit in fp32 is {margin.limit:g}"
+    rule = "the model is batch-invariant, so no text may differ" if margin.invariant else rule
     return (
         "plain decoding under other batch shapes: the gap of the two best tokens changes by up to "
         f"{margin.largest:.1e} nat over {len(margin.moved)} positions; {rule}"

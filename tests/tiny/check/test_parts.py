@@ -10,9 +10,9 @@ import torch
 
 from speculon import LLM, SamplingParams
 from speculon.check import sampled as check_sampled
-from speculon.check.arms import watched, whole
+from speculon.check.arms import ArmStats, watched, whole
 from speculon.check.chart import lay_out
-from speculon.check.exact import Divergence, Margin, judge, noise
+from speculon.check.exact import Divergence, ExactResult, Margin, judge, noise
 from speculon.check.plan import CheckPlan, named
 from speculon.check.run import Findings, check, count_tokens
 from speculon.check.tables import terminal
@@ -26,6 +26,14 @@ def test_the_margin_in_fp32_is_the_law_and_what_moves_is_measured(sound: Finding
     assert not sound.margin.half and sound.margin.limit == 1e-4
     assert 0 < sound.margin.largest < 1e-4 and len(sound.margin.moved) > 60
     assert Margin([0.01, 0.3], half=True).limit == 0.3 and Margin([], half=True).limit == 1e-4
+    assert Margin([0.01], half=False, invariant=True).limit == 0.0
+
+
+def test_where_rows_are_invariant_any_difference_fails() -> None:
+    tie = Divergence(0, 3, 5, 7, 0.0, 0.0)
+    for limit, failures in ((1e-4, 0), (0.0, 1)):
+        result = ExactResult("greedy", "speculation", 1, 8, ArmStats(), limit, [tie])
+        assert (len(result.failures), len(result.ties)) == (failures, 1 - failures)
 
 
 def test_a_changed_token_is_judged_by_its_regret(llm: LLM) -> None:
