@@ -56,6 +56,7 @@ def main() -> None:
             tqdm.write(line)
             lines.append(line)
     if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         chip = cpu_name().lower().replace("(r)", "").replace(" ", "-")
         path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
