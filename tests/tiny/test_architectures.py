@@ -259,7 +259,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
-    "stablelm": ("stablelm", {}, "StableLmAttention does not pass the arguments of a forward on"),
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.kv.store import View
+from speculon.models.attention import running_view
 from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
@@ -40,9 +41,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(
-        self, hidden_states: Tensor, *_: Any, view: View, position_embeddings: Any = None, **__: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> Tensor:
+        view = running_view()
         return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
 
     def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:

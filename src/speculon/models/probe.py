@@ -18,11 +18,12 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.models import attention
+from speculon.models.older import adapt
 
 NAME = "speculon_probe"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 # arguments that architectures pass to attention: those used there, and those that change nothing
-USED = {"scaling", "softcap", "s_aux", "view"}
+USED = {"scaling", "softcap", "s_aux"}
 IGNORED = {
     "sliding_window",
     "position_ids",
@@ -142,9 +143,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Switches the attention function, and checks that it took effect: transformers only warns."""
-    model.set_attn_implementation(name)
-    configs = [m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-    stuck = [c for c in configs if c._attn_implementation != name]
+    if adapt(model):
+        model.config.get_text_config()._attn_implementation = name
+    else:
+        model.set_attn_implementation(name)
+    # those of rotary tables, which may be copies, and of vision towers play no part
+    layers = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
+    configs = [model.config.get_text_config(), *(getattr(m, "config", None) for m in layers)]
+    stuck = [c for c in configs if isinstance(c, PreTrainedConfig) and c._attn_implementation != name]
     if stuck:
         raise UnsupportedModel(
             f"{type(model).__name__} keeps its own attention ({type(stuck[0]).__name__} did not take ours)"

@@ -17,6 +17,7 @@ from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
+from speculon.models.attention import running
 from speculon.models.fusion import Fusion
 from speculon.models.taps import Taps
 
@@ -126,10 +127,11 @@ def stock_forward(
     model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None
 ) -> Tensor | None:  # [R, V]
     """One forward of transformers' own code; None where no row is scored. `taps` capture by hooks."""
-    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
-    if batch.score_rows.numel():
-        return model(**row, logits_to_keep=batch.score_rows).logits[0]
-    model.base_model(**row)  # a prompt chunk without scored rows needs no head
+    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    with running(view):
+        if batch.score_rows.numel():
+            return model(**row, logits_to_keep=batch.score_rows).logits[0]
+        model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
 
 
