@@ -171,9 +171,12 @@ def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     name, config = type(model).__name__, model.config.get_text_config()
     count = config.num_hidden_layers
     layers = {call.layer: call for call in record.layers}
+    if not layers:
+        raise UnsupportedModel(f"{name} keeps its own attention (no layer calls the registered function)")
     if sorted(layers) != list(range(count)) or len(record.layers) != count:
+        calls = f"{len(record.layers)} times in layers {sorted(layers)}"
         raise UnsupportedModel(
-            f"{name}: {len(record.layers)} attention calls of layers {sorted(layers)}, but {count} layers"
+            f"{name} calls attention {calls}; once in each of its {count} layers is supported"
         )
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
     windows: dict[int, int | None] = {}

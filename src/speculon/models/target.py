@@ -141,6 +141,7 @@ def scratch_bytes(
     """Memory of the intermediate results of one forward of `rows` rows with `scored` of them sampled."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # one per layer
     states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
     logits = scored * config.vocab_size * 4 * COPIES_OF_LOGITS
     return states + logits + 2 * gather_bytes(device)  # the gather buffer may double
