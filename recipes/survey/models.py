@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "is_decoder": True,  # else a type of BERT's family attends in both directions
 }
-WINDOW = {"sliding_window": 12}  # shorter than the texts
+WINDOW = {"sliding_window": 12, "attention_chunk_size": 12}  # shorter than the texts
 ENCODER_DECODER: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
@@ -42,6 +42,7 @@ ENCODER_DECODER: dict[str, Any] = {
 }
 NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
 FULL = ["full_attention", "full_attention"]
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
 # what a type needs beyond SMALL; None leaves a setting out
 OWN: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -70,6 +71,8 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4": CHUNKS,
+    "llama4_text": CHUNKS,
     "longcat_flash": {
         "num_key_value_heads": 4,
         "head_dim": 8,

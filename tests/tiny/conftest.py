@@ -16,7 +16,7 @@ from speculon.models.target import Target
 
 torch.set_num_threads(1)
 
-VOCAB, CONTEXT, WINDOW = 96, 128, 5
+VOCAB, CONTEXT, WINDOW, CHUNK = 96, 128, 5, 7
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -92,6 +92,17 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "nemotron": ("nemotron", {}),
     "granite_swa": ("granite_swa", {**MIXED, "attention_multiplier": 0.4}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": CHUNK,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
     "falcon": ("falcon", {"multi_query": True}),
     "falcon grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gptj": ("gptj", {"n_positions": CONTEXT, "rotary_dim": 4}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speculon.errors import UnsupportedModel
-from speculon.kv.store import PageStore, View
+from speculon.kv.store import PageStore, SpanView, View
 from speculon.models import attention
-from speculon.models.load import wrap_model
+from speculon.models.load import context_limit, wrap_model
 from speculon.models.load_check import run_pieces
-from tests.tiny.conftest import OTHERS, VOCAB, build, tiny_model, tiny_target
+from tests.tiny.conftest import CHUNK, CONTEXT, OTHERS, VOCAB, build, tiny_model, tiny_target
 from tests.tiny.scripted import make_engine, run
 from tests.tiny.test_architectures import (
     TOLERANCE,
@@ -43,6 +44,43 @@ def test_a_planted_error_is_found(name: str) -> None:
         assert difference(name, fused=False) > VISIBLE
     for wrong in (shifted_positions, foreign_page):
         assert difference(name, run=wrong) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [{"chunk": CHUNK - 1}, {"chunk": CHUNK + 1}, {"chunk": None}, {"chunk": None, "window": CHUNK}],
+    ids=str,
+)
+def test_wrong_chunks_are_found(seen: dict[str, int | None]) -> None:
+    layers = tiny_target("llama4").layers
+    assert [spec.chunk for spec in layers] == [CHUNK, None, CHUNK]
+    wrong = tuple(replace(spec, **seen) if spec.chunk else spec for spec in layers)
+    assert difference("llama4", layers=wrong) > VISIBLE
+
+
+@pytest.mark.parametrize(
+    ("begin", "rows"), [(0, 1), (6, 1), (7, 1), (3, 4), (3, 5), (0, 21), (5, 17), (13, 2)]
+)
+def test_a_span_is_cut_where_chunks_begin(begin: int, rows: int) -> None:
+    end, slots = begin + rows, torch.randperm(64)
+    for where in (slice(10, 10 + end), slots[:end]):
+        every = torch.arange(64)[where] if isinstance(where, slice) else where
+        found = SpanView(4, 4 + rows, where, end).in_chunks(7)
+        assert [row for part in found for row in range(part.first, part.last)] == list(range(4, 4 + rows))
+        for part in found:
+            last = begin + part.last - 5  # position of its last row
+            first = last // 7 * 7
+            assert part.context == last + 1 - first
+            got = torch.arange(64)[part.where] if isinstance(part.where, slice) else part.where
+            assert got.tolist() == every[first : last + 1].tolist()
+
+
+def test_scales_by_row_limit_the_context() -> None:
+    limit, notes = context_limit(build("llama4_text", **OTHERS["llama4"][1], floor_scale=40))
+    assert limit == 39
+    assert "scales by row" in notes[0]
+    off = build("llama4_text", **OTHERS["llama4"][1], floor_scale=40, attn_temperature_tuning=False)
+    assert context_limit(off) == (CONTEXT, ())
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -223,6 +223,8 @@ def uncompared_loop(model: Any, base: Any) -> Loop:
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `CannotReplace` where that fails."""
+    if any(spec.chunk for spec in target.layers):
+        raise CannotReplace("not compiled: attention in chunks")
     from speculon.models.compiled import compiled, extra_bytes  # imports the compiler
 
     made = compiled(loop, target, trial_steps(loop, target))
