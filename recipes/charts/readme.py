@@ -210,7 +210,8 @@ def lead(rows: list[Row], engine: str) -> str:
 def with_figures(readme: str, block: str, architectures: Row) -> str:
     head, rest = readme.split(BEGIN)
     supported = sum(row["outcome"] == "supported" for row in architectures["types"].values())
-    counted = f"<!-- types -->{supported} of {len(architectures['types'])}<!-- end -->"
+    made = sum(row["outcome"] != "not made" for row in architectures["types"].values())
+    counted = f"<!-- types -->{supported} of {made}<!-- end -->"
     return re.sub(TYPES, counted, f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}")
 
 

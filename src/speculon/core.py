@@ -250,6 +250,7 @@ class LayerSpec:
     dtype: dtype
     window: int | None = None
     padding: Padding = NO_PADDING
+    chunk: int | None = None  # positions in blocks of so many, each of which sees its own block alone
 
     @property
     def bytes_per_token(self) -> int:

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Self, TypeGuard
+from typing import Any, Literal, Self, TypeGuard
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.engine.build import build_engine
 from speculon.engine.shared import AsyncRequestGroup, Call, RequestGroup, SharedEngine, Threads
-from speculon.errors import InvalidParameter, InvalidRequest
+from speculon.errors import ConfigError, InvalidParameter, InvalidRequest
 from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
-from speculon.text import Stream, check_messages, final_text
+from speculon.text import NO_TOKENIZER, Stream, Tokenizer, check_messages, final_text
 
 log = logging.getLogger("speculon")
 
@@ -34,6 +34,9 @@ class LLM:
     Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
     `ConfigError` for a setting that is wrong.
 
+    With `tokenizer=None` no tokenizer is loaded. Prompts are then token ids, results have no text, and what
+    needs one raises `InvalidParameter`: strings as prompts, stop strings, grammars, chats, streams of text.
+
     Any number of threads and tasks may call it: their requests form one batch.
     """
 
@@ -42,6 +45,7 @@ class LLM:
         model: str | None = None,
         *,
         speculation: SpeculationConfig | Mapping[str, Any] | None = None,
+        tokenizer: Literal["auto"] | None = "auto",
         progress: Callable[[str], None] | None = None,
         **settings: Any,
     ):
@@ -49,10 +53,10 @@ class LLM:
             settings["model"] = model
         if speculation is not None:
             settings["speculation"] = speculation
-        self.engine = build_engine(EngineConfig(**settings), progress)
+        if tokenizer not in ("auto", None):
+            raise ConfigError(f"tokenizer = {tokenizer!r}: 'auto' is that of the checkpoint, None is none")
+        self.engine = build_engine(EngineConfig(**settings), progress, texts=tokenizer is not None)
         self.config = self.engine.config
-        assert self.engine.tokenizer is not None
-        self.tokenizer = self.engine.tokenizer
         self._shared, self._threads = SharedEngine(self.engine), Threads()
 
     def __enter__(self) -> Self:
@@ -63,6 +67,13 @@ class LLM:
 
     def __reduce__(self) -> Any:
         raise TypeError("an LLM holds a model, pages and threads: it cannot be copied or pickled")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's. Raises `InvalidParameter` where the model was loaded without one."""
+        if self.engine.tokenizer is None:
+            raise InvalidParameter("tokenizer", None, NO_TOKENIZER)
+        return self.engine.tokenizer
 
     def generate(
         self,
@@ -152,6 +163,7 @@ class LLM:
         """A conversation whose earlier turns stay in pages; a `raw` one has no roles, its texts are continued
         as they are.
         """
+        _ = self.tokenizer  # refused here where there is none
         return Session(self, params or SamplingParams(), system, raw)
 
     def forget_pools(self, pool: str | None = None) -> int:
@@ -210,12 +222,16 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            if self.engine.tokenizer is None:
+                raise InvalidParameter("prompt", prompt, NO_TOKENIZER)
             return self.tokenizer.encode(prompt)
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")
         return list(prompt)
 
     def _write_text(self, output: RequestOutput, params: SamplingParams) -> None:
+        if self.engine.tokenizer is None:
+            return
         for one in output.outputs:
             one.text = final_text(self.tokenizer, one.token_ids, one.stop, params)
 

@@ -15,6 +15,7 @@ from speculon.errors import InvalidParameter, InvalidRequest
 if TYPE_CHECKING:
     from speculon.config import SamplingParams
 
+NO_TOKENIZER = "texts need a tokenizer, and none was given"
 UNSURE = "\ufffd"  # how decoders write bytes that are no character, or not yet one
 # tokens without a whole character after which they are taken for garbage, not for a character's beginning
 MAX_UNSURE = 32

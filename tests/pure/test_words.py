@@ -18,7 +18,6 @@ RECORDED = "docs/benchmarks"  # written by a run; README.md and serving.md are w
 ALLOWED: dict[str, tuple[str, ...]] = {
     "recipes/demo/train.py": ("join",),  # a parameter of torch.multiprocessing
     "src/speculon/check/plan.py": ("door, house",),  # the text of a prompt
-    "src/speculon/models/probe.py": ("kind",),  # what a layer stores
     "tests/pure/test_words.py": tuple(PRIVATE),  # planted
 }
 

@@ -16,7 +16,7 @@ from speculon.models.target import Target
 
 torch.set_num_threads(1)
 
-VOCAB, CONTEXT, WINDOW = 96, 128, 5
+VOCAB, CONTEXT, WINDOW, CHUNK = 96, 128, 5, 7
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -87,6 +87,30 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": CONTEXT}),
 }
 
+# those whose layers pass no keyword arguments on, and those with attention in their own code
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("stablelm", {}),
+    "nemotron": ("nemotron", {}),
+    "granite_swa": ("granite_swa", {**MIXED, "attention_multiplier": 0.4}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": CHUNK,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "falcon": ("falcon", {"multi_query": True}),
+    "falcon grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gptj": ("gptj", {"n_positions": CONTEXT, "rotary_dim": 4}),
+    "codegen": ("codegen", {"n_positions": CONTEXT, "rotary_dim": 4}),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {"intermediate_multiple_size": 2}),
+}
+NO_HEAD_DIM = ("deepseek_v3", "falcon", "stablelm", "gptj", "codegen", "gpt_neox_japanese")
+
 
 def build(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A random model in fp32 whose every parameter matters."""
@@ -95,7 +119,7 @@ def build(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
         for k, v in BASE.items()
         if model_type != "gpt2" or k in ("vocab_size", "bos_token_id", "eos_token_id")
     }
-    if model_type == "deepseek_v3":
+    if model_type in NO_HEAD_DIM:
         base.pop("head_dim")
     config = AutoConfig.for_model(model_type, **{**base, **settings})
     with torch.random.fork_rng():
@@ -116,7 +140,7 @@ def build(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
 @cache
 def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     """The stock model; treat it as read-only."""
-    model_type, settings = TINY[name]
+    model_type, settings = {**TINY, **OTHERS}[name]
     return build(model_type, seed, **settings)
 
 

@@ -22,7 +22,7 @@ from speculon.models import attention, grouping
 from speculon.models.load import context_limit, wrap_model
 from speculon.models.load_check import Piece, run_pieces
 from speculon.models.masks import MaskCache
-from speculon.models.probe import window_of
+from speculon.models.probe import visible
 from speculon.models.target import Target
 from tests.tiny.conftest import CONTEXT, TINY, VOCAB, WINDOW, build, tiny_model, tiny_target
 
@@ -238,11 +238,6 @@ HYBRID = {
     "moe_intermediate_size": 16,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "llama4": (
-        "llama4_text",
-        {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
-        "chunked_attention",
-    ),
     "mamba": ("mamba", MAMBA, "recurrent"),
     "mamba2": ("mamba2", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "recurrent"),
     "qwen3_next": ("qwen3_next", HYBRID, "Qwen3NextGatedDeltaNet keeps a recurrent state"),
@@ -259,7 +254,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bert": ("bert", {"is_decoder": False}, "both directions|takes no"),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 2}, "takes no `position_ids`"),
-    "stablelm": ("stablelm", {}, "StableLmAttention does not pass the arguments of a forward on"),
 }
 
 
@@ -307,8 +301,9 @@ def test_an_unsupported_tensor_is_refused_by_name(argument: str, monkeypatch: py
 
 ZERO = torch.zeros(1, dtype=torch.long)
 STRANGE = {
-    "chunked": (masking_utils.chunked_causal_mask_function(8, ZERO), 8),
-    "large chunks": (masking_utils.chunked_causal_mask_function(1000, ZERO), 1000),
+    "chunks off by one": (masking_utils.chunked_causal_mask_function(9, ZERO), 8),
+    "large chunks off by one": (masking_utils.chunked_causal_mask_function(1001, ZERO), 1000),
+    "shifted chunks": (lambda b, h, q, k: (k <= q) & ((k + 1) // 8 == (q + 1) // 8), 8),
     "both directions": (masking_utils.bidirectional_mask_function, None),
     "window both ways": (masking_utils.sliding_window_bidirectional_mask_function(5), 5),
     "image blocks": (
@@ -326,17 +321,22 @@ STRANGE = {
 
 @pytest.mark.parametrize("case", STRANGE)
 def test_a_strange_mask_is_refused(case: str) -> None:
-    with pytest.raises(
-        UnsupportedModel, match="neither causal nor a sliding window|no function of two positions"
-    ):
-        window_of(*STRANGE[case], 4096, case)
+    with pytest.raises(UnsupportedModel, match="neither causal nor a window|no function of two positions"):
+        visible(*STRANGE[case], 4096, case)
 
 
 def test_plain_masks_are_recognised() -> None:
-    assert window_of(masking_utils.causal_mask_function, None, 4096, "") is None
-    assert window_of(masking_utils.sliding_window_causal_mask_function(7), 7, 4096, "") == 7
+    assert visible(masking_utils.causal_mask_function, None, 4096, "") == (None, None)
+    assert visible(masking_utils.sliding_window_causal_mask_function(7), 7, 4096, "") == (7, None)
+    for size in (8, 1000):
+        mask = masking_utils.chunked_causal_mask_function(size, ZERO)
+        assert visible(mask, size, 4096, "") == (None, size)
     # never reached
-    assert window_of(masking_utils.sliding_window_causal_mask_function(4096), 4096, 4096, "") is None
+    for function in (
+        masking_utils.sliding_window_causal_mask_function(4096),
+        masking_utils.chunked_causal_mask_function(4096, ZERO),
+    ):
+        assert visible(function, 4096, 4096, "") == (None, None)
 
 
 def test_rope_that_changes_with_length_limits_the_context() -> None:

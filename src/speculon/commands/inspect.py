@@ -138,6 +138,7 @@ def layer_facts(layer: LayerSpec) -> Facts:
         "v_dim": layer.v_dim,
         "window": layer.window,
         "dtype": dtype,
+        "chunk": layer.chunk,
     }
 
 
@@ -183,11 +184,12 @@ def memory_words(memory: Facts) -> str:
     return f"{total} ({parts})\n{verdict} the limit of {limit}: {memory['action']}"
 
 
-def describe_layers(count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str) -> str:
+def describe_layers(
+    count: int, heads: int, k_dim: int, v_dim: int, window: int | None, dtype: str, chunk: int | None
+) -> str:
     width = str(k_dim) if k_dim == v_dim else f"{k_dim}/{v_dim}"
-    return (
-        f"{count} layers, {heads} KV heads x {width} in {dtype}, {f'window {window}' if window else 'full'}"
-    )
+    seen = f"window {window}" if window else f"chunks of {chunk}" if chunk else "full"
+    return f"{count} layers, {heads} KV heads x {width} in {dtype}, {seen}"
 
 
 def size(number: float) -> str:

@@ -17,7 +17,7 @@ from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
 from speculon.proposers.registry import OFF
 from speculon.sequence import Ending, Request, Rules, Sequence
 from speculon.telemetry import RequestStats
-from speculon.text import StopStrings, Tokenizer
+from speculon.text import NO_TOKENIZER, StopStrings, Tokenizer
 
 if TYPE_CHECKING:
     from speculon.grammar import Grammars
@@ -198,7 +198,7 @@ def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
     for name in ("stop", "bad_words", "structured"):
         if asked := getattr(params, name):
-            raise InvalidParameter(name, asked, "texts need a tokenizer")
+            raise InvalidParameter(name, asked, NO_TOKENIZER)
 
 
 def read_prediction(

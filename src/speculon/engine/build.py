@@ -20,8 +20,13 @@ from speculon.text import Tokenizer
 log = logging.getLogger("speculon")
 
 
-def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
-    """Loads target and tokenizer, restores the kept state, warms up; `progress` is told each stage."""
+def build_engine(
+    config: EngineConfig, progress: Callable[[str], None] | None = None, *, texts: bool = True
+) -> Engine:
+    """Loads target and tokenizer, restores the kept state, warms up; `progress` is told each stage.
+
+    Without `texts` no tokenizer is loaded, and the engine takes token ids alone.
+    """
     if config.state is not None:
         make_folder(config.state)  # refused before a model loads
     config = with_drafts(config)
@@ -42,7 +47,9 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] | None = 
     )
     if config.dtype == "float16" and target.device.type == "cpu":
         log.warning("dtype float16 on a CPU: most compute float32 faster, and numbers beyond 65504 overflow")
-    tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+    tokenizer = None
+    if texts:
+        tokenizer = Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
     engine = Engine(target, tokenizer, config)
     if note := engine.facts().note:
         log.warning(note)

@@ -42,7 +42,7 @@ class PageStore:
         self.flat = [(k.flatten(0, 1).t(), v.flatten(0, 1)) for k, v in zip(self.k, self.v, strict=True)]
         self._offsets = torch.arange(block_size, device=device)
         self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
-        shapes = [(x.window, x.bytes_per_token, x.padding) for x in layers]
+        shapes = [(x.window, x.chunk, x.bytes_per_token, x.padding) for x in layers]
         self.layer_kinds = [shapes.index(shape) for shape in shapes]  # layers of one number share a view
 
     @property
@@ -124,6 +124,15 @@ class SpanView:
         context, where = self.context - self.rows + end, self.where
         seen = slice(where.start, where.start + context) if isinstance(where, slice) else where[:context]
         return SpanView(self.first + begin, self.first + end, seen, context)
+
+    def in_chunks(self, chunk: int | None) -> list[SpanView]:
+        """Its rows in each chunk of `chunk` positions, which see the slots of that chunk alone."""
+        if chunk is None:
+            return [self]
+        start = self.context - self.rows
+        ends = [start, *range((start // chunk + 1) * chunk, self.context, chunk), self.context]
+        parts = [(self.part(a - start, b - start), b - a // chunk * chunk) for a, b in pairwise(ends)]
+        return [SpanView(part.first, part.last, part.tail(seen), seen) for part, seen in parts]
 
     def tail(self, length: int) -> Where:
         """The slots of the last `length` positions."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +16,23 @@ from speculon.models.grouping import FOLD_ROWS, plan_of
 from speculon.models.sparse import attend_single
 
 NAME = "speculon"
+# Many stock attentions drop keyword arguments, so the view is no argument. Each thread has its own.
+_running_view: ContextVar[View] = ContextVar("speculon_running_view")
+
+
+@contextmanager
+def running(view: View) -> Iterator[None]:
+    """Within the context, attention of this thread reads and writes the pages of `view`."""
+    token = _running_view.set(view)
+    try:
+        yield
+    finally:
+        _running_view.reset(token)
+
+
+def running_view() -> View:
+    """The view of the running step. Raises `LookupError` outside of one."""
+    return _running_view.get()
 
 
 def attend(
@@ -21,7 +42,6 @@ def attend(
     value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     *,
-    view: View | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H] attention sinks
@@ -30,13 +50,9 @@ def attend(
     """The attention function that is registered with transformers."""
     if attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} builds an attention mask of its own")
-    if view is None:
-        raise UnsupportedModel(
-            f"{type(module).__name__} does not pass the arguments of a forward on to its attention"
-        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    return attend_rows(view, layer, query, key, value, scaling, softcap, s_aux)[None], None
+    return attend_rows(running_view(), layer, query, key, value, scaling, softcap, s_aux)[None], None
 
 
 def attend_rows(

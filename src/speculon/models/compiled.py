@@ -16,9 +16,10 @@ from torch import Tensor
 from speculon.batch import Batch, as_tensor
 from speculon.core import LayerSpec
 from speculon.kv.store import SpanView, View, as_index
+from speculon.models.attention import running
 from speculon.models.block import CannotReplace
 from speculon.models.compare import close
-from speculon.models.compiled_layers import Layers, running_view
+from speculon.models.compiled_layers import Layers
 from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
 from speculon.models.linear import Linear, layout_of
 from speculon.models.loop import Loop
@@ -64,11 +65,8 @@ class Compiled:
         if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
             return self.loop(batch, view, taps)
         variant, arguments = self.arguments(batch, view)
-        token = running_view.set(view)
-        try:
+        with running(view):
             return self.programs[variant](*arguments)
-        finally:
-            running_view.reset(token)
 
     def arguments(self, batch: Batch, view: View) -> tuple[str, Arguments]:
         """The program for a step, and its arguments."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -11,19 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speculon.kv.store import View
-from speculon.models.attention import attend_written, fold, unfold
+from speculon.models.attention import attend_written, fold, running_view, unfold
 from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rotate, tables_of
 from speculon.models.linear import Linear, Packed, Product
 from speculon.models.loop import Loop
-
-running_view: ContextVar[View] = ContextVar("speculon_running_view")
 
 
 @torch.library.custom_op("speculon::attend", mutates_args=())
 def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
     """`attend_written` on the running step; the pages are arguments so that rows are written first."""
-    return attend_written(running_view.get(), layer, query, scaling).contiguous()
+    return attend_written(running_view(), layer, query, scaling).contiguous()
 
 
 @attend.register_fake

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from speculon.kv.store import View
+from speculon.models.attention import running_view
 from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
 from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
@@ -40,9 +41,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(
-        self, hidden_states: Tensor, *_: Any, view: View, position_embeddings: Any = None, **__: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> Tensor:
+        view = running_view()
         return self.block(hidden_states[0], self.tables(position_embeddings, view), view)[None]
 
     def tables(self, made: tuple[Tensor, Tensor] | None, view: View) -> Tables | None:
@@ -223,6 +223,8 @@ def uncompared_loop(model: Any, base: Any) -> Loop:
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `CannotReplace` where that fails."""
+    if any(spec.chunk for spec in target.layers):
+        raise CannotReplace("not compiled: attention in chunks")
     from speculon.models.compiled import compiled, extra_bytes  # imports the compiler
 
     made = compiled(loop, target, trial_steps(loop, target))

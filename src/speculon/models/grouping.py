@@ -74,11 +74,12 @@ def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> C
 
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     spec, device, heads = view.spec(layer), query.device, query.shape[1]
+    spans = [part for span in view.spans for part in span.in_chunks(spec.chunk)]
     if spec.padding == NO_PADDING:
-        entry, spans = divided(view, layer, group, plain, query)
+        entry, spans = divided(spec, spans, group, plain, query)
     else:
         most = max(1, min(FOLD_ROWS, MOST_FOLDED // group))
-        entry, spans = 0, [piece for span in view.spans for piece in pieces(span, most)]
+        entry, spans = 0, [piece for span in spans for piece in pieces(span, most)]
     calls, placed, at = [], [], 0
     for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):
         call = call_of(bucket, spec, group, plain, query.dtype, device, view.store.readable)
@@ -94,16 +95,18 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
     return CallPlan(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
 
 
-def divided(view: View, layer: int, group: int, plain: bool, query: Tensor) -> tuple[int, list[SpanView]]:
+def divided(
+    spec: LayerSpec, spans: list[SpanView], group: int, plain: bool, query: Tensor
+) -> tuple[int, list[SpanView]]:
     """Bytes of a key in a sparse product (0: none is used), and the spans in the pieces that calls take."""
-    spec, device = view.spec(layer), query.device
+    device = query.device
     entry = query.shape[1] * ENTRY if plain and is_faster(query, group) else 0
-    one_by_one = entry and repeated_keys(view.spans, spec.window) * spec.bytes_per_token <= REREAD
+    one_by_one = entry and repeated_keys(spans, spec.window) * spec.bytes_per_token <= REREAD
     most = 1 if one_by_one else PIECE.get(device.type)
-    few = [span for span in view.spans if span.rows <= FOLD_ROWS]
+    few = [span for span in spans if span.rows <= FOLD_ROWS]
     if most != 1 and mostly_drafting(few) and fits_in_cache(few, spec.window, spec.bytes_per_token, device):
         entry = 0
-    return entry, [piece for span in view.spans for piece in pieces(span, most or span.rows)]
+    return entry, [piece for span in spans for piece in pieces(span, most or span.rows)]
 
 
 def repeated_keys(spans: list[SpanView], window: int | None) -> float:

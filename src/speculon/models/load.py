@@ -236,6 +236,13 @@ def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
             reason = f"{rope_type} RoPE beyond it depends on the other sequences of a batch"
             notes.append(f"context is {length} instead of {limit}: {reason}")
             limit = length
+    for module in model.modules():
+        # Llama 4 scales queries by their row in the batch, as if that were their position
+        scale: Any = getattr(module, "floor_scale", None)
+        if scale is not None and getattr(module, "attn_temperature_tuning", False) and scale - 1 < limit:
+            length = int(scale) - 1
+            notes.append(f"context is {length} instead of {limit}: attention scales by row beyond it")
+            limit = length
     return limit, tuple(notes)
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.models import attention
+from speculon.models.older import adapt
 
 NAME = "speculon_probe"
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # arguments that architectures pass to attention: those used there, and those that change nothing
-USED = {"scaling", "softcap", "s_aux", "view"}
+USED = {"scaling", "softcap", "s_aux"}
 IGNORED = {
     "sliding_window",
     "position_ids",
@@ -142,9 +143,14 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Switches the attention function, and checks that it took effect: transformers only warns."""
-    model.set_attn_implementation(name)
-    configs = [m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
-    stuck = [c for c in configs if c._attn_implementation != name]
+    if adapt(model):
+        model.config.get_text_config()._attn_implementation = name
+    else:
+        model.set_attn_implementation(name)
+    # those of rotary tables, which may be copies, and of vision towers play no part
+    layers = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
+    configs = [model.config.get_text_config(), *(getattr(m, "config", None) for m in layers)]
+    stuck = [c for c in configs if isinstance(c, PreTrainedConfig) and c._attn_implementation != name]
     if stuck:
         raise UnsupportedModel(
             f"{type(model).__name__} keeps its own attention ({type(stuck[0]).__name__} did not take ours)"
@@ -165,27 +171,35 @@ def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     name, config = type(model).__name__, model.config.get_text_config()
     count = config.num_hidden_layers
     layers = {call.layer: call for call in record.layers}
+    if not layers:
+        raise UnsupportedModel(f"{name} keeps its own attention (no layer calls the registered function)")
     if sorted(layers) != list(range(count)) or len(record.layers) != count:
+        calls = f"{len(record.layers)} times in layers {sorted(layers)}"
         raise UnsupportedModel(
-            f"{name}: {len(record.layers)} attention calls of layers {sorted(layers)}, but {count} layers"
+            f"{name} calls attention {calls}; once in each of its {count} layers is supported"
         )
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
-    windows: dict[int, int | None] = {}
+    seen: dict[int, tuple[int | None, int | None]] = {}
     specs = []
     for call in (layers[i] for i in range(count)):
         if call.mask is None:
             raise UnsupportedModel(
                 f"{name}: {call.where} is given no mask, so its visible positions are unknown"
             )
-        if call.mask not in windows:
-            windows[call.mask] = window_of(*record.masks[call.mask], limit, f"{name}: {call.where}")
-        s = call.spec
-        specs.append(LayerSpec(s.kind, s.heads, s.k_dim, s.v_dim, s.dtype, windows[call.mask]))
+        if call.mask not in seen:
+            seen[call.mask] = visible(*record.masks[call.mask], limit, f"{name}: {call.where}")
+        window, chunk = seen[call.mask]
+        specs.append(replace(call.spec, window=window, chunk=chunk))
     return tuple(specs)
 
 
-def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, where: str) -> int | None:
-    """The sliding window of a mask, None for a causal one. Raises `UnsupportedModel` for others."""
+def visible(
+    mask_function: MaskFunction, local_size: int | None, limit: int, where: str
+) -> tuple[int | None, int | None]:
+    """The sliding window of a mask, or the size of its chunks; neither for a causal one.
+
+    Raises `UnsupportedModel` for other masks.
+    """
     points = probe_positions(local_size, limit)
     row, column = points[:, None], points[None]
     zero = torch.zeros((), dtype=torch.long)
@@ -196,13 +210,16 @@ def window_of(mask_function: MaskFunction, local_size: int | None, limit: int, w
             f"{where} needs a mask that is no function of two positions ({error})"
         ) from error
     causal = column <= row
-    if torch.equal(seen.expand_as(causal), causal):
-        return None
-    if local_size is not None and torch.equal(seen.expand_as(causal), causal & (column > row - local_size)):
-        return local_size
+    seen = seen.expand_as(causal)
+    if torch.equal(seen, causal):
+        return None, None
+    if local_size is not None and torch.equal(seen, causal & (column > row - local_size)):
+        return local_size, None
+    if local_size is not None and torch.equal(seen, causal & (column // local_size == row // local_size)):
+        return None, local_size
     q, k = (int(points[i]) for i in (seen != (causal & (column > row - (local_size or limit)))).nonzero()[0])
     raise UnsupportedModel(
-        f"{where} needs a mask that is neither causal nor a sliding window (position {q} and key {k})"
+        f"{where} needs a mask that is neither causal nor a window nor chunks (position {q} and key {k})"
     )
 
 

@@ -17,6 +17,7 @@ from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.store import View, gather_bytes
+from speculon.models.attention import running
 from speculon.models.fusion import Fusion
 from speculon.models.taps import Taps
 
@@ -126,10 +127,11 @@ def stock_forward(
     model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None
 ) -> Tensor | None:  # [R, V]
     """One forward of transformers' own code; None where no row is scored. `taps` capture by hooks."""
-    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False, "view": view}
-    if batch.score_rows.numel():
-        return model(**row, logits_to_keep=batch.score_rows).logits[0]
-    model.base_model(**row)  # a prompt chunk without scored rows needs no head
+    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    with running(view):
+        if batch.score_rows.numel():
+            return model(**row, logits_to_keep=batch.score_rows).logits[0]
+        model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
 
 
@@ -139,6 +141,7 @@ def scratch_bytes(
     """Memory of the intermediate results of one forward of `rows` rows with `scored` of them sampled."""
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # one per layer
     states = rows * (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
     logits = scored * config.vocab_size * 4 * COPIES_OF_LOGITS
     return states + logits + 2 * gather_bytes(device)  # the gather buffer may double

@@ -10,14 +10,20 @@ from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import ModelError
 from speculon.models.quiet import quiet
 
+NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
+
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's folder."""
+    """The tokenizer in the model's folder. Raises `ModelError` where there is none."""
     folder = locate(path, trust_remote_code=trust_remote_code)
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except Exception as error:
-            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)})") from error
+            raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error
+    # without files transformers makes a tokenizer of special tokens, which reads every text as nothing
+    if len(found) <= len(found.get_added_vocab()):
+        raise ModelError(f"{folder}: no usable tokenizer (it has no vocabulary; {NEEDLESS})")
+    return found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.kv.store import PageStore, SpanView, View, as_index
+from speculon.models.attention import running
 from speculon.models.target import Target
 
 LENGTHS, PAGE = (5, 3), 8  # two sequences, a page each: one at the beginning, one at the end of the context
@@ -54,7 +55,7 @@ class Trial:
 
     def run_layer(self, layer: nn.Module, number: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """States, keys and values [T, ...] in float32 of a layer on random rows, run in `dtype` if given."""
-        arguments, store = self.arguments[number], self.store
+        arguments, store, view = self.arguments[number], self.store, self.view
         width = self.target.model.get_input_embeddings().weight.shape[1]
         generator = torch.Generator().manual_seed(number)
         rows = torch.randn(self.batch.input_ids.shape[1], width, generator=generator)
@@ -62,11 +63,12 @@ class Trial:
         if dtype is not None:
             store, x = store_in(store, dtype), x.to(dtype)
             view = View(store, self.view.slots, self.view.spans)
-            arguments = cast({**arguments, "view": view}, dtype)
+            arguments = cast(arguments, dtype)
         pages = [pool[number] for pool in (store.k, store.v)]
         for pool in pages:
             pool.fill_(torch.nan)  # rows that the layer does not write stay NaN
-        out = layer(x, **arguments)
+        with running(view):
+            out = layer(x, **arguments)
         states = (out[0] if isinstance(out, tuple) else out)[0]
         return [t.float() for t in (states, *(pool[self.view.slots].flatten(1) for pool in pages))]
 
