@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 # the parts of a memory estimate, whose module needs torch
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
 
 WORDS = {
     "path": "folder",
