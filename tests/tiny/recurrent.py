@@ -21,6 +21,21 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 DELTA_MOE = {**DELTA, **MOE, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+LATENT = {
+    "num_hidden_layers": 3,
+    "layer_types": DELTA["layer_types"],
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+}
 MAMBA2 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
@@ -41,6 +56,19 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_MOE),
     "olmo_hybrid": ("olmo_hybrid", DELTA),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **LATENT,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+        },
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {**LATENT, "head_dim": 8, "num_mtp_layers": 0, "first_k_dense_replace": 1},
+    ),
     "falcon_h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64}),
     "nemotron_h": (
         "nemotron_h",

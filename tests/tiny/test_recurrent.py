@@ -120,6 +120,39 @@ def test_how_a_state_is_continued_is_measured(name: str) -> None:
     assert mixers and {mixer.continues for mixer in mixers} == {name not in ROW_BY_ROW}
 
 
+WAYS = {
+    "states are kept after each row": (recurrent.ANY, 1 << 30),
+    "rows are replayed one by one": (recurrent.ANY, 0),
+    "rows are replayed in one call": (1, 0),
+    "short spans go row by row, longer ones in one call": (3, 1 << 30),
+}
+
+
+def force(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the mixers of a target restore in this way, which no measurement has chosen."""
+    by_row, kept_bytes = WAYS[way]
+    monkeypatch.setattr(recurrent, "KEPT_BYTES", kept_bytes)
+    for mixer in recurrent_target(name).mixers:
+        monkeypatch.setattr(mixer, "by_row", by_row)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in ("qwen3_next", "falcon_h1", "jamba", "lfm2")
+        for way, (by_row, _) in WAYS.items()
+        if by_row == recurrent.ANY or name not in ROW_BY_ROW
+    ],
+)
+def test_every_way_of_restoring_gives_the_texts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(generated(name))
+    force(name, way, monkeypatch)
+    assert not wrong(name, run(recurrent_target(name), mixed(), max_batch_tokens=16, num_blocks=30))
+    results = run(recurrent_target(name), drafting(requests(), 4))
+    assert not wrong(name, results) and accepted_lengths(results) >= set(range(5))
+
+
 # what else uses the states
 
 
@@ -254,6 +287,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None
     def fail(*args: Any) -> Any:
         raise MemoryError("planted")
 
+    monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
     if place == "verify":
         monkeypatch.setattr(engine_module, "verify", fail)
     else:
@@ -343,6 +377,7 @@ def test_a_planted_error_is_seen_at_load(name: str, plant: Any, monkeypatch: pyt
 
 
 def test_a_way_to_continue_that_is_not_exact_is_seen_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "try_both", lambda mixer: True)
+    monkeypatch.setattr(recurrent, "exact_in_one_call", lambda mixer: True)
+    monkeypatch.setattr(recurrent, "faster_by_row", lambda mixer: 1)
     with pytest.raises(UnsupportedModel, match="differ from the stock model"):
         wrap_model(recurrent_model("jamba"))

@@ -1,17 +1,17 @@
 """Recurrent and convolution states: one tensor per mixer and state, with a slot for each sequence.
 
 A step reads the committed state of each sequence and writes the state after its span to the sequence's other
-slot. Where not all drafts are accepted, the accepted rows run through the mixers once more from the committed
-state, and overwrite what was written.
+slot. Where not all drafts are accepted, the state after the accepted rows takes its place: one that was kept
+on the way, else one that these rows yield when they run through the mixers once more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,20 +20,21 @@ from torch import Tensor
 from speculon.batch import as_tensor
 from speculon.core import StateSpec
 
-Replay = Callable[["StateStep", Mapping[int, Any]], None]
+KEPT_BYTES = 256 << 20  # guess: of states after single rows, kept within a step
 
 
 class StateStore:
-    """The states of all mixers in all slots. `replay` runs recorded rows through the mixers again."""
+    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected."""
 
     def __init__(
         self,
         mixers: tuple[tuple[StateSpec, ...], ...],
         slots: int,
         device: torch.device | str,
-        replay: Replay,
+        restore: Callable[[StateStep, list[Rejected]], None],
     ):
-        self.device, self.replay = torch.device(device), replay
+        self.device, self.restore = torch.device(device), restore
+        self.slot_bytes = sum(spec.num_bytes for specs in mixers for spec in specs)
         # of each mixer: its states [slots, ...]
         self.states = [
             [torch.zeros(slots, *spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -67,10 +68,20 @@ class StateSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """A span of which the first `kept` rows stand, and its first row among those that were recorded."""
+
+    span: StateSpan
+    kept: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """Spans of one kind that a mixer takes together, the longest first."""
+    """Spans of one sort that a mixer takes together, the longest first."""
 
     fresh: bool
+    spans: list[StateSpan]
     lengths: tuple[int, ...]  # rows of each of the B spans
     rows: Tensor  # [sum of lengths] in the flat batch, span by span
     read: Tensor  # [B]
@@ -80,11 +91,16 @@ class Group:
 
 @dataclass(slots=True)
 class StateStep:
-    """The states as one forward sees them. `recorded` keeps what each mixer was given at drafted spans."""
+    """The states as one forward sees them.
+
+    For each mixer, `recorded` has what it was given at drafted spans, and `kept` its states after each row of
+    the spans that it took row by row: [B, ...] of those that are long enough.
+    """
 
     store: StateStore
     spans: list[StateSpan]
     recorded: dict[int, Any] = field(default_factory=dict)
+    kept: dict[int, list[list[Tensor]]] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -96,13 +112,14 @@ class StateStep:
         found: Tensor | None = self.memo["drafted"]
         return found
 
-    def groups(self, ragged: bool) -> list[Group]:
-        """The spans in groups of equal length; where `ragged`, all that continue a sequence form one."""
+    def groups(self, ragged: int) -> list[Group]:
+        """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together."""
         if ragged not in self.memo:
-            kinds: defaultdict[tuple[bool, int], list[StateSpan]] = defaultdict(list)
+            sorts: defaultdict[tuple[bool, int], list[StateSpan]] = defaultdict(list)
             for span in self.spans:
-                kinds[span.fresh, 0 if ragged and not span.fresh else span.rows].append(span)
-            self.memo[ragged] = [self._group(fresh, spans) for (fresh, _), spans in kinds.items()]
+                together = not span.fresh and span.rows <= ragged
+                sorts[span.fresh, 0 if together else span.rows].append(span)
+            self.memo[ragged] = [self._group(fresh, spans) for (fresh, _), spans in sorts.items()]
         found: list[Group] = self.memo[ragged]
         return found
 
@@ -111,6 +128,7 @@ class StateStep:
         rows = [row for span in spans for row in range(span.first, span.last)]
         return Group(
             fresh,
+            spans,
             tuple(span.rows for span in spans),
             as_tensor(rows, device),
             as_tensor([span.read for span in spans], device),
@@ -123,14 +141,14 @@ class StateStep:
 
         Spans of which all rows are kept have them already; the others must be drafted ones.
         """
-        again, row = [], 0
+        rejected, row = [], 0
         for span, rows in zip(self.spans, kept, strict=True):
             assert 0 < rows <= span.rows and (span.drafted or rows == span.rows), (span, rows)
             if rows < span.rows:
-                again.append(replace(span, first=row, last=row + rows, drafted=False))
+                rejected.append(Rejected(span, rows, row))
             row += span.rows if span.drafted else 0
-        if again:
-            self.store.replay(StateStep(self.store, again), self.recorded)
+        if rejected:
+            self.store.restore(self, rejected)
 
 
 # What the mixers of the forward that runs now read and write; None outside of one.

@@ -1,28 +1,33 @@
 """Recurrent mixers of a stock model over spans of many sequences, each with the states of its sequence.
 
 A mixer is called per group of spans: those that begin a sequence as one chunk from zero; those that continue
-one as a chunk where that is exact, else row by row for all of them at once. Which is exact is measured.
+one as a chunk where that is exact and faster, else row by row for all of them at once. Both are measured.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from speculon.batch import as_tensor
 from speculon.core import StateSpec
 from speculon.errors import UnsupportedModel
-from speculon.kv.states import STEP, StateStep
+from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep
 
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
+ANY = 1 << 30
+CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
+TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 3  # rows, sequences and trials of what is timed
 
 
 @dataclass(slots=True)
@@ -56,7 +61,7 @@ class Mixer:
     row: str  # the argument with a row per token
     width: int  # D of these rows
     number: int = 0  # among the mixers of its model
-    continues: bool = False  # whether several rows of a sequence that has a state can be one call
+    by_row: int = ANY  # up to so many rows of a sequence that has a state are one call each
     tupled: bool = False  # whether it returns a tuple that begins with its output
     stock: Any = field(init=False)
 
@@ -67,6 +72,11 @@ class Mixer:
     @property
     def where(self) -> str:
         return f"{type(self.module).__name__} of layer {self.layer}"
+
+    @property
+    def continues(self) -> bool:
+        """Whether several rows of a sequence that has a state can be one call."""
+        return self.by_row < ANY
 
     @property
     def specs(self) -> tuple[StateSpec, ...]:
@@ -99,11 +109,14 @@ class Mixer:
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
         total = next(iter(call.rows.values())).shape[1]
-        for group in step.groups(ragged=not self.continues):
+        for group in step.groups(self.by_row):
             whole = group.first and len(group.rows) == total
             part = call if whole else call.take(group.rows)
             old = [] if group.fresh else step.store.read(self.number, group.read)
-            found, states = self.advance(part, group.lengths, old)
+            kept = self.room_for(step, group)
+            found, states = self.advance(part, group.lengths, old, kept)
+            if kept:
+                step.kept[self.number] = kept
             step.store.write(self.number, group.write, states)
             if whole:
                 return found
@@ -113,18 +126,25 @@ class Mixer:
         assert out is not None
         return out
 
+    def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
+        """Where to keep the states after each row of a group; None where none is read, or there are many."""
+        needed = step.drafted is not None and not group.fresh and group.lengths[0] > 1
+        return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
+
     def advance(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor]
+        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin."""
-        one_call = len(set(lengths)) == 1 and (not states or self.continues or lengths[0] == 1)
-        if one_call:
+        """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin.
+
+        States after single rows are added to `kept`, if given.
+        """
+        if not states or lengths[0] == 1 or lengths[0] > self.by_row:
             out, states = self.ask(call.by_span(len(lengths)), states)
             return out.reshape(1, -1, out.shape[-1]), states
-        return self.row_by_row(call, lengths, states)
+        return self.row_by_row(call, lengths, states, kept)
 
     def row_by_row(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor]
+        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
     ) -> tuple[Tensor, list[Tensor]]:
         """The same in one call for each row of the longest span; the spans come longest first."""
         device = states[0].device
@@ -135,6 +155,8 @@ class Mixer:
             at = starts[:count] + row
             now = [state[:count].clone() for state in states]
             found, after = self.ask(call.take(at).by_span(count), now)
+            if kept is not None:
+                kept.append(after)
             for state, new in zip(states, after, strict=True):
                 state[:count] = new
             out = found.new_empty(1, sum(lengths), found.shape[-1]) if out is None else out
@@ -165,30 +187,104 @@ def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
         layer.has_previous_state[number] = True
 
 
-def replay(mixers: tuple[Mixer, ...], step: StateStep, recorded: Mapping[int, Call]) -> None:
-    """Runs rows that were recorded through the mixers again, for the states they leave."""
+def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
+    """Writes the states after the rows that stand: those kept, else what these rows yield once more."""
+    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}
     for mixer in mixers:
-        mixer.run(step, recorded[mixer.number])
+        key = mixer.by_row, mixer.number in step.kept
+        if key not in plans:
+            plans[key] = plan_of(step, rejected, *key)
+        picks, again = plans[key]
+        for pick in picks:
+            states = step.kept[mixer.number][pick.kept - 1]
+            found = [state.index_select(0, pick.spans) for state in states]
+            step.store.write(mixer.number, pick.write, found)
+        if again.spans:
+            mixer.run(again, step.recorded[mixer.number])
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Spans of which equally many rows stand: their places in the group that went row by row, and slots."""
+
+    kept: int
+    spans: Tensor
+    write: Tensor
+
+
+def plan_of(
+    step: StateStep, rejected: list[Rejected], by_row: int, kept: bool
+) -> tuple[list[Pick], StateStep]:
+    """Which states are among those kept, and the rows that run again for the others."""
+    places: dict[StateSpan, int] = {}
+    if kept:
+        group = next(g for g in step.groups(by_row) if not g.fresh and g.spans[0].rows <= by_row)
+        places = {span: place for place, span in enumerate(group.spans)}
+    by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
+    again = []
+    for one in rejected:
+        if one.span in places:
+            by_kept[one.kept].append(one.span)
+        else:
+            again.append(replace(one.span, first=one.first, last=one.first + one.kept, drafted=False))
+    device = step.store.device
+    picks = [
+        Pick(
+            count,
+            as_tensor([places[span] for span in spans], device),
+            as_tensor([span.write for span in spans], device),
+        )
+        for count, spans in by_kept.items()
+    ]
+    return picks, StateStep(step.store, again)
 
 
 # how a mixer may continue
 
 
 def decide(mixers: tuple[Mixer, ...]) -> None:
-    """Measures, for each class of mixers, whether several rows can continue a state in one call.
+    """Measures, for each class of mixers, how many rows that continue a state are better one call each.
 
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
-    known: dict[type[nn.Module], bool] = {}
+    known: dict[type[nn.Module], int] = {}
     for mixer in mixers:
         cls = type(mixer.module)
         if cls not in known:
-            known[cls] = try_both(mixer)
-        mixer.continues = known[cls]
+            known[cls] = faster_by_row(mixer) if exact_in_one_call(mixer) else ANY
+        mixer.by_row = known[cls]
 
 
 @torch.inference_mode()
-def try_both(mixer: Mixer) -> bool:
+def faster_by_row(mixer: Mixer) -> int:
+    """Up to how many rows of a few sequences row by row takes less time than one call."""
+    weight = next(mixer.module.parameters())
+    rows = torch.randn(SEQUENCES, max(TIMED), mixer.width).to(weight)
+    _, states = mixer.ask({mixer.row: rows}, [])
+    found = 1
+    for n in TIMED:
+        calls = ((n,), (1,) * n)
+        one, each = (fastest(mixer, rows[:, :n], lengths, states) for lengths in calls)
+        if CALLS_OF_ONE * one <= each:
+            break
+        found = n
+    return found
+
+
+def fastest(mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor]) -> float:
+    """The least seconds of a few trials."""
+    times = []
+    for _ in range(TRIALS):
+        began = perf_counter()
+        outputs(mixer, rows, lengths, [state.clone() for state in states])
+        if rows.device.type == "cuda":
+            torch.cuda.synchronize(rows.device)
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+@torch.inference_mode()
+def exact_in_one_call(mixer: Mixer) -> bool:
     """Whether one call of several rows continues the states exactly, in fp32. A single row must."""
     module = copy.deepcopy(mixer.module).float()
     trial, device = replace(mixer, module=module), next(module.parameters()).device
@@ -206,10 +302,11 @@ def try_both(mixer: Mixer) -> bool:
     return difference(found, expected) <= TOLERANCE
 
 
-def outputs(mixer: Mixer, rows: Tensor, lengths: tuple[int, ...]) -> Tensor:  # [2, n, D]
-    """What it returns for rows [2, n, D] in pieces of these lengths, one after the other."""
-    states: list[Tensor] = []
-    found = []
+def outputs(
+    mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor] | None = None
+) -> Tensor:  # [B, n, D]
+    """What it returns for rows [B, n, D] in pieces of these lengths, one after the other."""
+    states, found = states or [], []
     for part in rows.split(lengths, 1):
         out, states = mixer.ask({mixer.row: part}, states)
         found.append(out)

@@ -18,10 +18,10 @@ from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.slots import PER_SEQUENCE
-from speculon.kv.states import StateSpan, StateStep, StateStore, stepping
+from speculon.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, stepping
 from speculon.kv.store import PageStore, SpanView, View, gather_bytes
 from speculon.models.fusion import Fusion
-from speculon.models.recurrent import Mixer, replay
+from speculon.models.recurrent import Mixer, restore
 from speculon.models.taps import Taps
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
@@ -91,7 +91,7 @@ class Target:
         if not self.mixers:
             return None
         specs = tuple(mixer.specs for mixer in self.mixers)
-        return StateStore(specs, slots, self.device, partial(replay, self.mixers))
+        return StateStore(specs, slots, self.device, partial(restore, self.mixers))
 
     def view_of_new(self, store: PageStore, span: SpanView) -> View:
         """What a forward reads and writes over one sequence from its beginning; its states are lost."""
@@ -132,8 +132,9 @@ class Target:
         """Its needs, when T = `rows` and R = `scored` in its largest forward over `sequences` sequences."""
         config = self.model.config.get_text_config()
         scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
-        # the inputs of drafted rows are recorded; they are scored
+        # the inputs of drafted rows are recorded, and states after them kept; these rows are scored
         scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
+        scratch += min(scored * self.state_bytes, KEPT_BYTES)
         return Needs(
             layers=self.layers,
             max_context=self.max_context,
