@@ -4,26 +4,32 @@ after rejected drafts are those of the accepted tokens.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from speculon import SpeculativeDecoder
-from speculon.config import SamplingParams
+from speculon.cli import app
+from speculon.config import EngineConfig, SamplingParams
 from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
-from speculon.errors import UnsupportedModel
+from speculon.errors import ModelError, UnsupportedModel
+from speculon.events import read
 from speculon.kv.states import StateStep
 from speculon.models import recurrent
 from speculon.models.load import wrap_model
 from speculon.models.recurrent import Mixer
 from speculon.proposers import registry
+from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.recurrent import RECURRENT, ROW_BY_ROW, recurrent_model, recurrent_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
@@ -248,6 +254,19 @@ def test_states_are_part_of_the_memory_estimate() -> None:
     )
 
 
+def test_what_a_repair_takes_is_counted_and_recorded(tmp_path: Path) -> None:
+    script(generated("lfm2"))
+    engine = make_engine(recurrent_target("lfm2"), events=tmp_path / "events.jsonl")
+    for request in drafting(requests(), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    drain(engine)
+    engine.close()
+    recorded = [round_.repair_ms for round_ in read(tmp_path / "events.jsonl").rounds]
+    assert 0 < engine.counters.repair_ms == pytest.approx(sum(recorded), abs=0.1)
+    assert engine.counters.repair_ms < engine.counters.profile["commit"]
+    assert 0.0 in recorded, "rounds in which nothing is rejected need no repair"
+
+
 # errors inside a step
 
 
@@ -321,16 +340,15 @@ def test_an_abort_gives_the_slots_back() -> None:
 
 def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states stay as they are after all drafts."""
-    monkeypatch.setattr(StateStep, "keep", lambda step, kept: None)
+    monkeypatch.setattr(StateStep, "keep", lambda step, kept: False)
 
 
 def one_row_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """One accepted row is not replayed."""
     keep = StateStep.keep
 
-    def short(step: StateStep, kept: list[int]) -> None:
-        rows = [n - (1 < n < s.rows) for s, n in zip(step.spans, kept, strict=True)]
-        keep(step, rows)
+    def short(step: StateStep, kept: list[int]) -> bool:
+        return keep(step, [n - (1 < n < s.rows) for s, n in zip(step.spans, kept, strict=True)])
 
     monkeypatch.setattr(StateStep, "keep", short)
 
@@ -381,3 +399,36 @@ def test_a_way_to_continue_that_is_not_exact_is_seen_at_load(monkeypatch: pytest
     monkeypatch.setattr(recurrent, "faster_by_row", lambda mixer: 1)
     with pytest.raises(UnsupportedModel, match="differ from the stock model"):
         wrap_model(recurrent_model("jamba"))
+
+
+# checkpoint folders
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A checkpoint of a recurrent model with the tokenizer of the others."""
+    recurrent_model(name).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
+    folder = folder_of("jamba", tmp_path / "jamba")
+    result = CliRunner().invoke(app, ["inspect", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    facts, target = json.loads(result.output), recurrent_target("jamba")
+    assert facts["supported"] and len(facts["layers"]) == 1
+    assert facts["states"] == {
+        "mixers": 2,
+        "bytes_per_sequence": 2 * target.state_bytes,
+        "single_rows": {"JambaMambaMixer": None},
+    }
+    assert any("no prefix cache" in note for note in facts["notes"])
+    table = CliRunner().invoke(app, ["inspect", str(folder)]).output
+    assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
+
+
+def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> None:
+    draft = folder_of("mamba", tmp_path / "mamba")
+    speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
+    with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
+        Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))

@@ -17,6 +17,7 @@ from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
 from speculon.errors import MemoryExceeded, SpeculonError
+from speculon.kv.slots import PER_SEQUENCE
 
 if TYPE_CHECKING:
     from speculon.core import LayerSpec

@@ -199,6 +199,7 @@ class Engine:
             draft_ms,
             step_ms=watch.ms - draft_ms,
             decoding_only=all(span.length == 1 for span in plan.spans),
+            repair_ms=lease.repair_ms,
         )
         self._learn(done, [verdict_of[span.seq.id] for span in decoding], counted, watch)
         return verdicts

@@ -76,8 +76,8 @@ class Lease:
         for i, (span, verdict) in enumerate(zip(self._spans, verdicts, strict=True)):
             if verdict.finish:  # nobody reads its state again
                 kept[i] = span.rows
-        self._step.keep(kept)
-        self.repair_ms = (perf_counter() - began) * 1e3
+        if self._step.keep(kept):
+            self.repair_ms = (perf_counter() - began) * 1e3
         for span, end in zip(self._spans, ends, strict=True):
             self._pool.slots.commit(span.seq, end)
 

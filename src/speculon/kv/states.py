@@ -136,8 +136,8 @@ class StateStep:
             rows == list(range(len(rows))),
         )
 
-    def keep(self, kept: list[int]) -> None:
-        """Makes the written states those after the first `kept` rows of each span.
+    def keep(self, kept: list[int]) -> bool:
+        """Makes the written states those after the first `kept` rows of each span; whether any was another.
 
         Spans of which all rows are kept have them already; the others must be drafted ones.
         """
@@ -149,6 +149,7 @@ class StateStep:
             row += span.rows if span.drafted else 0
         if rejected:
             self.store.restore(self, rejected)
+        return bool(rejected)
 
 
 # What the mixers of the forward that runs now read and write; None outside of one.
