@@ -116,7 +116,7 @@ def loaded(target: Target) -> Facts:
         "num_parameters": target.num_parameters,
         "max_context": target.max_context,
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
-        "layers": [layer_facts(layer) for layer in target.layers if layer.kind == "attention"],
+        "layers": [layer_facts(layer) for layer in target.layers if layer.heads],
         "states": state_facts(target),
         "fused": str(target.fusion or "no"),
         "batch_invariant": target.invariance,
