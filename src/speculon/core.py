@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -240,10 +241,25 @@ NO_PADDING = Padding(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One layer's claim on the page pool: keys and values, or the taps of each position as one key."""
+class StateSpec:
+    """One tensor that a recurrent mixer keeps of each sequence."""
 
-    kind: Literal["attention", "taps"]
+    shape: tuple[int, ...]
+    dtype: dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's claim on the page pool: keys and values, or the taps of each position as one key.
+
+    A layer of kind `other` keeps nothing in pages: it is recurrent, or reads its own rows alone.
+    """
+
+    kind: Literal["attention", "taps", "other"]
     heads: int  # key-value heads
     k_dim: int
     v_dim: int
@@ -266,6 +282,7 @@ class Needs:
     layers: tuple[LayerSpec, ...] = ()
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
+    bytes_states: int = 0  # recurrent states of all sequences
     bytes_scratch: int = 0  # intermediate results of its largest forward
 
 

@@ -98,6 +98,7 @@ class Round(_Line):
     prompt_rows: int = 0  # of these, rows of prompts
     target_ms: float  # from the plan to the commit, without proposals: what a policy is told of
     ms: dict[str, float]  # part of a step -> ms since the last line: together all time in steps
+    repair_ms: float = 0.0  # of these, to restore recurrent states after rejected drafts
     proposals: dict[str, Proposal] = Field(default_factory=dict)  # by method
     texts: tuple[SequenceRound, ...] = ()
     lost: int = 0  # rounds before this one that could not be written as fast as they came

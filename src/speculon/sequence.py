@@ -249,6 +249,7 @@ class Round:
     draft_ms: float
     step_ms: float  # without the proposals
     decoding_only: bool  # whether no prompt was computed beside
+    repair_ms: float = 0.0  # of the step, to restore recurrent states after rejected drafts
 
     @property
     def timing(self) -> Timing:

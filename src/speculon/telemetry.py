@@ -293,6 +293,7 @@ class EngineCounters:
     # part of a step -> ms
     profile: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     rows: int = 0
+    repair_ms: float = 0.0  # to restore recurrent states after rejected drafts
     prompt_tokens: int = 0
     checks: int = 0  # times at rest that every page was found accounted for
     proposals: Counter[str] = field(default_factory=Counter)  # method -> texts it was asked about
@@ -317,6 +318,7 @@ class EngineCounters:
             "step_ms": self.step_ms,
             "profile": dict(self.profile),
             "rows": self.rows,
+            "repair_ms": self.repair_ms,
             "prompt_tokens": self.prompt_tokens,
             "emitted": self.totals.emitted,
             "cached_tokens": self.totals.cached_tokens,

@@ -230,23 +230,7 @@ def test_bf16_is_supported() -> None:
     assert {spec.dtype for spec in target.layers} == {torch.bfloat16}
 
 
-MAMBA = {"state_size": 8, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": VOCAB}
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mamba": ("mamba", MAMBA, "recurrent"),
-    "mamba2": ("mamba2", {**MAMBA, "num_heads": 8, "head_dim": 8, "n_groups": 1}, "recurrent"),
-    "qwen3_next": ("qwen3_next", HYBRID, "Qwen3NextGatedDeltaNet keeps a recurrent state"),
-    "falcon_h1": (
-        "falcon_h1",
-        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8},
-        "FalconH1Mixer keeps a recurrent state",
-    ),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv keeps a recurrent state"),
     "gemma3": (
         "gemma3_text",
         {"use_bidirectional_attention": True, "sliding_window": WINDOW},
@@ -260,7 +244,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(case: str) -> None:
     model_type, settings, reason = REFUSED[case]
-    base = {"vocab_size": VOCAB} if model_type in ("mamba", "mamba2", "bloom") else None
+    base = {"vocab_size": VOCAB} if model_type == "bloom" else None
     model = (
         build(model_type, **settings)
         if base is None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from speculon.batch import Batch
 from speculon.config import SamplingParams
@@ -237,11 +238,13 @@ def test_greedy_plain_output_is_that_of_generate(name: str) -> None:
 # the logits of verify rows
 
 
-def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
+def row_error(
+    name: str, engine: Engine, requests: list[Request], model: PreTrainedModel | None = None
+) -> float:
     """The largest difference of any scored row of any step from the stock model's forward over the same
-    tokens.
+    tokens. The stock model is that of the name unless given.
     """
-    forward, worst = engine.target.forward, 0.0
+    forward, worst, whole = engine.target.forward, 0.0, model or tiny_model(name)
 
     def checked(batch: Batch, view: View) -> Output:
         nonlocal worst
@@ -249,7 +252,7 @@ def row_error(name: str, engine: Engine, requests: list[Request]) -> float:
         for span in batch.spans:
             if span.score:
                 text = [*span.seq.tokens[: span.start], *ids[span.row : span.row + span.rows]]
-                stock = tiny_model(name)(torch.tensor([text])).logits[0, -len(span.score) :]
+                stock = whole(torch.tensor([text])).logits[0, -len(span.score) :]
                 worst = max(
                     worst, float((out.logits[span.score.start : span.score.stop].cpu() - stock).abs().max())
                 )

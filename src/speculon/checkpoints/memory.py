@@ -71,7 +71,9 @@ def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, d
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
     """The shapes of each layer's K and V that the config implies."""
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:  # purely recurrent: loading says why it cannot draft
+        return ()
     if getattr(config, "kv_lora_rank", None):  # latent attention: pages hold the expanded heads
         k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:

@@ -17,6 +17,7 @@ from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
 from speculon.errors import MemoryExceeded, SpeculonError
+from speculon.kv.slots import PER_SEQUENCE
 
 if TYPE_CHECKING:
     from speculon.core import LayerSpec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 # the parts of a memory estimate, whose module needs torch
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "additional")
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
 
 WORDS = {
     "path": "folder",
@@ -41,6 +42,7 @@ WORDS = {
     "quantization": "quantization",
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
+    "states": "recurrent states",
     "fused": "fused",
     "batch_invariant": "batch-invariant",
     "notes": "notes",
@@ -114,7 +116,8 @@ def loaded(target: Target) -> Facts:
         "num_parameters": target.num_parameters,
         "max_context": target.max_context,
         "kv_bytes_per_token": sum(layer.bytes_per_token for layer in target.layers),
-        "layers": [layer_facts(layer) for layer in target.layers],
+        "layers": [layer_facts(layer) for layer in target.layers if layer.heads],
+        "states": state_facts(target),
         "fused": str(target.fusion or "no"),
         "batch_invariant": target.invariance,
         "notes": list(target.notes),
@@ -128,6 +131,19 @@ def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str
 
     engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, warmup=False).engine
     return loaded(engine.target) | {"draft_fits": True, "memory": engine.memory.to_dict()}
+
+
+def state_facts(target: Target) -> Facts | None:
+    """How a recurrent target restores its states; None where it has none."""
+    if not target.recurrent:
+        return None
+    return {
+        "mixers": len(target.mixers),
+        "bytes_per_sequence": PER_SEQUENCE * target.state_bytes,
+        "single_rows": {
+            type(mixer.module).__name__: mixer.by_row if mixer.continues else None for mixer in target.mixers
+        },
+    }
 
 
 def layer_facts(layer: LayerSpec) -> Facts:
@@ -168,6 +184,12 @@ def plain_words(name: str, facts: Facts) -> str:
     if name == "layers":
         shapes = Counter(tuple(layer.values()) for layer in value)
         return "\n".join(describe_layers(count, *shape) for shape, count in shapes.items())
+    if name == "states":
+        ways = ", ".join(
+            f"{mixer} goes row by row{'' if rows is None else f' up to {rows}'}"
+            for mixer, rows in value["single_rows"].items()
+        )
+        return f"{value['mixers']} mixers, {size(value['bytes_per_sequence'])} per sequence\n{ways}"
     if name == "num_bytes":
         return size(value) + (" of pickles" if facts["pickled"] else "")
     if name == "kv_bytes_per_token":

@@ -15,6 +15,7 @@ def account(counters: EngineCounters, costs: Costs, done: Round) -> None:
     """Counts a committed round, and books its time."""
     counters.steps += 1
     counters.rows += done.rows
+    counters.repair_ms += done.repair_ms
     for method, call in done.calls.items():
         counters.proposals[method] += call.sequences
         counters.proposal_ms[method] += call.ms

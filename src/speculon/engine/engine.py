@@ -27,6 +27,7 @@ from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
 from speculon.kv.lease import Lease, Leases
+from speculon.kv.slots import StateSlots
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
@@ -74,16 +75,23 @@ class Engine:
             batch_invariant=target.batch_invariant,
             model=target,
         )
-        budget = Budget(config, target.needs(facts.rows, facts.scored), self.max_context, target.device)
+        budget = Budget(
+            config,
+            target.needs(facts.rows, facts.scored, config.max_num_seqs),
+            self.max_context,
+            target.device,
+        )
         self.proposers = Proposers(config.speculation, facts, budget.estimate)
         drafters = self.proposers.needs
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
         pages = budget.pages(drafters)
-        self.pool = BlockPool(pages, config.block_size, config.prefix_cache)
+        slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
+        prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
+        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots)
         store = PageStore(layers, pages, config.block_size, target.device)
-        self.leases = Leases(self.pool, store, drafts)
+        self.leases = Leases(self.pool, store, drafts, target.states(slots.count))
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
@@ -191,6 +199,7 @@ class Engine:
             draft_ms,
             step_ms=watch.ms - draft_ms,
             decoding_only=all(span.length == 1 for span in plan.spans),
+            repair_ms=lease.repair_ms,
         )
         self._learn(done, [verdict_of[span.seq.id] for span in decoding], counted, watch)
         return verdicts

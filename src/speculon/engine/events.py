@@ -190,6 +190,7 @@ class Events:
             "prompt_rows": done.rows - len(done.attempts) - drafts,
             "target_ms": round(done.step_ms, 4),
             "ms": {part: round(ms - self._ms.get(part, 0.0), 4) for part, ms in profile.items()},
+            **({"repair_ms": round(done.repair_ms, 4)} if done.repair_ms else {}),
             "proposals": {method: call._replace(ms=round(call.ms, 4)) for method, call in done.calls.items()},
             "texts": [
                 self._sequence(span, verdict, attempted.get(span.seq.id))

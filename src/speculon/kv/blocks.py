@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from speculon.core import ceil_div
+from speculon.kv.slots import StateSlots
 from speculon.sequence import Sequence
 
 FREE, CLAIMED, TAKEN = 0, 1, 2
@@ -19,9 +20,15 @@ ROOT = 0  # the content id before the first page
 
 
 class BlockPool:
-    """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens."""
+    """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens.
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True):
+    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True, slots: StateSlots | None = None
+    ):
+        self.slots = slots or StateSlots()
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
         self._refs = [0] * num_blocks
@@ -81,10 +88,12 @@ class BlockPool:
             seq.table.append(page)
 
     def trim(self, seq: Sequence) -> None:
-        """Gives back the pages beyond the committed tokens, last first."""
+        """Gives back the pages beyond the committed tokens, last first; without any, the states too."""
         keep = ceil_div(seq.committed, self.block_size)
         while len(seq.table) > keep:
             self._drop(seq.table.pop(), claimed_by=seq)
+        if not seq.committed:
+            self.slots.release(seq)
 
     def seal(self, seq: Sequence) -> None:
         """Indexes the full committed pages, so that a later prompt can find them."""
@@ -119,7 +128,8 @@ class BlockPool:
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
-        refs = [0] * self.num_blocks
+        refs, live = [0] * self.num_blocks, list(live)
+        self.slots.check_integrity(live)
         for seq in live:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
                 f"sequence {seq.id}: tokens without pages"

@@ -14,7 +14,7 @@ from speculon.config import EngineConfig
 from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
-PARTS = ("held", "drafters", "scratch", "remembered", "pages", "additional")  # of an estimate
+PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")  # of an estimate
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
 
@@ -58,6 +58,7 @@ class MemoryEstimate:
     scratch: int  # intermediate results of one step
     remembered: int  # earlier answers, with full pools
     pages: int  # K and V of target and drafters
+    states: int  # recurrent states of all sequences
     additional: int  # set aside by the user
     limit: int
     policy: str
@@ -119,6 +120,7 @@ class Budget:
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
+            states=self._target.bytes_states,
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
             policy=settings.memory_policy,
@@ -151,8 +153,10 @@ class Budget:
         return max(0, int(self._left(drafters) * SHARE_OF_FREE))
 
     def _left(self, drafters: list[Needs]) -> int:
-        return self._free - self._remembered - sum(needs.bytes_fixed for needs in drafters)
+        weights = sum(needs.bytes_fixed for needs in drafters)
+        return self._free - self._remembered - self._target.bytes_states - weights
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
         layers = [layer for needs in (self._target, *drafters) for layer in needs.layers]
-        return self._config.block_size * sum(layer.bytes_per_token for layer in layers)
+        # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens
+        return max(1, self._config.block_size * sum(layer.bytes_per_token for layer in layers))

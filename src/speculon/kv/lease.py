@@ -1,8 +1,9 @@
-"""The transaction of a step: pages are reserved, then committed, or given back without trace."""
+"""The transaction of a step: pages and state slots are reserved, then committed or given back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -12,6 +13,7 @@ from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS
 from speculon.core import Reason, Verdict
 from speculon.kv.blocks import BlockPool
+from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView, View, tail_of
 from speculon.sequence import Plan, Sequence, Span
 
@@ -19,14 +21,30 @@ from speculon.sequence import Plan, Sequence, Span
 class Lease:
     """The claim of one step. Leaving the `with` block without `commit` restores every sequence."""
 
-    def __init__(self, pool: BlockPool, store: PageStore, spans: list[Span], granted: list[int]):
+    def __init__(
+        self,
+        pool: BlockPool,
+        store: PageStore,
+        spans: list[Span],
+        granted: list[int],
+        states: StateStore | None = None,
+    ):
         self.granted = granted  # drafts of each decoding span, as far as pages and memory allow
         self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were requested
-        self._pool, self._store, self._spans = pool, store, spans
+        self.repair_ms = 0.0  # what the commit took to restore recurrent states after rejected drafts
+        self._pool, self._store, self._spans, self._states = pool, store, spans, states
+        self._step: StateStep | None = None
 
     def view(self, batch: Batch) -> View:
         """Where each row of the batch is written, and what each span reads."""
-        return self._store.view(batch.spans)
+        view = self._store.view(batch.spans)
+        if self._states is not None:
+            view.states = self._step = StateStep(self._states, [self._state_span(s) for s in batch.spans])
+        return view
+
+    def _state_span(self, span: Span) -> StateSpan:
+        held, drafted = self._pool.slots.of(span.seq), bool(span.draft.tokens)
+        return StateSpan(span.row, span.row + span.rows, held.committed, held.next, not span.start, drafted)
 
     def of(self, first_layer: int) -> DraftLease:
         """The same claim as a drafter sees it whose layers begin at `first_layer`."""
@@ -34,15 +52,34 @@ class Lease:
 
     def commit(self, verdicts: list[Verdict]) -> None:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
-        for span, verdict in zip(self._spans, verdicts, strict=True):
+        ends = [
+            span.start + span.length + min(verdict.accepted, len(verdict.tokens))
+            for span, verdict in zip(self._spans, verdicts, strict=True)
+        ]
+        self._commit_states(ends, verdicts)
+        for span, verdict, end in zip(self._spans, verdicts, ends, strict=True):
             seq = span.seq
             assert verdict.accepted <= len(span.draft.tokens)
-            seq.committed = span.start + span.length + min(verdict.accepted, len(verdict.tokens))
+            seq.committed = end
             seq.tokens.extend(verdict.tokens)
             seq.prompt_scored = max(
                 seq.prompt_scored, min(span.start + span.length, seq.request.prompt_len - 1)
             )
             self._pool.seal(seq)
+
+    def _commit_states(self, ends: list[int], verdicts: list[Verdict]) -> None:
+        """Restores the states of partly accepted spans, then exchanges the slots of all."""
+        if self._step is None:
+            return
+        began = perf_counter()
+        kept = [end - span.start for span, end in zip(self._spans, ends, strict=True)]
+        for i, (span, verdict) in enumerate(zip(self._spans, verdicts, strict=True)):
+            if verdict.finish:  # nobody reads its state again
+                kept[i] = span.rows
+        if self._step.keep(kept):
+            self.repair_ms = (perf_counter() - began) * 1e3
+        for span, end in zip(self._spans, ends, strict=True):
+            self._pool.slots.commit(span.seq, end)
 
     def __enter__(self) -> Lease:
         return self
@@ -85,8 +122,8 @@ class DraftLease:
 
 
 class Leases:
-    def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int):
-        self._pool, self._store, self._max_drafts = pool, store, max_drafts
+    def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int, states: StateStore | None = None):
+        self._pool, self._store, self._max_drafts, self._states = pool, store, max_drafts, states
 
     def reserve(self, plan: Plan, requested: list[int]) -> Lease:
         """Takes the pages of the plan, all or none, then those of the drafts `requested` by decoding spans.
@@ -98,8 +135,9 @@ class Leases:
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, plan.spans, share(requested, self._max_drafts))
+        lease = Lease(pool, self._store, plan.spans, share(requested, self._max_drafts), self._states)
         for span in plan.spans:
+            pool.slots.claim(span.seq)
             pool.extend(span.seq, span.start + span.length)
         for i, (span, k) in enumerate(zip(plan.decoding, lease.granted, strict=True)):
             end = span.start + span.length

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from speculon.batch import as_tensor
 from speculon.core import LayerSpec, ceil_div
+from speculon.kv.states import StateStep
 from speculon.sequence import Span
 
 GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
@@ -148,6 +149,7 @@ class View:
     spans: list[SpanView]
     first_layer: int = 0  # where the model's own layer 0 lies in the store
     memo: dict[Any, Any] = field(default_factory=dict)
+    states: StateStep | None = None  # of a model with recurrent mixers
 
     def spec(self, layer: int) -> LayerSpec:
         return self.store.layers[self.first_layer + layer]

@@ -97,7 +97,7 @@ def agreement(
     rows = torch.arange(n, device=device)
     batch = Batch([], torch.tensor([ids], device=device), rows[None], rows)
     target.capture(taps)
-    out = target.forward(batch, store.view_of([SpanView(0, n, slice(0, n), n)]))
+    out = target.forward(batch, target.view_of_new(store, SpanView(0, n, slice(0, n), n)))
     assert out.taps is not None
     states = head.fuse(torch.cat([out.taps[layer][:-1] for layer in taps], -1))
     view = store.view_of([SpanView(0, n - 1, slice(1, n), n - 1)], len(target.layers))

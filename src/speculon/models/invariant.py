@@ -117,6 +117,8 @@ def obstacle(target: Target) -> str | None:
     """Why the logits of this target cannot be made invariant; None where it is tried."""
     if target.fusion is not None and (target.fusion.compiled or target.fusion.captured):
         return "compiled and captured steps add in another order than others"
+    if target.recurrent:
+        return "recurrent mixers add in an order that depends on the rows of a span"
     return None
 
 

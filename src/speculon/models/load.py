@@ -33,12 +33,14 @@ from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
 from speculon.models.quiet import quiet
+from speculon.models.recurrent import decide as decide_continuation
 from speculon.models.target import Target
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 DEFAULT_CONTEXT = 4096  # guess, for a config without a limit
+RECURRENT = "it keeps a recurrent state: no prefix cache, and its layers are not fused"
 
 Progress = Callable[[str], None]  # called with the name of each stage as it begins
 
@@ -117,7 +119,8 @@ def make_target(
     compile: bool = False,
 ) -> Target:
     model.eval()
-    layers, vocab_size = discover(model)
+    layers, vocab_size, mixers = discover(model)
+    decide_continuation(mixers)
     limit, notes = context_limit(model)
     if max_context is not None and max_context > limit:
         raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
@@ -128,11 +131,16 @@ def make_target(
         vocab_size=vocab_size,
         max_context=max_context or limit,
         eos_ids=eos_ids(model),
-        notes=notes,
+        notes=(*notes, *([RECURRENT] if mixers else [])),
+        mixers=mixers,
     )
     expected = stock_logits(target)
     use_attention(model, attention.NAME)
-    if fused:
+    for mixer in mixers:
+        mixer.install()
+    if fused and compile and mixers:
+        raise UnsupportedModel(f"{name}: compile is not supported for recurrent models ({mixers[0].where})")
+    if fused and not mixers:
         fuse(target, share=share, compile=compile)
     check_logits(target, expected)
     return target

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.errors import UnsupportedModel
+from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView
 from speculon.models.probe import stock_attention
 from speculon.models.target import Target
@@ -16,6 +17,7 @@ TOLERANCE = {torch.float32: 1e-4}  # of the largest logit
 LOOSE = 0.3
 BLOCK = 4
 LENGTHS, FIRST = (11, 6), (8, 5)  # the second forward continues with 3 rows and with 1
+DRAFTED = 6  # rows of a span with drafts, each number of which is rejected once
 TABLES = ([5, 2, 7], [3, 4])  # scattered pages, and consecutive ones
 
 Piece = tuple[Tensor, list[int], int, int]  # a sequence [n], its pages, and the part [start, end) to run
@@ -28,14 +30,42 @@ def check_logits(target: Target, stock: Tensor) -> float:
     Raises `UnsupportedModel` where it exceeds the tolerance.
     """
     ours = paged_logits(target)
+    error = relative(target, ours, stock, "logits over pages")
+    if target.mixers:
+        for accepted, after in enumerate(logits_after_rejection(target)):
+            rejected = f"{DRAFTED - 1 - accepted} rejected drafts"
+            relative(target, after, stock[LENGTHS[0] - len(after) : LENGTHS[0]], f"logits after {rejected}")
+    return error
+
+
+def relative(target: Target, ours: Tensor, stock: Tensor, what: str) -> float:
     error = float((ours - stock).abs().max() / stock.abs().max())
     limit = TOLERANCE.get(target.dtype, LOOSE)
     if not error <= limit:  # a NaN is refused too
         raise UnsupportedModel(
-            f"{target.name} ({type(target.model).__name__}, {target.dtype}): logits over pages differ from "
+            f"{target.name} ({type(target.model).__name__}, {target.dtype}): {what} differ from "
             f"the stock model by {error:.2g} of the largest logit, allowed is {limit:.2g}"
         )
     return error
+
+
+def logits_after_rejection(target: Target) -> list[Tensor]:
+    """The first sequence once for each number of drafts accepted, with other tokens where they are rejected.
+
+    Returns the logits of what follows the accepted rows: [DRAFTED - 1 - accepted, V] each.
+    """
+    text, start, end = random_sequences(target)[0], LENGTHS[0] - DRAFTED, LENGTHS[0]
+    copies, pages = range(DRAFTED - 1), -(-LENGTHS[0] // BLOCK)
+    tables = [[*range(pages * i, pages * (i + 1))] for i in copies]
+    store = PageStore(target.layers, pages * len(copies), BLOCK, target.device)
+    states = target.states(2 * len(copies))
+    drafted = [text.clone() for _ in copies]
+    for i in copies:
+        drafted[i][start + 1 + i :] = (text[start + 1 + i :] + 1) % target.vocab_size
+    run_pieces(target, store, [(text, tables[i], 0, start) for i in copies], states)
+    spans = [(drafted[i], tables[i], start, end) for i in copies]
+    run_pieces(target, store, spans, states, 1, [1 + i for i in copies])
+    return run_pieces(target, store, [(text, tables[i], start + 1 + i, end) for i in copies], states, 2)
 
 
 def random_sequences(target: Target) -> list[Tensor]:
@@ -54,16 +84,29 @@ def stock_logits(target: Target) -> Tensor:  # [17, V]
 
 def paged_logits(target: Target) -> Tensor:  # [17, V]
     store = PageStore(target.layers, 1 + max(map(max, TABLES)), BLOCK, target.device)
+    states = target.states(2 * len(TABLES))
     steps = zip(((0, 0), FIRST), (FIRST, LENGTHS), strict=True)
     sequences = random_sequences(target)
     parts = [
-        run_pieces(target, store, list(zip(sequences, TABLES, *bounds, strict=True))) for bounds in steps
+        run_pieces(target, store, list(zip(sequences, TABLES, *bounds, strict=True)), states, turn)
+        for turn, bounds in enumerate(steps)
     ]
     return torch.cat([rows for sequence in zip(*parts, strict=True) for rows in sequence])
 
 
-def run_pieces(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:
-    """One forward over pieces of sequences; the logits [rows, V] of each."""
+def run_pieces(
+    target: Target,
+    store: PageStore,
+    pieces: list[Piece],
+    states: StateStore | None = None,
+    turn: int = 0,
+    kept: list[int] | None = None,
+) -> list[Tensor]:
+    """One forward over pieces of sequences; the logits [rows, V] of each.
+
+    Piece i has the slots 2 i and 2 i + 1 of `states`, of which it reads one in even turns, the other in odd
+    ones. What it writes are the states after all of its rows, or after the first `kept`.
+    """
     spans: list[SpanView] = []
     row = 0
     for _, table, start, end in pieces:
@@ -72,5 +115,17 @@ def run_pieces(target: Target, store: PageStore, pieces: list[Piece]) -> list[Te
     ids = torch.cat([sequence[start:end] for sequence, _, start, end in pieces])
     positions = torch.cat([torch.arange(start, end) for _, _, start, end in pieces]).to(target.device)
     batch = Batch([], ids[None], positions[None], torch.arange(row, device=target.device))
-    logits = target.forward(batch, store.view_of(spans)).logits
+    view = store.view_of(spans)
+    if states is not None:
+        old = turn % 2
+        view.states = StateStep(
+            states,
+            [
+                StateSpan(span.first, span.last, 2 * i + old, 2 * i + 1 - old, not pieces[i][2], drafted=True)
+                for i, span in enumerate(spans)
+            ],
+        )
+    logits = target.forward(batch, view).logits
+    if view.states is not None:
+        view.states.keep(kept or [span.rows for span in spans])
     return list(logits.split([span.rows for span in spans]))

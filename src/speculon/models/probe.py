@@ -18,7 +18,9 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.models import attention
+from speculon.models.mixers import cache_argument, mixers_of, watching
 from speculon.models.older import adapt
+from speculon.models.recurrent import Mixer
 
 NAME = "speculon_probe"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -108,35 +110,75 @@ def mask_number(mask: Tensor | None, where: str) -> int | None:
 
 
 @torch.inference_mode()
-def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
-    """Each layer's part of a page and the vocabulary's size, from one forward of a few tokens."""
+def discover(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int, tuple[Mixer, ...]]:
+    """Each layer's part of a page, the vocabulary's size and the recurrent mixers, from one forward of a few
+    tokens.
+    """
     refuse_unsupported(model)
+    recurrent = recurrent_part(model)
     use_attention(model, NAME)
     token = _record.set(record := Record())
     try:
         ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
         positions = torch.arange(8, device=model.device)[None]
-        out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+        row = {"input_ids": ids, "position_ids": positions, "logits_to_keep": 1}
+        mixers: tuple[Mixer, ...] = ()
+        if recurrent is None:
+            out = model(**row, use_cache=False)
+        else:
+            out, mixers = watched_forward(model, row, recurrent)
     finally:
         _record.reset(token)
-    return specs_of(model, record), out.logits.shape[-1]
+    return specs_of(model, record, mixers), out.logits.shape[-1], mixers
+
+
+def recurrent_part(model: PreTrainedModel) -> str | None:
+    """What shows, before a forward, that a model keeps more of a sequence than keys and values."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if stateful := STATE_ARGUMENTS & set(inspect.signature(model.forward).parameters):
+        return f"{name} is recurrent (its forward takes `{stateful.pop()}`)"
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
+            return f"{name}: {parent} keeps a recurrent state ({path})"
+    if other := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
+        return f"{name} has layers of type {', '.join(sorted(other))}"
+    return None
+
+
+def watched_forward(
+    model: PreTrainedModel, row: dict[str, Any], recurrent: str
+) -> tuple[Any, tuple[Mixer, ...]]:
+    """One forward with a cache, and the mixers that wrote states to it.
+
+    Raises `UnsupportedModel` where there is none, or another convolution.
+    """
+    argument, accepted = cache_argument(model), inspect.signature(model.forward).parameters
+    if argument is None:
+        raise UnsupportedModel(recurrent)
+    given = {name: value for name, value in row.items() if name in accepted}
+    try:
+        with watching(model) as cache:
+            out = model(**given, use_cache=True, **{argument: cache})
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{recurrent}, and refuses the cache that it is given: {error}") from error
+    mixers = mixers_of(cache)
+    inside = {id(module) for mixer in mixers for module in mixer.module.modules()}
+    others = [m for m in model.modules() if isinstance(m, nn.Conv1d) and id(m) not in inside]
+    if not mixers or others:
+        raise UnsupportedModel(f"{recurrent}, which transformers' cache does not hold")
+    return out, mixers
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModel` for what is visible before a forward."""
-    name, config = type(model).__name__, model.config.get_text_config()
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder")
     accepted = inspect.signature(model.forward).parameters
-    if stateful := STATE_ARGUMENTS & set(accepted):
-        raise UnsupportedModel(f"{name} is recurrent (its forward takes `{stateful.pop()}`)")
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Conv1d):
-            parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
-            raise UnsupportedModel(f"{name}: {parent} keeps a recurrent state ({path})")
-    if other := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
-        raise UnsupportedModel(f"{name} has layers of type {', '.join(sorted(other))}")
-    for argument in ("input_ids", "position_ids", "logits_to_keep"):
+    # a purely recurrent model has no positions
+    positions = () if STATE_ARGUMENTS & set(accepted) else ("position_ids",)
+    for argument in ("input_ids", *positions, "logits_to_keep"):
         if argument not in accepted:
             raise UnsupportedModel(f"{name} takes no `{argument}`")
 
@@ -167,13 +209,15 @@ def stock_attention(model: PreTrainedModel) -> Iterator[None]:
         use_attention(model, attention.NAME)
 
 
-def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
+def specs_of(model: PreTrainedModel, record: Record, mixers: tuple[Mixer, ...] = ()) -> tuple[LayerSpec, ...]:
+    """One spec per layer. Only beside recurrent mixers may layers be without attention."""
     name, config = type(model).__name__, model.config.get_text_config()
     count = config.num_hidden_layers
     layers = {call.layer: call for call in record.layers}
-    if not layers:
+    silent = set(range(count)) - set(layers) if mixers else set()
+    if not (layers or mixers):
         raise UnsupportedModel(f"{name} keeps its own attention (no layer calls the registered function)")
-    if sorted(layers) != list(range(count)) or len(record.layers) != count:
+    if sorted({*layers, *silent}) != list(range(count)) or len(record.layers) + len(silent) != count:
         calls = f"{len(record.layers)} times in layers {sorted(layers)}"
         raise UnsupportedModel(
             f"{name} calls attention {calls}; once in each of its {count} layers is supported"
@@ -181,7 +225,11 @@ def specs_of(model: PreTrainedModel, record: Record) -> tuple[LayerSpec, ...]:
     limit = getattr(config, "max_position_embeddings", None) or 1 << 20
     seen: dict[int, tuple[int | None, int | None]] = {}
     specs = []
-    for call in (layers[i] for i in range(count)):
+    for i in range(count):
+        if i in silent:
+            specs.append(LayerSpec("other", 0, 0, 0, model.dtype))
+            continue
+        call = layers[i]
         if call.mask is None:
             raise UnsupportedModel(
                 f"{name}: {call.where} is given no mask, so its visible positions are unknown"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
-from speculon.kv.store import View, gather_bytes
+from speculon.kv.slots import PER_SEQUENCE
+from speculon.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, stepping
+from speculon.kv.store import PageStore, SpanView, View, gather_bytes
 from speculon.models.attention import running
 from speculon.models.fusion import Fusion
+from speculon.models.recurrent import Mixer, restore
 from speculon.models.taps import Taps
 
 Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
@@ -49,9 +53,11 @@ class Target:
         max_context: int,
         eos_ids: frozenset[int],
         notes: tuple[str, ...] = (),
+        mixers: tuple[Mixer, ...] = (),
     ):
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
+        self.mixers = mixers  # recurrent ones, which have states beside the pages
         self.device, self.dtype = model.device, model.dtype
         self.run: Run = partial(stock_forward, model)
         self.taps: Taps | None = None
@@ -70,6 +76,30 @@ class Target:
     def batch_invariant(self) -> bool:
         """Whether a row's logits are bitwise equal in every batch."""
         return any(layer.padding != NO_PADDING for layer in self.layers)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it keeps states that no page has, so that prefixes are not found again."""
+        return bool(self.mixers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot of states; a sequence holds two."""
+        return sum(spec.num_bytes for mixer in self.mixers for spec in mixer.specs)
+
+    def states(self, slots: int) -> StateStore | None:
+        """A store for its recurrent states; None where it has none."""
+        if not self.mixers:
+            return None
+        specs = tuple(mixer.specs for mixer in self.mixers)
+        return StateStore(specs, slots, self.device, partial(restore, self.mixers))
+
+    def view_of_new(self, store: PageStore, span: SpanView) -> View:
+        """What a forward reads and writes over one sequence from its beginning; its states are lost."""
+        view, states = store.view_of([span]), self.states(PER_SEQUENCE)
+        if states is not None:
+            view.states = StateStep(states, [StateSpan(span.first, span.last, 0, 1, fresh=True)])
+        return view
 
     @property
     def hidden_size(self) -> int:
@@ -99,22 +129,27 @@ class Target:
         if self.taps is not None and isinstance(self.run, partial):
             self.taps.watch(self.model)
 
-    def needs(self, rows: int, scored: int) -> Needs:
-        """Its needs, when T = `rows` and R = `scored` in its largest forward."""
+    def needs(self, rows: int, scored: int, sequences: int = 0) -> Needs:
+        """Its needs, when T = `rows` and R = `scored` in its largest forward over `sequences` sequences."""
         config = self.model.config.get_text_config()
         scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
+        # the inputs of drafted rows are recorded, and states after them kept; these rows are scored
+        scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
+        scratch += min(scored * self.state_bytes, KEPT_BYTES)
         return Needs(
             layers=self.layers,
             max_context=self.max_context,
             bytes_fixed=self.num_bytes,
             bytes_scratch=scratch,
+            bytes_states=PER_SEQUENCE * sequences * self.state_bytes,
         )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, view: View) -> Output:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
-        with self.context:
+        assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
+        with self.context, stepping(view.states):
             scores = self.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":
@@ -127,12 +162,20 @@ def stock_forward(
     model: PreTrainedModel, batch: Batch, view: View, taps: Taps | None = None
 ) -> Tensor | None:  # [R, V]
     """One forward of transformers' own code; None where no row is scored. `taps` capture by hooks."""
-    row = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    row = {"input_ids": batch.input_ids, "use_cache": False}
+    if has_positions(cast(Hashable, type(model))):
+        row["position_ids"] = batch.position_ids
     with running(view):
         if batch.score_rows.numel():
             return model(**row, logits_to_keep=batch.score_rows).logits[0]
         model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
+
+
+@cache
+def has_positions(cls: Any) -> bool:
+    """Whether a class of models takes `position_ids`; a purely recurrent one does not."""
+    return "position_ids" in inspect.signature(cls.forward).parameters
 
 
 def scratch_bytes(

@@ -21,7 +21,7 @@ from speculon.batch import Batch
 from speculon.checkpoints.memory import model_needs
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Verdict
-from speculon.errors import ConfigError, ModelError
+from speculon.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.models.load import load_target, wrap_model
 from speculon.models.target import Target
 from speculon.models.tokenizer import load_tokenizer
@@ -135,6 +135,7 @@ def load_draft(path: str, target: TargetFacts) -> Target:
         compile=target.compile,
         batch_invariant=None if target.batch_invariant else False,
     )
+    check_states(draft)
     return draft if target.tokenizer is not None else check_size(draft, target)
 
 
@@ -144,7 +145,17 @@ def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
     invariant = None if target.batch_invariant else False
     draft = wrap_model(model, fused=target.fuse, compile=target.compile, batch_invariant=invariant)
-    return check_size(draft, target)
+    return check_size(check_states(draft), target)
+
+
+def check_states(draft: Target) -> Target:
+    """Raises `UnsupportedModel` for a recurrent draft: its states would be those of rejected drafts."""
+    if draft.recurrent:
+        raise UnsupportedModel(
+            f"draft {draft.name}: {draft.mixers[0].where} keeps a recurrent state, and only a target's is "
+            f"restored after rejected drafts"
+        )
+    return draft
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:

@@ -1,0 +1,94 @@
+"""Finds the recurrent mixers of a model: the modules that write states to the cache of transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from speculon.core import StateSpec
+from speculon.errors import UnsupportedModel
+from speculon.models.recurrent import Mixer
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # of a model's forward
+
+
+class Watched(DynamicCache):
+    """A cache that notes which module writes which state."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(config=model.config)
+        self.calls: list[tuple[nn.Module, str, str, Tensor]] = []  # that run now and were given this cache
+        self.found: dict[int, Mixer] = {}  # by id of the module
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        self._note(("conv", state_idx), layer_idx, self.layers[layer_idx].conv_states[state_idx])
+        return result
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+        self._note(("recurrent", state_idx), layer_idx, self.layers[layer_idx].recurrent_states[state_idx])
+        return result
+
+    def _note(self, key: tuple[str, int], layer: int, state: Tensor) -> None:
+        module, argument, row, rows = self.calls[-1]
+        mixer = self.found.get(id(module))
+        if mixer is None:
+            mixer = Mixer(module, layer, argument, {}, row, rows.shape[-1], len(self.found))
+            self.found[id(module)] = mixer
+        if mixer.layer != layer or key in mixer.states:
+            raise UnsupportedModel(f"{mixer.where} is called more than once in a forward")
+        mixer.states[key] = StateSpec(tuple(state.shape[1:]), state.dtype)
+
+
+@contextmanager
+def watching(model: PreTrainedModel) -> Iterator[Watched]:
+    """A cache for one forward of the model, within which calls are watched."""
+    cache = Watched(model)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is cache for value in (*args, *kwargs.values())):
+            bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            named = {**bound, **kwargs}
+            argument = next(name for name, value in named.items() if value is cache)
+            row, rows = next((n, v) for n, v in named.items() if isinstance(v, Tensor))
+            cache.calls.append((module, argument, row, rows))
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if cache.calls and cache.calls[-1][0] is module:
+            cache.calls.pop()
+            if mixer := cache.found.get(id(module)):
+                mixer.tupled = not isinstance(out, Tensor)
+
+    modules = list(model.modules())
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
+    try:
+        yield cache
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """The name by which a model's forward takes a cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in accepted), None)
+
+
+def mixers_of(cache: Watched) -> tuple[Mixer, ...]:
+    """The mixers that wrote to the cache. Raises `UnsupportedModel` for one that attends, too."""
+    for mixer in cache.found.values():
+        if any(hasattr(module, "num_key_value_groups") for module in mixer.module.modules()):
+            raise UnsupportedModel(f"{mixer.where} attends and keeps a recurrent state in one module")
+    return tuple(cache.found.values())

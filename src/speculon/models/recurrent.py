@@ -1,0 +1,318 @@
+"""Recurrent mixers of a stock model over spans of many sequences, each with the states of its sequence.
+
+A mixer is called per group of spans: those that begin a sequence as one chunk from zero; those that continue
+one as a chunk where that is exact and faster, else row by row for all of them at once. Both are measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from speculon.batch import as_tensor
+from speculon.core import StateSpec
+from speculon.errors import UnsupportedModel
+from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep
+
+Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
+TOLERANCE = 1e-4  # of the largest output
+CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
+ANY = 1 << 30
+CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
+TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 3  # rows, sequences and trials of what is timed
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one call of a mixer: those with a row per token, and the others."""
+
+    rows: dict[str, Tensor]  # [1, T, ...]
+    others: dict[str, Any]
+
+    def take(self, rows: Tensor) -> Call:
+        """The same with these rows [n] alone, copied."""
+        return Call({name: value.index_select(1, rows) for name, value in self.rows.items()}, self.others)
+
+    def by_span(self, spans: int) -> dict[str, Any]:
+        """The arguments with a dimension of spans: [1, B * n, ...] -> [B, n, ...]."""
+        parts = {
+            name: value.reshape(spans, value.shape[1] // spans, *value.shape[2:])
+            for name, value in self.rows.items()
+        }
+        return {**self.others, **parts}
+
+
+@dataclass(eq=False)
+class Mixer:
+    """Stands in for the forward of one stock mixer; outside of a step it is that forward."""
+
+    module: nn.Module
+    layer: int
+    argument: str  # by which it takes the cache
+    states: dict[Key, StateSpec]
+    row: str  # the argument with a row per token
+    width: int  # D of these rows
+    number: int = 0  # among the mixers of its model
+    by_row: int = ANY  # up to so many rows of a sequence that has a state are one call each
+    tupled: bool = False  # whether it returns a tuple that begins with its output
+    stock: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stock = self.module.forward
+        self.signature = inspect.signature(self.stock)
+
+    @property
+    def where(self) -> str:
+        return f"{type(self.module).__name__} of layer {self.layer}"
+
+    @property
+    def continues(self) -> bool:
+        """Whether several rows of a sequence that has a state can be one call."""
+        return self.by_row < ANY
+
+    @property
+    def specs(self) -> tuple[StateSpec, ...]:
+        return tuple(self.states.values())
+
+    def install(self) -> None:
+        """From now on the module's forward is this one."""
+        self.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = STEP.get()
+        if step is None:
+            return self.stock(*args, **kwargs)
+        call = self.call_of(args, kwargs)
+        if step.drafted is not None:
+            step.recorded[self.number] = call.take(step.drafted)
+        out = self.run(step, call)
+        return (out, None) if self.tupled else out
+
+    def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        bound = self.signature.bind(*args, **kwargs)
+        more = next((n for n, p in self.signature.parameters.items() if str(p).startswith("**")), "")
+        named = {**bound.arguments, **bound.arguments.get(more, {})}
+        named = {name: value for name, value in named.items() if name not in (more, "view", self.argument)}
+        rows = next(v.shape[1] for v in named.values() if isinstance(v, Tensor))
+        by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, rows)}
+        return Call(by_row, {k: v for k, v in named.items() if k not in by_row})
+
+    def run(self, step: StateStep, call: Call) -> Tensor:  # [1, T, D]
+        """The outputs of all rows; the states after each span go to its slot."""
+        out: Tensor | None = None
+        total = next(iter(call.rows.values())).shape[1]
+        for group in step.groups(self.by_row):
+            whole = group.first and len(group.rows) == total
+            part = call if whole else call.take(group.rows)
+            old = [] if group.fresh else step.store.read(self.number, group.read)
+            kept = self.room_for(step, group)
+            found, states = self.advance(part, group.lengths, old, kept)
+            if kept:
+                step.kept[self.number] = kept
+            step.store.write(self.number, group.write, states)
+            if whole:
+                return found
+            if out is None:
+                out = found.new_empty(1, total, found.shape[2])
+            out.index_copy_(1, group.rows, found)
+        assert out is not None
+        return out
+
+    def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
+        """Where to keep the states after each row of a group; None where none is read, or there are many."""
+        needed = step.drafted is not None and not group.fresh and group.lengths[0] > 1
+        return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
+
+    def advance(
+        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin.
+
+        States after single rows are added to `kept`, if given.
+        """
+        if not states or lengths[0] == 1 or lengths[0] > self.by_row:
+            out, states = self.ask(call.by_span(len(lengths)), states)
+            return out.reshape(1, -1, out.shape[-1]), states
+        return self.row_by_row(call, lengths, states, kept)
+
+    def row_by_row(
+        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same in one call for each row of the longest span; the spans come longest first."""
+        device = states[0].device
+        lengths_ = torch.tensor(lengths, device=device)
+        starts, out = lengths_.cumsum(0) - lengths_, None
+        for row in range(lengths[0]):
+            count = sum(length > row for length in lengths)
+            at = starts[:count] + row
+            now = [state[:count].clone() for state in states]
+            found, after = self.ask(call.take(at).by_span(count), now)
+            if kept is not None:
+                kept.append(after)
+            for state, new in zip(states, after, strict=True):
+                state[:count] = new
+            out = found.new_empty(1, sum(lengths), found.shape[-1]) if out is None else out
+            out.index_copy_(1, at, found.reshape(1, count, -1))
+        assert out is not None
+        return out, states
+
+    def ask(self, arguments: dict[str, Any], states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """One call of the stock mixer over [B, n, D], and the states after it. It may write into `states`."""
+        layer = LinearAttentionLayer(1 + max(number for _, number in self.states))
+        if states:
+            load(layer, dict(zip(self.states, states, strict=True)))
+        cache = Cache(layers=[layer] * (self.layer + 1))
+        out = self.stock(**arguments, **{self.argument: cache})
+        kept = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        return out if isinstance(out, Tensor) else out[0], [kept[part][i] for part, i in self.states]
+
+
+def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
+    """Makes these the states of a cache layer, as if earlier calls had left them there."""
+    for (part, number), state in states.items():
+        layer.device, layer.dtype = state.device, state.dtype
+        if part == "conv":
+            layer.conv_states[number], layer.is_conv_states_initialized[number] = state, True
+            layer.conv_kernel_size[number] = state.shape[-1]
+        else:
+            layer.recurrent_states[number], layer.is_recurrent_states_initialized[number] = state, True
+        layer.has_previous_state[number] = True
+
+
+def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
+    """Writes the states after the rows that stand: those kept, else what these rows yield once more."""
+    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}
+    for mixer in mixers:
+        key = mixer.by_row, mixer.number in step.kept
+        if key not in plans:
+            plans[key] = plan_of(step, rejected, *key)
+        picks, again = plans[key]
+        for pick in picks:
+            states = step.kept[mixer.number][pick.kept - 1]
+            found = [state.index_select(0, pick.spans) for state in states]
+            step.store.write(mixer.number, pick.write, found)
+        if again.spans:
+            mixer.run(again, step.recorded[mixer.number])
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Spans of which equally many rows stand: their places in the group that went row by row, and slots."""
+
+    kept: int
+    spans: Tensor
+    write: Tensor
+
+
+def plan_of(
+    step: StateStep, rejected: list[Rejected], by_row: int, kept: bool
+) -> tuple[list[Pick], StateStep]:
+    """Which states are among those kept, and the rows that run again for the others."""
+    places: dict[StateSpan, int] = {}
+    if kept:
+        group = next(g for g in step.groups(by_row) if not g.fresh and g.spans[0].rows <= by_row)
+        places = {span: place for place, span in enumerate(group.spans)}
+    by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
+    again = []
+    for one in rejected:
+        if one.span in places:
+            by_kept[one.kept].append(one.span)
+        else:
+            again.append(replace(one.span, first=one.first, last=one.first + one.kept, drafted=False))
+    device = step.store.device
+    picks = [
+        Pick(
+            count,
+            as_tensor([places[span] for span in spans], device),
+            as_tensor([span.write for span in spans], device),
+        )
+        for count, spans in by_kept.items()
+    ]
+    return picks, StateStep(step.store, again)
+
+
+# how a mixer may continue
+
+
+def decide(mixers: tuple[Mixer, ...]) -> None:
+    """Measures, for each class of mixers, how many rows that continue a state are better one call each.
+
+    Raises `UnsupportedModel` where not even a row at a time is exact.
+    """
+    known: dict[type[nn.Module], int] = {}
+    for mixer in mixers:
+        cls = type(mixer.module)
+        if cls not in known:
+            known[cls] = faster_by_row(mixer) if exact_in_one_call(mixer) else ANY
+        mixer.by_row = known[cls]
+
+
+@torch.inference_mode()
+def faster_by_row(mixer: Mixer) -> int:
+    """Up to how many rows of a few sequences row by row takes less time than one call."""
+    weight = next(mixer.module.parameters())
+    rows = torch.randn(SEQUENCES, max(TIMED), mixer.width).to(weight)
+    _, states = mixer.ask({mixer.row: rows}, [])
+    found = 1
+    for n in TIMED:
+        calls = ((n,), (1,) * n)
+        one, each = (fastest(mixer, rows[:, :n], lengths, states) for lengths in calls)
+        if CALLS_OF_ONE * one <= each:
+            break
+        found = n
+    return found
+
+
+def fastest(mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor]) -> float:
+    """The least seconds of a few trials."""
+    times = []
+    for _ in range(TRIALS):
+        began = perf_counter()
+        outputs(mixer, rows, lengths, [state.clone() for state in states])
+        if rows.device.type == "cuda":
+            torch.cuda.synchronize(rows.device)
+        times.append(perf_counter() - began)
+    return min(times)
+
+
+@torch.inference_mode()
+def exact_in_one_call(mixer: Mixer) -> bool:
+    """Whether one call of several rows continues the states exactly, in fp32. A single row must."""
+    module = copy.deepcopy(mixer.module).float()
+    trial, device = replace(mixer, module=module), next(module.parameters()).device
+    rows = torch.randn(2, LENGTH, mixer.width, generator=torch.Generator().manual_seed(0)).to(device)
+    expected = outputs(trial, rows, (LENGTH,))
+    single = (CUT, *[1] * (LENGTH - CUT))
+    if (error := difference(outputs(trial, rows, single), expected)) > TOLERANCE:
+        raise UnsupportedModel(
+            f"{mixer.where}: with a state it differs from itself by {error:.2g} of its output"
+        )
+    try:
+        found = outputs(trial, rows, (CUT, 3, 1, LENGTH - CUT - 4))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    return difference(found, expected) <= TOLERANCE
+
+
+def outputs(
+    mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor] | None = None
+) -> Tensor:  # [B, n, D]
+    """What it returns for rows [B, n, D] in pieces of these lengths, one after the other."""
+    states, found = states or [], []
+    for part in rows.split(lengths, 1):
+        out, states = mixer.ask({mixer.row: part}, states)
+        found.append(out)
+    return torch.cat(found, 1)
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    error = float((a - b).abs().max() / b.abs().max())
+    return error if error == error else float("inf")

@@ -1,0 +1,434 @@
+"""Recurrent and hybrid targets: texts are those of transformers' generate, whatever was drafted, and states
+after rejected drafts are those of the accepted tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from speculon import SpeculativeDecoder
+from speculon.cli import app
+from speculon.config import EngineConfig, SamplingParams
+from speculon.engine import engine as engine_module
+from speculon.engine.engine import Engine
+from speculon.errors import ModelError, UnsupportedModel
+from speculon.events import read
+from speculon.kv.states import StateStep
+from speculon.models import recurrent
+from speculon.models.load import wrap_model
+from speculon.models.recurrent import Mixer
+from speculon.proposers import registry
+from tests.tiny.checkpoint import byte_tokenizer
+from tests.tiny.conftest import build, tiny_model
+from tests.tiny.recurrent import RECURRENT, ROW_BY_ROW, recurrent_model, recurrent_target
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import TIE, accepted_lengths, drafting, row_error
+
+TWO = ("qwen3_next", "jamba")  # one whose rows continue a state in one call, and one of row by row
+LENGTHS = (5, 31, 1, 17, 8, 24)  # of the prompts
+# a method and K for each
+MIXED = [("scripted", 4), ("suffix", 4), ("scripted", 16), ("off", 0), ("ngram", 3), ("scripted", 1)]
+Texts = dict[Key, list[int]]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("scripted", None)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """Six greedy requests of different lengths; every prompt of some length repeats a part of itself."""
+    chance, found = random.Random(5), []
+    for i, length in enumerate(LENGTHS):
+        half = [chance.randrange(3, 96) for _ in range(-(-length // 2))]
+        params = SamplingParams(temperature=0, max_tokens=30 - i, ignore_eos=True)
+        found.append(Request((half + half)[:length], params, {"method": "off"}, f"q{i}"))
+    return tuple(found)
+
+
+def mixed() -> list[Request]:
+    ways = [{"method": method, "num_speculative_tokens": k} for method, k in MIXED]
+    return [replace(r, speculation=way) for r, way in zip(requests(), ways, strict=True)]
+
+
+@cache
+def generated(name: str) -> Texts:
+    """What transformers' own generate writes."""
+    model, texts = recurrent_model(name), {}
+    for request in requests():
+        ids = torch.tensor([request.prompt])
+        limit = {"max_new_tokens": request.params.max_tokens, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limit)
+        texts[request.id, 0] = out[0, ids.shape[1] :].tolist()
+    return texts
+
+
+def wrong(name: str, results: dict[Key, Result]) -> list[tuple[Key, int, float]]:
+    """Every text that differs where the model's two best tokens are not tied: where, and by how many nat."""
+    truth, found = generated(name), []
+    assert results.keys() <= truth.keys()
+    for key, result in results.items():
+        if result.tokens != truth[key]:
+            pairs = zip(result.tokens, truth[key], strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
+            prompt = next(request.prompt for request in requests() if request.id == key[0])
+            with torch.inference_mode():
+                logits = recurrent_model(name)(torch.tensor([prompt + truth[key][:at]])).logits[0, -1]
+            best = logits.log_softmax(-1).topk(2).values
+            if at < 0 or best[0] - best[1] >= TIE:
+                found.append((key, at, float(best[0] - best[1])))
+    return found
+
+
+# every architecture
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_texts_are_those_of_generate(name: str) -> None:
+    """Plain and alone, and in a batch of mixed methods and K, whose pages do not suffice for all."""
+    target, truth = recurrent_target(name), generated(name)
+    script(truth)
+    for request in requests()[:3]:
+        assert not wrong(name, run(target, [request]))
+    results = run(target, mixed(), max_batch_tokens=16, num_blocks=30)
+    assert results.keys() == truth.keys() and not wrong(name, results)
+    assert sum(result.stats.preemptions for result in results.values()) > 0
+    assert not any(result.stats.cached_tokens for result in results.values())
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
+    """Within 1e-4 of the largest, at every accepted length from 0 to 4, with prompts in pieces."""
+    script(generated(name))
+    engine, model = make_engine(recurrent_target(name), max_batch_tokens=24), recurrent_model(name)
+    with torch.inference_mode():
+        largest = float(model(torch.tensor([requests()[1].prompt])).logits.abs().max())
+    assert row_error(name, engine, drafting(requests()[:4], 4), model) < 1e-4 * largest
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_how_a_state_is_continued_is_measured(name: str) -> None:
+    mixers = recurrent_target(name).mixers
+    assert mixers and {mixer.continues for mixer in mixers} == {name not in ROW_BY_ROW}
+
+
+WAYS = {
+    "states are kept after each row": (recurrent.ANY, 1 << 30),
+    "rows are replayed one by one": (recurrent.ANY, 0),
+    "rows are replayed in one call": (1, 0),
+    "short spans go row by row, longer ones in one call": (3, 1 << 30),
+}
+
+
+def force(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the mixers of a target restore in this way, which no measurement has chosen."""
+    by_row, kept_bytes = WAYS[way]
+    monkeypatch.setattr(recurrent, "KEPT_BYTES", kept_bytes)
+    for mixer in recurrent_target(name).mixers:
+        monkeypatch.setattr(mixer, "by_row", by_row)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        (name, way)
+        for name in ("qwen3_next", "falcon_h1", "jamba", "lfm2")
+        for way, (by_row, _) in WAYS.items()
+        if by_row == recurrent.ANY or name not in ROW_BY_ROW
+    ],
+)
+def test_every_way_of_restoring_gives_the_texts(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(generated(name))
+    force(name, way, monkeypatch)
+    assert not wrong(name, run(recurrent_target(name), mixed(), max_batch_tokens=16, num_blocks=30))
+    results = run(recurrent_target(name), drafting(requests(), 4))
+    assert not wrong(name, results) and accepted_lengths(results) >= set(range(5))
+
+
+# what else uses the states
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_seeded_texts_do_not_depend_on_drafts(name: str) -> None:
+    target = recurrent_target(name)
+    params = {"temperature": 0.9, "top_k": 40, "ignore_eos": True}
+    drafted = [
+        replace(r, params=SamplingParams(max_tokens=24, seed=i, n=1 + i % 2, **params))
+        for i, r in enumerate(requests())
+    ]
+    truth = {key: r.tokens for request in drafted for key, r in run(target, [request]).items()}
+    script(truth)
+    results = run(target, drafting(tuple(drafted), 4))
+    assert {key: r.tokens for key, r in results.items()} == truth
+    assert accepted_lengths(results) >= set(range(5))
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_rounds_of_a_decoder_are_the_text(name: str) -> None:
+    request, truth = requests()[1], generated(name)["q1", 0]
+    decoder = SpeculativeDecoder(
+        recurrent_model(name), method="ngram", block_size=4, policy="fixed", num_speculative_tokens=4
+    )
+    text = list(request.prompt)
+    while len(text) < len(request.prompt) + 12:
+        text += decoder.step(text, request.params, prompt_len=len(request.prompt)).emitted_tokens
+    written = text[len(request.prompt) :]
+    assert written == truth[: len(written)]
+    verdict = decoder.verify(request.prompt, [*truth[:3], (truth[3] + 1) % 96], request.params)
+    assert (verdict.accepted, verdict.tokens) == (3, tuple(truth[:4]))
+    decoder.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_draft_model_of_attention_may_draft(name: str) -> None:
+    draft = {"method": "draft_model", "draft": tiny_model("llama"), "num_speculative_tokens": 4}
+    engine = make_engine(recurrent_target(name), speculation=draft)
+    for request in requests():
+        engine.add_request(request.prompt, request.params, {"method": "draft_model"}, request.id)
+    results = drain(engine)
+    assert not wrong(name, results)
+    assert all(result.stats.draft_calls for result in results.values())
+
+
+def test_a_recurrent_draft_model_is_refused_by_name() -> None:
+    draft = {"method": "draft_model", "draft": recurrent_model("mamba2"), "num_speculative_tokens": 4}
+    with pytest.raises(UnsupportedModel, match="Mamba2Mixer of layer 0 keeps a recurrent state"):
+        make_engine(recurrent_target("qwen3_next"), speculation=draft)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        (
+            "recurrent_gemma",
+            {"num_hidden_layers": 3, "lru_width": 32, "block_types": ["recurrent", "recurrent", "attention"]},
+            "RecurrentGemmaRecurrentBlock keeps a recurrent state .* transformers' cache does not hold",
+        ),
+        (
+            "minimax",
+            {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "refuses the cache that it is given",
+        ),
+    ],
+)
+def test_states_outside_of_the_cache_are_refused(
+    model_type: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        wrap_model(build(model_type, **settings))
+
+
+def test_compiled_steps_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="compile is not supported for recurrent models"):
+        wrap_model(recurrent_model("mamba2"), compile=True)
+
+
+def test_states_are_part_of_the_memory_estimate() -> None:
+    target = recurrent_target("falcon_h1")
+    engine = make_engine(target, max_num_seqs=3)
+    states = engine.leases._states
+    assert states is not None
+    held = sum(state.nbytes for layer in states.states for state in layer)
+    assert engine.memory.states == held == 6 * target.state_bytes > 0
+    assert engine.memory.total == sum(
+        getattr(engine.memory, part)
+        for part in ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
+    )
+
+
+def test_what_a_repair_takes_is_counted_and_recorded(tmp_path: Path) -> None:
+    script(generated("lfm2"))
+    engine = make_engine(recurrent_target("lfm2"), events=tmp_path / "events.jsonl")
+    for request in drafting(requests(), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    drain(engine)
+    engine.close()
+    recorded = [round_.repair_ms for round_ in read(tmp_path / "events.jsonl").rounds]
+    assert 0 < engine.counters.repair_ms == pytest.approx(sum(recorded), abs=0.1)
+    assert engine.counters.repair_ms < engine.counters.profile["commit"]
+    assert 0.0 in recorded, "rounds in which nothing is rejected need no repair"
+
+
+# errors inside a step
+
+
+@pytest.mark.parametrize("place", ["forward", "verify", "replay"])
+@pytest.mark.parametrize("name", TWO)
+def test_a_step_that_fails_changes_no_state(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begin(name)
+    results: dict[Key, Result] = {}
+    failed = 0
+    for step in range(300):
+        if not engine.has_work:
+            break
+        with monkeypatch.context() as planted:
+            if step % 3 == 1:
+                fail_at(planted, place, engine)
+            try:
+                events = engine.step()
+            except MemoryError:
+                failed += 1
+                continue
+        for event in events:
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+        engine.check_integrity()
+    assert failed > 5 and results.keys() == generated(name).keys() and not wrong(name, results)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None:
+    """The forward fails in its last mixer, the replay after its first, `verify` at once."""
+    last, inner = engine.target.mixers[-1], Mixer.run
+
+    def failing(mixer: Mixer, step: StateStep, call: Any) -> Tensor:
+        replays = not any(span.drafted for span in step.spans)
+        if mixer is last and (place == "forward" or replays):
+            raise MemoryError("planted")
+        return inner(mixer, step, call)
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
+    if place == "verify":
+        monkeypatch.setattr(engine_module, "verify", fail)
+    else:
+        monkeypatch.setattr(Mixer, "run", failing)
+
+
+def begin(name: str) -> Engine:
+    """An engine with all requests, four drafts each."""
+    script(generated(name))
+    engine = make_engine(recurrent_target(name))
+    for request in drafting(requests(), 4):
+        engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    return engine
+
+
+def test_an_abort_gives_the_slots_back() -> None:
+    engine = begin("mamba2")
+    for _ in range(3):
+        engine.step()
+    free = len(engine.pool.slots._free)
+    engine.abort("q1")
+    assert len(engine.pool.slots._free) == free + 2
+    engine.check_integrity()
+    for request in requests():
+        engine.abort(request.id)
+    assert len(engine.pool.slots._free) == engine.pool.slots.count
+
+
+# planted errors
+
+
+def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states stay as they are after all drafts."""
+    monkeypatch.setattr(StateStep, "keep", lambda step, kept: False)
+
+
+def one_row_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One accepted row is not replayed."""
+    keep = StateStep.keep
+
+    def short(step: StateStep, kept: list[int]) -> bool:
+        return keep(step, [n - (1 < n < s.rows) for s, n in zip(step.spans, kept, strict=True)])
+
+    monkeypatch.setattr(StateStep, "keep", short)
+
+
+def convolution_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored convolution states are those of one position earlier."""
+    ask = Mixer.ask
+
+    def shifted(mixer: Mixer, arguments: dict[str, Any], states: list[Tensor]) -> Any:
+        keys = list(mixer.states)
+        states = [s.roll(1, -1) if key[0] == "conv" else s for key, s in zip(keys, states, strict=False)]
+        return ask(mixer, arguments, states)
+
+    monkeypatch.setattr(Mixer, "ask", shifted)
+
+
+def states_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several sequences have a state, each is given that of its neighbour."""
+    ask = Mixer.ask
+
+    def rolled(mixer: Mixer, arguments: dict[str, Any], states: list[Tensor]) -> Any:
+        return ask(mixer, arguments, [state.roll(1, 0) for state in states])
+
+    monkeypatch.setattr(Mixer, "ask", rolled)
+
+
+PLANTS = [nothing_restored, one_row_less, convolution_off_by_one, states_exchanged]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("name", TWO)
+def test_a_planted_error_changes_texts(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = begin(name)
+    plant(monkeypatch)
+    assert wrong(name, drain(engine))
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("name", TWO)
+def test_a_planted_error_is_seen_at_load(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(UnsupportedModel, match="differ"):
+        wrap_model(recurrent_model(name))
+
+
+def test_a_way_to_continue_that_is_not_exact_is_seen_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "exact_in_one_call", lambda mixer: True)
+    monkeypatch.setattr(recurrent, "faster_by_row", lambda mixer: 1)
+    with pytest.raises(UnsupportedModel, match="differ from the stock model"):
+        wrap_model(recurrent_model("jamba"))
+
+
+# checkpoint folders
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    """A checkpoint of a recurrent model with the tokenizer of the others."""
+    recurrent_model(name).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
+    folder = folder_of("jamba", tmp_path / "jamba")
+    result = CliRunner().invoke(app, ["inspect", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    facts, target = json.loads(result.output), recurrent_target("jamba")
+    assert facts["supported"] and len(facts["layers"]) == 1
+    assert facts["states"] == {
+        "mixers": 2,
+        "bytes_per_sequence": 2 * target.state_bytes,
+        "single_rows": {"JambaMambaMixer": None},
+    }
+    assert any("no prefix cache" in note for note in facts["notes"])
+    table = CliRunner().invoke(app, ["inspect", str(folder)]).output
+    assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
+
+
+def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> None:
+    draft = folder_of("mamba", tmp_path / "mamba")
+    speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
+    with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
+        Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))
