@@ -4,6 +4,7 @@ after rejected drafts are those of the accepted tokens.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Iterator
@@ -29,8 +30,12 @@ from speculon.models import recurrent
 from speculon.models.load import wrap_model
 from speculon.models.recurrent import Mixer
 from speculon.proposers import registry
+from speculon.sequence import Plan
 from tests.tiny.checkpoint import byte_tokenizer
+from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model
+from tests.tiny.heads import folder_of as folder_of_head
+from tests.tiny.heads import watch_heads
 from tests.tiny.recurrent import RECURRENT, ROW_BY_ROW, recurrent_model, recurrent_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
 from tests.tiny.test_parity import TIE, accepted_lengths, drafting, row_error
@@ -47,6 +52,7 @@ def restored() -> Iterator[None]:
     """The table of methods as it was."""
     yield
     registry._registered.pop("scripted", None)
+    registry._registered.pop("eagle3", None)
 
 
 @cache
@@ -202,6 +208,40 @@ def test_a_draft_model_of_attention_may_draft(name: str) -> None:
     results = drain(engine)
     assert not wrong(name, results)
     assert all(result.stats.draft_calls for result in results.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba"])
+def test_an_eagle3_head_taps_recurrent_layers(name: str, tmp_path: Path) -> None:
+    """Texts are equal, and the states that the head reads are the stock model's, after rejections too."""
+    taps = (-1, 0, 1)
+    watch_heads(generated(name))
+    head = write_eagle3(tmp_path, recurrent_model(name).config, taps=taps)
+    settings = {"method": "eagle3", "num_speculative_tokens": 4}
+    engine = make_engine(recurrent_target(name), speculation=folder_of_head(head), max_batch_tokens=24)
+    for request in requests():
+        engine.add_request(request.prompt, request.params, settings, request.id)
+    results: dict[Key, Result] = {}
+    for _ in range(10):
+        for event in engine.step():
+            results.setdefault((event.request_id, event.sample), Result()).take(event)
+    assert wrong_taps(engine, name, taps) < 1e-4
+    drain(engine, results)
+    assert not wrong(name, results) and accepted_lengths(results) >= set(range(4))
+
+
+def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
+    """The largest difference of a state in the pages from the stock model's, relative to the largest."""
+    worst, model = 0.0, copy.deepcopy(recurrent_model(name))
+    lease = engine.leases.reserve(Plan([]), []).of(len(engine.target.layers))
+    assert len(engine.scheduler.running) > 2
+    for seq in engine.scheduler.running:
+        stored = lease.taps([(seq, 0, seq.committed)])
+        with torch.inference_mode():
+            ids = torch.tensor([seq.tokens[: seq.committed]])
+            states = model(ids, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[tap + 1][0] for tap in taps], -1)
+        worst = max(worst, float((stored - expected).abs().max() / expected.abs().max()))
+    return worst
 
 
 def test_a_recurrent_draft_model_is_refused_by_name() -> None:
