@@ -1,15 +1,22 @@
-"""Random small recurrent and hybrid models, one per architecture."""
+"""Random small recurrent and hybrid models, one per architecture, and their texts."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from speculon.config import SamplingParams
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
 from tests.tiny.conftest import MOE, build
+from tests.tiny.scripted import Key, Request, Result
+
+TIE = 1e-4  # nat, as in test_parity
 
 DELTA = {
     "linear_num_value_heads": 4,
@@ -119,6 +126,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {**CONVOLUTION, **MOE, "num_dense_layers": 1}),
     "lfm3": ("lfm3", CONVOLUTION),
 }
+TWO = ("qwen3_next", "jamba")  # one whose rows continue a state in one call, and one of row by row
+LENGTHS = (5, 31, 1, 17, 8, 24)  # of the prompts
+# a method and K for each
+MIXED = [("scripted", 4), ("suffix", 4), ("scripted", 16), ("off", 0), ("ngram", 3), ("scripted", 1)]
+Texts = dict[Key, list[int]]
 ROW_BY_ROW = {"mamba", "falcon_mamba", "jamba"}  # whose selective scan takes no initial state
 
 
@@ -132,3 +144,48 @@ def recurrent_model(name: str) -> PreTrainedModel:
 @cache
 def recurrent_target(name: str) -> Target:
     return wrap_model(recurrent_model(name), name=name, share=False)
+
+
+@cache
+def requests() -> tuple[Request, ...]:
+    """Six greedy requests of different lengths; every prompt of some length repeats a part of itself."""
+    chance, found = random.Random(5), []
+    for i, length in enumerate(LENGTHS):
+        half = [chance.randrange(3, 96) for _ in range(-(-length // 2))]
+        params = SamplingParams(temperature=0, max_tokens=30 - i, ignore_eos=True)
+        found.append(Request((half + half)[:length], params, {"method": "off"}, f"q{i}"))
+    return tuple(found)
+
+
+def mixed() -> list[Request]:
+    ways = [{"method": method, "num_speculative_tokens": k} for method, k in MIXED]
+    return [replace(r, speculation=way) for r, way in zip(requests(), ways, strict=True)]
+
+
+@cache
+def generated(name: str) -> Texts:
+    """What transformers' own generate writes."""
+    model, texts = recurrent_model(name), {}
+    for request in requests():
+        ids = torch.tensor([request.prompt])
+        limit = {"max_new_tokens": request.params.max_tokens, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limit)
+        texts[request.id, 0] = out[0, ids.shape[1] :].tolist()
+    return texts
+
+
+def wrong(name: str, results: dict[Key, Result]) -> list[tuple[Key, int, float]]:
+    """Every text that differs where the model's two best tokens are not tied: where, and by how many nat."""
+    truth, found = generated(name), []
+    assert results.keys() <= truth.keys()
+    for key, result in results.items():
+        if result.tokens != truth[key]:
+            pairs = zip(result.tokens, truth[key], strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
+            prompt = next(request.prompt for request in requests() if request.id == key[0])
+            with torch.inference_mode():
+                logits = recurrent_model(name)(torch.tensor([prompt + truth[key][:at]])).logits[0, -1]
+            best = logits.log_softmax(-1).topk(2).values
+            if at < 0 or best[0] - best[1] >= TIE:
+                found.append((key, at, float(best[0] - best[1])))
+    return found

@@ -6,29 +6,23 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 from speculon import SpeculativeDecoder
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
-from speculon.engine import engine as engine_module
 from speculon.engine.engine import Engine
 from speculon.errors import ModelError, UnsupportedModel
 from speculon.events import read
-from speculon.kv.states import StateStep
 from speculon.models import recurrent
 from speculon.models.load import wrap_model
-from speculon.models.recurrent import Mixer
 from speculon.proposers import registry
 from speculon.sequence import Plan
 from tests.tiny.checkpoint import byte_tokenizer
@@ -36,15 +30,19 @@ from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.heads import folder_of as folder_of_head
 from tests.tiny.heads import watch_heads
-from tests.tiny.recurrent import RECURRENT, ROW_BY_ROW, recurrent_model, recurrent_target
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
-from tests.tiny.test_parity import TIE, accepted_lengths, drafting, row_error
-
-TWO = ("qwen3_next", "jamba")  # one whose rows continue a state in one call, and one of row by row
-LENGTHS = (5, 31, 1, 17, 8, 24)  # of the prompts
-# a method and K for each
-MIXED = [("scripted", 4), ("suffix", 4), ("scripted", 16), ("off", 0), ("ngram", 3), ("scripted", 1)]
-Texts = dict[Key, list[int]]
+from tests.tiny.recurrent import (
+    RECURRENT,
+    ROW_BY_ROW,
+    TWO,
+    generated,
+    mixed,
+    recurrent_model,
+    recurrent_target,
+    requests,
+    wrong,
+)
+from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
+from tests.tiny.test_parity import accepted_lengths, drafting, row_error
 
 
 @pytest.fixture(autouse=True)
@@ -53,51 +51,6 @@ def restored() -> Iterator[None]:
     yield
     registry._registered.pop("scripted", None)
     registry._registered.pop("eagle3", None)
-
-
-@cache
-def requests() -> tuple[Request, ...]:
-    """Six greedy requests of different lengths; every prompt of some length repeats a part of itself."""
-    chance, found = random.Random(5), []
-    for i, length in enumerate(LENGTHS):
-        half = [chance.randrange(3, 96) for _ in range(-(-length // 2))]
-        params = SamplingParams(temperature=0, max_tokens=30 - i, ignore_eos=True)
-        found.append(Request((half + half)[:length], params, {"method": "off"}, f"q{i}"))
-    return tuple(found)
-
-
-def mixed() -> list[Request]:
-    ways = [{"method": method, "num_speculative_tokens": k} for method, k in MIXED]
-    return [replace(r, speculation=way) for r, way in zip(requests(), ways, strict=True)]
-
-
-@cache
-def generated(name: str) -> Texts:
-    """What transformers' own generate writes."""
-    model, texts = recurrent_model(name), {}
-    for request in requests():
-        ids = torch.tensor([request.prompt])
-        limit = {"max_new_tokens": request.params.max_tokens, "eos_token_id": None, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limit)
-        texts[request.id, 0] = out[0, ids.shape[1] :].tolist()
-    return texts
-
-
-def wrong(name: str, results: dict[Key, Result]) -> list[tuple[Key, int, float]]:
-    """Every text that differs where the model's two best tokens are not tied: where, and by how many nat."""
-    truth, found = generated(name), []
-    assert results.keys() <= truth.keys()
-    for key, result in results.items():
-        if result.tokens != truth[key]:
-            pairs = zip(result.tokens, truth[key], strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
-            prompt = next(request.prompt for request in requests() if request.id == key[0])
-            with torch.inference_mode():
-                logits = recurrent_model(name)(torch.tensor([prompt + truth[key][:at]])).logits[0, -1]
-            best = logits.log_softmax(-1).topk(2).values
-            if at < 0 or best[0] - best[1] >= TIE:
-                found.append((key, at, float(best[0] - best[1])))
-    return found
 
 
 # every architecture
@@ -305,140 +258,6 @@ def test_what_a_repair_takes_is_counted_and_recorded(tmp_path: Path) -> None:
     assert 0 < engine.counters.repair_ms == pytest.approx(sum(recorded), abs=0.1)
     assert engine.counters.repair_ms < engine.counters.profile["commit"]
     assert 0.0 in recorded, "rounds in which nothing is rejected need no repair"
-
-
-# errors inside a step
-
-
-@pytest.mark.parametrize("place", ["forward", "verify", "replay"])
-@pytest.mark.parametrize("name", TWO)
-def test_a_step_that_fails_changes_no_state(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = begin(name)
-    results: dict[Key, Result] = {}
-    failed = 0
-    for step in range(300):
-        if not engine.has_work:
-            break
-        with monkeypatch.context() as planted:
-            if step % 3 == 1:
-                fail_at(planted, place, engine)
-            try:
-                events = engine.step()
-            except MemoryError:
-                failed += 1
-                continue
-        for event in events:
-            results.setdefault((event.request_id, event.sample), Result()).take(event)
-        engine.check_integrity()
-    assert failed > 5 and results.keys() == generated(name).keys() and not wrong(name, results)
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, place: str, engine: Engine) -> None:
-    """The forward fails in its last mixer, the replay after its first, `verify` at once."""
-    last, inner = engine.target.mixers[-1], Mixer.run
-
-    def failing(mixer: Mixer, step: StateStep, call: Any) -> Tensor:
-        replays = not any(span.drafted for span in step.spans)
-        if mixer is last and (place == "forward" or replays):
-            raise MemoryError("planted")
-        return inner(mixer, step, call)
-
-    def fail(*args: Any) -> Any:
-        raise MemoryError("planted")
-
-    monkeypatch.setattr(recurrent, "KEPT_BYTES", 0)
-    if place == "verify":
-        monkeypatch.setattr(engine_module, "verify", fail)
-    else:
-        monkeypatch.setattr(Mixer, "run", failing)
-
-
-def begin(name: str) -> Engine:
-    """An engine with all requests, four drafts each."""
-    script(generated(name))
-    engine = make_engine(recurrent_target(name))
-    for request in drafting(requests(), 4):
-        engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    return engine
-
-
-def test_an_abort_gives_the_slots_back() -> None:
-    engine = begin("mamba2")
-    for _ in range(3):
-        engine.step()
-    free = len(engine.pool.slots._free)
-    engine.abort("q1")
-    assert len(engine.pool.slots._free) == free + 2
-    engine.check_integrity()
-    for request in requests():
-        engine.abort(request.id)
-    assert len(engine.pool.slots._free) == engine.pool.slots.count
-
-
-# planted errors
-
-
-def nothing_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states stay as they are after all drafts."""
-    monkeypatch.setattr(StateStep, "keep", lambda step, kept: False)
-
-
-def one_row_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One accepted row is not replayed."""
-    keep = StateStep.keep
-
-    def short(step: StateStep, kept: list[int]) -> bool:
-        return keep(step, [n - (1 < n < s.rows) for s, n in zip(step.spans, kept, strict=True)])
-
-    monkeypatch.setattr(StateStep, "keep", short)
-
-
-def convolution_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored convolution states are those of one position earlier."""
-    ask = Mixer.ask
-
-    def shifted(mixer: Mixer, arguments: dict[str, Any], states: list[Tensor]) -> Any:
-        keys = list(mixer.states)
-        states = [s.roll(1, -1) if key[0] == "conv" else s for key, s in zip(keys, states, strict=False)]
-        return ask(mixer, arguments, states)
-
-    monkeypatch.setattr(Mixer, "ask", shifted)
-
-
-def states_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where several sequences have a state, each is given that of its neighbour."""
-    ask = Mixer.ask
-
-    def rolled(mixer: Mixer, arguments: dict[str, Any], states: list[Tensor]) -> Any:
-        return ask(mixer, arguments, [state.roll(1, 0) for state in states])
-
-    monkeypatch.setattr(Mixer, "ask", rolled)
-
-
-PLANTS = [nothing_restored, one_row_less, convolution_off_by_one, states_exchanged]
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
-def test_a_planted_error_changes_texts(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = begin(name)
-    plant(monkeypatch)
-    assert wrong(name, drain(engine))
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
-def test_a_planted_error_is_seen_at_load(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(UnsupportedModel, match="differ"):
-        wrap_model(recurrent_model(name))
-
-
-def test_a_way_to_continue_that_is_not_exact_is_seen_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "exact_in_one_call", lambda mixer: True)
-    monkeypatch.setattr(recurrent, "faster_by_row", lambda mixer: 1)
-    with pytest.raises(UnsupportedModel, match="differ from the stock model"):
-        wrap_model(recurrent_model("jamba"))
 
 
 # checkpoint folders

@@ -100,7 +100,7 @@ class Mixer:
         bound = self.signature.bind(*args, **kwargs)
         more = next((n for n, p in self.signature.parameters.items() if str(p).startswith("**")), "")
         named = {**bound.arguments, **bound.arguments.get(more, {})}
-        named = {name: value for name, value in named.items() if name not in (more, "view", self.argument)}
+        named = {name: value for name, value in named.items() if name not in (more, self.argument)}
         rows = next(v.shape[1] for v in named.values() if isinstance(v, Tensor))
         by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, rows)}
         return Call(by_row, {k: v for k, v in named.items() if k not in by_row})
