@@ -53,6 +53,20 @@ def restored() -> Iterator[None]:
     registry._registered.pop("eagle3", None)
 
 
+ZAMBA2 = {
+    "num_hidden_layers": 4,
+    "mamba_d_state": 8,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 16,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "hybrid_layer_ids": [1, 3],
+    "num_mem_blocks": 1,
+    "chunk_size": 8,
+    "use_mem_rope": True,
+    "adapter_rank": 4,
+}
+
 # every architecture
 
 
@@ -220,9 +234,15 @@ def test_a_recurrent_draft_model_is_refused_by_name() -> None:
             },
             "refuses the cache that it is given",
         ),
+        (
+            "zaya",
+            {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+            "ZayaCCAProjection of layer 0 returns more than a row per token",
+        ),
+        ("zamba2", ZAMBA2, r"calls attention 2 times in layers \[-1\]"),
     ],
 )
-def test_states_outside_of_the_cache_are_refused(
+def test_what_else_keeps_states_is_refused_by_name(
     model_type: str, settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=reason):

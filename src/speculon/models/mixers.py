@@ -66,9 +66,12 @@ def watching(model: PreTrainedModel) -> Iterator[Watched]:
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         if cache.calls and cache.calls[-1][0] is module:
-            cache.calls.pop()
+            rows = cache.calls.pop()[-1]
             if mixer := cache.found.get(id(module)):
-                mixer.tupled = not isinstance(out, Tensor)
+                first, *others = out if isinstance(out, tuple) else (out,)
+                if first.shape[:2] != rows.shape[:2] or any(other is not None for other in others):
+                    raise UnsupportedModel(f"{mixer.where} returns more than a row per token")
+                mixer.tupled = isinstance(out, tuple)
 
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
@@ -84,11 +87,3 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     """The name by which a model's forward takes a cache."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in accepted), None)
-
-
-def mixers_of(cache: Watched) -> tuple[Mixer, ...]:
-    """The mixers that wrote to the cache. Raises `UnsupportedModel` for one that attends, too."""
-    for mixer in cache.found.values():
-        if any(hasattr(module, "num_key_value_groups") for module in mixer.module.modules()):
-            raise UnsupportedModel(f"{mixer.where} attends and keeps a recurrent state in one module")
-    return tuple(cache.found.values())

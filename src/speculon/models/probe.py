@@ -18,12 +18,14 @@ from transformers.modeling_utils import AttentionInterface
 from speculon.core import LayerSpec
 from speculon.errors import UnsupportedModel
 from speculon.models import attention
-from speculon.models.mixers import cache_argument, mixers_of, watching
+from speculon.models.mixers import cache_argument, watching
 from speculon.models.older import adapt
 from speculon.models.recurrent import Mixer
 
 NAME = "speculon_probe"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# they may keep states, attend, do both, or neither: what they do is watched
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 # arguments that architectures pass to attention: those used there, and those that change nothing
 USED = {"scaling", "softcap", "s_aux"}
 IGNORED = {
@@ -53,6 +55,7 @@ class AttentionCall:
 class Record:
     layers: list[AttentionCall] = field(default_factory=list)
     masks: list[tuple[MaskFunction, int | None]] = field(default_factory=list)  # and its local size
+    attending: list[nn.Module] = field(default_factory=list)
 
 
 _record: ContextVar[Record] = ContextVar("speculon_probe_record")
@@ -78,6 +81,7 @@ def record_attention(
         raise UnsupportedModel(f"{where} keeps keys in {key.dtype} and values in {value.dtype}")
     refuse_arguments(module, where, kwargs)
     spec = LayerSpec("attention", key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    _record.get().attending.append(module)
     _record.get().layers.append(AttentionCall(layer, where, spec, mask_number(attention_mask, where)))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -141,8 +145,8 @@ def recurrent_part(model: PreTrainedModel) -> str | None:
         if isinstance(module, nn.Conv1d):
             parent = type(model.get_submodule(path.rpartition(".")[0])).__name__
             return f"{name}: {parent} keeps a recurrent state ({path})"
-    if other := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYERS:
-        return f"{name} has layers of type {', '.join(sorted(other))}"
+    if found := RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
+        return f"{name} has layers of type {', '.join(sorted(found))}"
     return None
 
 
@@ -162,8 +166,11 @@ def watched_forward(
             out = model(**given, use_cache=True, **{argument: cache})
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{recurrent}, and refuses the cache that it is given: {error}") from error
-    mixers = mixers_of(cache)
-    inside = {id(module) for mixer in mixers for module in mixer.module.modules()}
+    mixers = tuple(cache.found.values())
+    inside = {id(module): mixer for mixer in mixers for module in mixer.module.modules()}
+    for module in _record.get().attending:
+        if mixer := inside.get(id(module)):
+            raise UnsupportedModel(f"{mixer.where} attends and keeps a state in one module")
     others = [m for m in model.modules() if isinstance(m, nn.Conv1d) and id(m) not in inside]
     if not mixers or others:
         raise UnsupportedModel(f"{recurrent}, which transformers' cache does not hold")
@@ -172,9 +179,12 @@ def watched_forward(
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raises `UnsupportedModel` for what is visible before a forward."""
-    name = type(model).__name__
+    name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{name} is an encoder-decoder")
+    supported = SUPPORTED_LAYERS | RECURRENT_LAYERS
+    if other := set(getattr(config, "layer_types", None) or ()) - supported:
+        raise UnsupportedModel(f"{name} has layers of type {', '.join(sorted(other))}")
     accepted = inspect.signature(model.forward).parameters
     # a purely recurrent model has no positions
     positions = () if STATE_ARGUMENTS & set(accepted) else ("position_ids",)
