@@ -24,10 +24,12 @@ from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, Sta
 
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
+LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives far more
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
 ANY = 1 << 30
 CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
-TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 3  # rows, sequences and trials of what is timed
+TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 2  # rows, sequences and trials of what is timed
+SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch where states are large
 
 
 @dataclass(slots=True)
@@ -260,9 +262,11 @@ def faster_by_row(mixer: Mixer) -> int:
     """Up to how many rows of a few sequences row by row takes less time than one call."""
     weight = next(mixer.module.parameters())
     rows = torch.randn(SEQUENCES, max(TIMED), mixer.width).to(weight)
-    _, states = mixer.ask({mixer.row: rows}, [])
-    found = 1
+    _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
+    found, began = 1, perf_counter()
     for n in TIMED:
+        if perf_counter() - began > SECONDS:
+            break
         calls = ((n,), (1,) * n)
         one, each = (fastest(mixer, rows[:, :n], lengths, states) for lengths in calls)
         if CALLS_OF_ONE * one <= each:
@@ -289,9 +293,9 @@ def exact_in_one_call(mixer: Mixer) -> bool:
     module = copy.deepcopy(mixer.module).float()
     trial, device = replace(mixer, module=module), next(module.parameters()).device
     rows = torch.randn(2, LENGTH, mixer.width, generator=torch.Generator().manual_seed(0)).to(device)
-    expected = outputs(trial, rows, (LENGTH,))
-    single = (CUT, *[1] * (LENGTH - CUT))
-    if (error := difference(outputs(trial, rows, single), expected)) > TOLERANCE:
+    expected = outputs(trial, rows, (CUT, *[1] * (LENGTH - CUT)))
+    # chunks add in another order, and decays of a long chunk lose digits; the logits are compared later
+    if (error := difference(outputs(trial, rows, (LENGTH,)), expected)) > LOOSE:
         raise UnsupportedModel(
             f"{mixer.where}: with a state it differs from itself by {error:.2g} of its output"
         )
