@@ -43,8 +43,27 @@ ENCODER_DECODER: dict[str, Any] = {
 NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
 FULL = ["full_attention", "full_attention"]
 CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+# one recurrent layer, and one with the attention that the type's models have beside it
+HYBRID: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "kimi_linear",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+        ),
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+}
 # what a type needs beyond SMALL; None leaves a setting out
 OWN: dict[str, dict[str, Any]] = {
+    **HYBRID,
     "cohere_compass_text": {
         "layer_types": FULL,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},

@@ -232,9 +232,9 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def needs(self, rows: int, scored: int) -> Any:
+    def needs(self, rows: int, scored: int, sequences: int) -> Any:
         self.estimated = rows, scored
-        return self.inner.needs(rows, scored)
+        return self.inner.needs(rows, scored, sequences)
 
     def forward(self, batch: Batch, view: View) -> Output:
         self.rows.append(batch.input_ids.shape[1])

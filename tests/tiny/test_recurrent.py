@@ -19,8 +19,9 @@ from speculon import SpeculativeDecoder
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.errors import ModelError, UnsupportedModel
+from speculon.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.events import read
+from speculon.kv.budget import Budget
 from speculon.models import recurrent
 from speculon.models.load import wrap_model
 from speculon.proposers import registry
@@ -265,6 +266,22 @@ def test_states_are_part_of_the_memory_estimate() -> None:
         getattr(engine.memory, part)
         for part in ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
     )
+
+
+def test_states_that_do_not_fit_name_the_number_of_sequences() -> None:
+    target = recurrent_target("mamba")
+    needs = replace(target.needs(8, 8), bytes_states=1 << 60)
+    budget = Budget(EngineConfig(max_num_seqs=4096, num_blocks=30), needs, 64, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"max_num_seqs = 4096: the recurrent states .* take \d+ bytes"):
+        budget.pages([])
+
+
+def test_the_load_leaves_the_random_numbers_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    wrap_model(recurrent_model("mamba2"))
+    assert torch.equal(torch.rand(1), expected)
 
 
 def test_what_a_repair_takes_is_counted_and_recorded(tmp_path: Path) -> None:

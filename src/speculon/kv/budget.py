@@ -130,6 +130,9 @@ class Budget:
         """Pages of the pool. Raises `ConfigError` where free or given memory is too small for them."""
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
+        if (states := self._target.bytes_states) and self._left(drafters) <= 0:
+            reason = f"the recurrent states of so many sequences take {states} bytes, {self._free} are free"
+            raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {reason}")
         if count < 1:
             page = f"{page_bytes} bytes ({config.block_size} tokens)"
             raise ConfigError(f"{name}: {self._for_pages(drafters)} bytes hold no page of {page}")
