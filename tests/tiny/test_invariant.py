@@ -94,7 +94,7 @@ def test_without_it_most_of_them_differ() -> None:
     assert sum(differing(stock(name)) is not None for name in TINY) >= (5 if AMX else 1)
 
 
-def test_it_is_off_where_a_plain_step_takes_longer_than_allowed() -> None:
+def test_it_is_off_where_a_plain_request_takes_longer_than_allowed() -> None:
     target = stock("llama")
     with pytest.raises(CannotBeInvariant, match=r"would take \d\.\d\d of its time, 0.01 is allowed"):
         make_invariant(target, 0.01)
@@ -107,7 +107,7 @@ def test_unless_it_is_set_the_measured_cost_decides(allowed: float, monkeypatch:
     target = stock("llama")
     decide(target, None)
     assert target.batch_invariant == (allowed > 1)
-    assert target.invariance.startswith("yes: a plain step" if allowed > 1 else "no: a plain step")
+    assert target.invariance.startswith("yes: a plain request" if allowed > 1 else "no: a plain request")
 
 
 def test_in_fp32_it_is_tried_only_if_asked_for() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speculon.batch import Batch
 from speculon.core import LayerSpec, Padding, ceil_div
 from speculon.kv.store import PageStore, SpanView
 from speculon.models.attention import attend_written
@@ -149,3 +150,13 @@ def plain_step(target: Target, sequences: int, length: int) -> Callable[[], obje
     tables = [list(range(i * pages, (i + 1) * pages)) for i in range(sequences)]
     pieces: list[Piece] = [(ids, table, length - 1, length) for table in tables]
     return lambda: run_pieces(target, store, pieces)
+
+
+def prompt_step(target: Target, length: int) -> Callable[[], object]:
+    """The forward of one prompt of `length` tokens, of which the last row is scored; to be timed."""
+    store = PageStore(target.layers, ceil_div(length + SPARE, PAGE), PAGE, target.device)
+    ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    positions = torch.arange(length, device=target.device)[None]
+    batch = Batch([], ids, positions, positions[0, -1:])
+    span = SpanView(0, length, slice(0, length), length)
+    return lambda: target.forward(batch, store.view_of([span]))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from speculon.batch import Batch
 from speculon.core import NO_PADDING, LayerSpec, Padding
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore, SpanView
-from speculon.models.batch_check import LONGEST, Attending, RandomLayer, differing, plain_step
+from speculon.models.batch_check import (
+    LONGEST,
+    Attending,
+    RandomLayer,
+    differing,
+    plain_step,
+    prompt_step,
+)
 from speculon.models.block import Block, Gated
 from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
@@ -28,11 +36,12 @@ from speculon.models.loop import Loop
 from speculon.models.pieces import CannotBeInvariant, InvariantProducts, Pieces
 from speculon.models.target import Target
 
-ALLOWED = 1.05  # up to this relative time of a plain step it is on unless the user says no
+ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
 PADDINGS = (Padding(64, 4), Padding(64, 8), Padding(512, 4), Padding(512, 8), Padding(512, 16))
-TIMED, TIMED_LENGTH = (1, 8), 200  # sequences of the timed plain steps, and their tokens
-TIMED_SECONDS, LEAST_STEPS = 0.5, 5  # for each number of sequences
+# guess: a usual request, alone and for eight sequences; tokens of its prompt and of its answer
+TIMED, TIMED_LENGTH, TIMED_TOKENS = (1, 8), 200, 200
+TIMED_SECONDS, LEAST_STEPS = 0.5, 5  # of each measurement
 
 log = logging.getLogger("speculon")
 
@@ -87,12 +96,12 @@ def decide(target: Target, wanted: bool | None) -> None:
         target.invariance = f"no: {type(error).__name__} when it was tried"
         log.warning("batch_invariant: %s: %s", target.name, target.invariance)
     else:
-        target.invariance = f"yes: a plain step takes {cost:.2f} of its time without"
+        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without"
 
 
 @torch.inference_mode()
 def make_invariant(target: Target, allowed: float | None = None) -> float:
-    """Returns the time of a plain step, relative to one before.
+    """Returns the time of a plain request, relative to one before.
 
     Raises `CannotBeInvariant` with the reason, such as a time above `allowed`; the target is as it was.
     """
@@ -103,7 +112,9 @@ def make_invariant(target: Target, allowed: float | None = None) -> float:
         invariance.padded = padded(target)
         cost = cost_of(invariance)
         if allowed is not None and cost > allowed:
-            raise CannotBeInvariant(f"a plain step would take {cost:.2f} of its time, {allowed:g} is allowed")
+            raise CannotBeInvariant(
+                f"a plain request would take {cost:.2f} of its time, {allowed:g} is allowed"
+            )
         invariance.switch(True)
         if (at := differing(target)) is not None:
             raise CannotBeInvariant(f"logits at position {at} depend on their batch")
@@ -177,28 +188,33 @@ def layers_of(target: Target) -> list[Attending]:
 
 
 def cost_of(invariance: Invariance) -> float:
-    """The time of a plain step with it over that without; the larger one, alone and in a batch.
-
-    Of the least times: other load on the machine only adds.
-    """
+    """The time of a request with it over that without; the larger one, alone and in a batch."""
     target, length = invariance.target, min(TIMED_LENGTH, invariance.target.max_context)
+    prompt = least_times(invariance, partial(prompt_step, target, length))
 
     def cost(sequences: int) -> float:
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        steps = {}
-        for on in seconds:
-            invariance.switch(on)
-            steps[on] = plain_step(target, sequences, length)
-        until = time.perf_counter() + TIMED_SECONDS
-        while len(seconds[True]) < LEAST_STEPS or time.perf_counter() < until:
-            for on, taken in seconds.items():
-                invariance.switch(on)
-                began = time.perf_counter()
-                steps[on]()
-                taken.append(time.perf_counter() - began)
-        return min(seconds[True]) / min(seconds[False])
+        step = least_times(invariance, partial(plain_step, target, sequences, length))
+        without, invariant = (sequences * prompt[on] + TIMED_TOKENS * step[on] for on in (False, True))
+        return invariant / without
 
     try:
         return max(map(cost, TIMED))
     finally:
         invariance.switch(False)
+
+
+def least_times(invariance: Invariance, make: Callable[[], Callable[[], object]]) -> dict[bool, float]:
+    """The least seconds of what `make` returns, without it and with it, in turns: other load only adds."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    runs = {}
+    for on in seconds:
+        invariance.switch(on)
+        runs[on] = make()
+    until = time.perf_counter() + TIMED_SECONDS
+    while len(seconds[True]) < LEAST_STEPS or time.perf_counter() < until:
+        for on, taken in seconds.items():
+            invariance.switch(on)
+            began = time.perf_counter()
+            runs[on]()
+            taken.append(time.perf_counter() - began)
+    return {on: min(taken) for on, taken in seconds.items()}
