@@ -50,7 +50,7 @@ def main() -> None:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         slug = chip.lower().replace("(r)", "").replace(" ", "-")
-        path = arguments.out / f"cost-{slug}-{name}.md"
+        path = arguments.out / f"request-cost-{slug}-{name}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
