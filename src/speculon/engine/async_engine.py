@@ -38,8 +38,8 @@ from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotRe
 from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
-# guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
 MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
+# guesses: how long a process has to serve for the next one to start at once, and the longest pause before it
 STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
 
 log = logging.getLogger("speculon")

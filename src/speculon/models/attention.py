@@ -103,7 +103,7 @@ def attend_written(
             out = F.scaled_dot_product_attention(folded, k, v, attn_mask=call.mask, scale=scaling)
         else:
             out = eager_attention(folded, k, v, call.mask, group, scaling, softcap, sinks)
-        outs.append(unfold(out[:, :, : call.n * group], group))
+        outs.append(unfold(out if call.copies == 1 else out[:, :, : call.n * group], group))
     rows = outs[0] if len(outs) == 1 else torch.cat(outs)
     return rows if plan.order is None else rows.index_select(0, plan.order)
 

@@ -213,7 +213,8 @@ def joint_call(
     n, step = max(s.rows for s in spans), padding.keys
     lengths = [aligned_keys(span, window, step) for span in spans]
     length = step * ceil_div(max(lengths), step)
-    where = padded_slots([s.tail(n) for s, n in zip(spans, lengths, strict=True)], length, device, readable)
+    tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]
+    where = padded_slots(tails, length, device, readable)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))
     rows: slice | Tensor = slice(spans[0].first, spans[-1].last)
     if not even:

@@ -75,23 +75,23 @@ class Invariance:
             self.target.model.set_experts_implementation("eager" if on else self.experts)
 
 
-def decide(target: Target, wanted: bool | None) -> None:
-    """Makes a target batch-invariant if `wanted`, or if `wanted` is None and it costs little.
+def decide(target: Target, setting: bool | None) -> None:
+    """Makes a target batch-invariant if the setting says so, or if it is None and the cost is small.
 
-    Raises `UnsupportedModel` if it is wanted and cannot be had. `target.invariance` says what was decided.
+    Raises `UnsupportedModel` if the setting says so and it cannot be. `target.invariance` has the decision.
     """
-    if wanted is False:
+    if setting is False:
         return
     try:
-        if wanted is None and target.dtype is torch.float32:
+        if setting is None and target.dtype is torch.float32:
             raise CannotBeInvariant("near-ties are rare in fp32, where it is tried only if asked for")
-        cost = make_invariant(target, None if wanted else ALLOWED)
+        cost = make_invariant(target, None if setting else ALLOWED)
     except CannotBeInvariant as reason:
-        if wanted:
+        if setting:
             raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}") from reason
         target.invariance = f"no: {reason}"
     except Exception as error:  # of model code that runs in another way than in its load check
-        if wanted:
+        if setting:
             raise
         target.invariance = f"no: {type(error).__name__} when it was tried"
         log.warning("batch_invariant: %s: %s", target.name, target.invariance)

@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(eq=False)
 class Mixer:
-    """Stands in for the forward of one stock mixer; outside of a step it is that forward."""
+    """Replaces the forward of one stock mixer; outside of a step it is that forward."""
 
     module: nn.Module
     layer: int
@@ -190,7 +190,7 @@ def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
 
 
 def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
-    """Writes the states after the rows that stand: those kept, else what these rows yield once more."""
+    """Writes the states after the accepted rows: those kept, else what these rows yield once more."""
     plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}
     for mixer in mixers:
         key = mixer.by_row, mixer.number in step.kept
@@ -207,7 +207,7 @@ def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Spans of which equally many rows stand: their places in the group that went row by row, and slots."""
+    """Spans with equally many accepted rows: their places in the group that went row by row, and slots."""
 
     kept: int
     spans: Tensor
