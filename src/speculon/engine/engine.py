@@ -26,8 +26,10 @@ from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
+from speculon.kv.states import StateStore
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
@@ -70,6 +72,7 @@ class Engine:
             tokenizer=tokenizer,
             rows=config.max_batch_tokens + drafts,
             scored=config.max_num_seqs + drafts,
+            sequences=config.max_num_seqs,
             fuse=config.fuse,
             compile=config.compile,
             batch_invariant=target.batch_invariant,
@@ -91,7 +94,11 @@ class Engine:
         prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
         self.pool = BlockPool(pages, config.block_size, prefix_cache, slots)
         store = PageStore(layers, pages, config.block_size, target.device)
-        self.leases = Leases(self.pool, store, drafts, target.states(slots.count))
+        draft_states = {}
+        for method, needs in self.proposers.needs_of_states.items():
+            own = self.pool.draft_slots[method] = DraftSlots(method, config.max_num_seqs, needs.spare_states)
+            draft_states[method] = StateStore(needs.states, own.count, target.device)
+        self.leases = Leases(self.pool, store, drafts, target.states(slots.count), draft_states)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from speculon.core import ceil_div
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.slots import StateSlots
 from speculon.sequence import Sequence
 
@@ -22,13 +23,15 @@ ROOT = 0  # the content id before the first page
 class BlockPool:
     """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens.
 
-    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs.
+    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs;
+    `draft_slots` has those of recurrent draft models, by method.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, prefix_cache: bool = True, slots: StateSlots | None = None
     ):
         self.slots = slots or StateSlots()
+        self.draft_slots: dict[str, DraftSlots] = {}
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
         self._refs = [0] * num_blocks
@@ -114,8 +117,11 @@ class BlockPool:
     def release(self, seq: Sequence) -> None:
         """Takes all pages from a sequence; it may be attached again later.
 
-        What drafters have in them stays known.
+        What drafters have in them stays known, except of those with states, which go.
         """
+        for slots in self.draft_slots.values():
+            slots.release(seq)
+            seq.drafted.pop(slots.method, None)
         for method, done in seq.drafted.items():
             for page in seq.table[: done // self.block_size]:
                 if page in self._key:
@@ -130,6 +136,8 @@ class BlockPool:
         """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
         refs, live = [0] * self.num_blocks, list(live)
         self.slots.check_integrity(live)
+        for slots in self.draft_slots.values():
+            slots.check_integrity(live)
         for seq in live:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
                 f"sequence {seq.id}: tokens without pages"
