@@ -121,8 +121,8 @@ def decide(target: Target, setting: bool | None) -> None:
         target.invariance = f"no: {type(error).__name__} when it was tried"
         log.warning("batch_invariant: %s: %s", target.name, target.invariance)
     else:
-        apart = "; prompts find no generated tokens in the prefix cache" if target.prompts_apart else ""
-        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without{apart}"
+        note = "; prompts find no generated tokens in the prefix cache" if target.prompts_apart else ""
+        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without{note}"
 
 
 @torch.inference_mode()
