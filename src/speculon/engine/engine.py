@@ -92,7 +92,7 @@ class Engine:
         pages = budget.pages(drafters)
         slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
         prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
-        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots)
+        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
         store = PageStore(layers, pages, config.block_size, target.device)
         draft_states = {}
         for method, needs in self.proposers.needs_of_states.items():
