@@ -104,7 +104,7 @@ def test_after_rejected_drafts_its_states_are_those_of_the_text(
 
 @pytest.mark.parametrize("name", TWO)
 def test_seeded_drafts_of_the_target_itself_are_accepted(name: str) -> None:
-    made = drafted_requests(temperature=0.9, top_k=40, seed=5, n=2)
+    made = drafted_requests(temperature=0.9, top_k=40, seed=5, n=2)[:4]
     use_drafts(name)
     results = serve(recurrent_target(name), made)
     assert texts(results) == texts(plain(name, made)) and rejected(results) == 0
@@ -149,24 +149,25 @@ def test_a_hybrid_with_another_recurrent_draft() -> None:
 @pytest.mark.parametrize("name", TWO)
 def test_a_draft_that_lags_behind_reads_what_it_missed(name: str) -> None:
     """Lookups draft first; requests with and without the draft model are in one batch."""
-    ways: list[Any] = ["auto", NAME, "off", "ngram", "auto", NAME, "auto", NAME]
-    usual = drafted_requests(max_tokens=28)
+    ways: list[Any] = ["auto", NAME, "auto", "off", "auto", "ngram"]
+    usual = drafted_requests(max_tokens=28)[:6]
     made = [replace(r, speculation={"method": way}) for r, way in zip(usual, ways, strict=True)]
     truth = plain(name, made)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth), 0.1))
     results = serve(recurrent_target(name), made)
     assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth)) == []
     sources = {source for result in results.values() for source in result.stats.drafted_from}
-    assert sources >= {"suffix", NAME}
+    assert NAME in sources and sources & {"suffix", "ngram"}
 
 
 def test_a_draft_that_is_never_verified_is_one_state_behind() -> None:
-    made = [replace(r, speculation={"method": NAME, "policy": "shadow"}) for r in drafted_requests()]
-    truth = truth_of("jamba")
+    way = {"method": NAME, "policy": "shadow"}
+    made = [replace(request, speculation=way) for request in drafted_requests()[:5]]
+    truth = plain("jamba", made)
     drafts = use_drafts("jamba")
     results = serve(recurrent_target("jamba"), made)
     assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth)) == []
-    assert len(drafts.last.noted) > 60
+    assert len(drafts.last.noted) > 40
 
 
 @pytest.mark.parametrize("name", TWO)
