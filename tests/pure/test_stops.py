@@ -229,7 +229,7 @@ class Fixed:
 
     def __getattr__(self, name: str) -> Any:
         return (
-            SimpleNamespace(layers=(), bytes_fixed=0, max_context=None, taps=())
+            SimpleNamespace(layers=(), states=(), bytes_fixed=0, max_context=None, taps=())
             if name == "needs"
             else lambda *_: None
         )
