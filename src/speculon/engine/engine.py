@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.batch import Batch
+from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
 from speculon.core import Load, Verdict
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
+from speculon.engine.capabilities import capabilities_of
 from speculon.engine.drafting import Drafting
 from speculon.engine.events import Events
 from speculon.engine.messages import Ready
@@ -131,6 +133,10 @@ class Engine:
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
         )
+
+    def capabilities(self) -> dict[str, Capability]:
+        """What it does and what a request may ask of it, by feature, with the reasons."""
+        return capabilities_of(self)
 
     def add_request(
         self,
