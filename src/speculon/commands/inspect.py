@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 
 # the parts of a memory estimate, whose module needs torch
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 
 WORDS = {
     "path": "folder",
