@@ -20,6 +20,7 @@ from speculon.kv.slots import StateSlots
 from speculon.models.recurrent import Mixer
 from speculon.proposers import registry
 from speculon.sequence import Sequence
+from tests.tiny.conftest import tiny_model
 from tests.tiny.recurrent import (
     RECURRENT,
     ROW_BY_ROW,
@@ -196,6 +197,17 @@ def test_rounds_of_a_decoder_go_on_from_snapshots(name: str, found: list[tuple[i
     assert written == truth[: len(written)]
     assert all(tokens >= 28 for _, tokens in found[1:]) and len(found) > 2
     decoder.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_draft_model_drafts_after_a_hit(name: str) -> None:
+    """Its own keys and values are in the pages that are found."""
+    draft = {"method": "draft_model", "draft": tiny_model("llama"), "num_speculative_tokens": 4}
+    engine = make_engine(recurrent_target(name), speculation=draft)
+    batch = [replace(request, speculation={"method": "draft_model"}) for request in requests()[:3]]
+    waves = [wave(engine, batch) for _ in range(3)]
+    assert not any(wrong(name, results) for results in waves) and any(cached(waves[2]).values())
+    assert all(result.stats.draft_calls for result in waves[2].values())
 
 
 # how many there are

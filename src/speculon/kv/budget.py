@@ -150,7 +150,7 @@ class Budget:
         return count
 
     def snapshots(self, drafters: list[Needs]) -> int:
-        """Snapshots of recurrent states. Raises `ConfigError` where given memory holds none or is not there."""
+        """Snapshots of recurrent states. Raises `ConfigError` where given memory is too small or not free."""
         each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
         needed = self._for_snapshots(drafters)
         if given and each and self._config.prefix_cache:
