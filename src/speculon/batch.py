@@ -10,6 +10,8 @@ from torch import Tensor
 
 from speculon.sequence import Span
 
+Runs = tuple[tuple[int, int], ...]  # rows from one up to another, in order
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -17,6 +19,7 @@ class Batch:
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     score_rows: Tensor  # [R] rows of the flat batch whose logits are wanted
+    prompts: Runs = ()  # its rows that belong to prompts; the others are those of generated tokens and drafts
 
     @classmethod
     def pack(cls, spans: list[Span], device: torch.device) -> Batch:
@@ -29,6 +32,7 @@ class Batch:
         ids: list[int] = []
         positions: list[int] = []
         score_rows: list[int] = []
+        prompts: list[tuple[int, int]] = []
         for span in spans:
             first = 0 if span.scores_prompt else span.length - 1 if span.samples else span.rows
             span.row, span.score = row, range(scored, scored + span.rows - first)
@@ -36,16 +40,34 @@ class Batch:
             ids.extend(span.draft.tokens)
             positions.extend(range(span.start, span.end))
             score_rows.extend(range(row + first, row + span.rows))
+            if span.start < span.seq.request.prompt_len:
+                prompts.append((row, row + min(span.rows, span.seq.request.prompt_len - span.start)))
             row, scored = row + span.rows, scored + len(span.score)
-        return cls.of(spans, ids, positions, score_rows, device)
+        return cls.of(spans, ids, positions, score_rows, device, joined(prompts))
 
     @classmethod
     def of(
-        cls, spans: list[Span], ids: list[int], positions: list[int], scored: list[int], device: torch.device
+        cls,
+        spans: list[Span],
+        ids: list[int],
+        positions: list[int],
+        scored: list[int],
+        device: torch.device,
+        prompts: Runs = (),
     ) -> Batch:
         """The same from plain numbers: as parts of one tensor, since a call costs more than its numbers."""
         rows, packed = len(ids), as_tensor([*ids, *positions, *scored], device)
-        return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :])
+        return cls(spans, packed[None, :rows], packed[None, rows : 2 * rows], packed[2 * rows :], prompts)
+
+
+def joined(runs: list[tuple[int, int]]) -> Runs:
+    """The same rows in as few runs as possible."""
+    found: list[tuple[int, int]] = []
+    for first, last in runs:
+        if found and found[-1][1] == first:
+            first, _ = found.pop()
+        found.append((first, last))
+    return tuple(found)
 
 
 def as_tensor(numbers: list[int], device: torch.device) -> Tensor:

@@ -95,11 +95,10 @@ class SpeculativeDecoder:
         self.tokenizer = None if tokenizer is None else Tokenizer(tokenizer)
         target = wrap_model(
             model,
-            max_context=self.config.max_context,
+            **self.config.model_dump(include={"max_context", "compile", "batch_invariant"}),
             fused=self.config.fuse,
-            compile=self.config.compile,
-            batch_invariant=self.config.batch_invariant,
         )
+        target.prompts_apart = False  # what is one round's prompt was generated in another
         self.engine = Engine(target, self.tokenizer, self.config)
         self._last: tuple[list[int], SamplingParams]  # text and parameters last worked on
         self._sequence: Sequence | None = None  # of the last step, which the policy knows

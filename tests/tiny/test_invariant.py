@@ -255,7 +255,7 @@ def test_a_lone_row_of_an_expert_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias) * (1 + (x.dim() == 2 and len(x) == 1) / 64)
 
-    monkeypatch.setattr(target.context, "product", product)
+    monkeypatch.setattr(target.context(()), "product", product)
     assert differing(target) is not None
 
 
@@ -272,7 +272,7 @@ def pieces_of(product: Any) -> InPieces:
 
 def test_a_kernel_chosen_by_the_number_of_rows_is_run_in_its_pieces() -> None:
     product, x = pieces_of(by_row_count), torch.randn(64, 16)
-    assert product.rows == (1, 8, ())
+    assert product.rows[:3] == (1, 8, ())
     for rows in (1, 2, 8, 9, 40, 64):
         assert torch.equal(product(x[:rows]), x[:rows])
 
@@ -280,7 +280,7 @@ def test_a_kernel_chosen_by_the_number_of_rows_is_run_in_its_pieces() -> None:
 @pytest.mark.parametrize("fewest", [2, 4, 8])
 def test_few_rows_are_repeated_where_they_take_another_kernel(fewest: int) -> None:
     product = pieces_of(lambda x: x + (len(x) < fewest))
-    assert product.rows == (fewest, 64, (512, 256, 128))
+    assert product.rows[:3] == (fewest, 64, (512, 256, 128))
     for rows in (0, 1, 3, 7, 65):
         x = torch.randn(rows, 16)
         assert torch.equal(product(x), x)
@@ -288,7 +288,7 @@ def test_few_rows_are_repeated_where_they_take_another_kernel(fewest: int) -> No
 
 def test_where_only_one_number_of_rows_agrees_all_have_it() -> None:
     product = pieces_of(lambda x: x + len(x))
-    assert product.rows == (8, 8, ())
+    assert product.rows[:3] == (8, 8, ())
     for rows in (1, 5, 8, 9, 65):
         x = torch.randn(rows, 16)
         assert torch.equal(product(x), x + 8)

@@ -94,7 +94,7 @@ class Engine:
             target.by_row,
         )
         prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
-        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots)
+        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
         store = PageStore(layers, pages, config.block_size, target.device)
         self.leases = Leases(self.pool, store, drafts, target.states(slots.count))
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)

@@ -18,24 +18,33 @@ from speculon.sequence import Sequence
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
 
+Key = tuple[int, tuple[int, ...], int]  # content id before, tokens, those of a prompt where they are apart
+
 
 class BlockPool:
     """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens.
 
     `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs.
+    With `prompts_apart` a prompt does not find pages of generated tokens: their bits may be others.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_cache: bool = True, slots: StateSlots | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = True,
+        slots: StateSlots | None = None,
+        prompts_apart: bool = False,
     ):
+        self.prompts_apart = prompts_apart
         self.slots = slots or StateSlots()
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
         self._refs = [0] * num_blocks
         self._num_taken = 0
         self._claims: dict[int, range] = {}  # sequence id -> pages it would like to grow into
-        self._index: dict[tuple[int, tuple[int, ...]], int] = {}  # (content id before, tokens) -> page
-        self._key: dict[int, tuple[int, tuple[int, ...]]] = {}  # indexed page -> its key
+        self._index: dict[Key, int] = {}
+        self._key: dict[int, Key] = {}  # indexed page -> its key
         # indexed page -> content id: never reused, so an orphan is never found
         self._content: dict[int, int] = {}
         # indexed page -> drafting methods whose K and V fill it, too
@@ -81,7 +90,7 @@ class BlockPool:
         content, size = ROOT, self.block_size
         if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
             for start in range(0, (len(seq.tokens) - 1) // size * size, size):
-                page = self._index.get((content, tuple(seq.tokens[start : start + size])))
+                page = self._index.get(self._key_of(seq, start, content))
                 if page is None:
                     break
                 content = self._content[page]
@@ -121,7 +130,7 @@ class BlockPool:
             return
         done, content = self._sealed[seq.id]
         for i in range(done, seq.committed // self.block_size):
-            key = (content, tuple(seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+            key = self._key_of(seq, i * self.block_size, content)
             page = self._index.get(key)
             if page is None:  # the first of its content; a twin computed meanwhile stays out of the index
                 page = self._index[key] = seq.table[i]
@@ -165,6 +174,12 @@ class BlockPool:
         assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
         assert self.slots.pages <= set(self._key), "a snapshot without its page"
+
+    def _key_of(self, seq: Sequence, start: int, content: int) -> Key:
+        """Of the full page of a sequence that begins at `start`, after a page of this content."""
+        size, prompt = self.block_size, seq.request.prompt_len
+        own = min(max(0, prompt - start), size) if self.prompts_apart else size
+        return content, tuple(seq.tokens[start : start + size]), own
 
     # pages, one by one
 

@@ -25,6 +25,7 @@ BEYOND = (1, 63, 64, 130, 300, 511, 513, 600)  # a window
 # rows before the compared one in its span, rows after it, keys of a sequence beside it (0: none)
 BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30))
 LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
+PROMPT = 100  # of them, which run as a prompt
 AT = (64, 1, 129, 15, 2, 16, 17, 63, 65, 127, 128, 149)  # compared positions, as many as time allows
 FEWEST_AT, SECONDS = 4, 10.0  # guess: a large model takes a second for each of 8 steps of a position
 # rows before the compared one in its span, rows after it, whether another sequence is beside it
@@ -120,7 +121,7 @@ class TwoSequences:
     def run(self, *spans: tuple[int, int, int]) -> list[Tensor]:  # [rows, V] each
         """One forward over spans of (sequence, start, end)."""
         pieces: list[Piece] = [(self.ids[i], self.tables[i], start, end) for i, start, end in spans]
-        return run_pieces(self.target, self.store, pieces)
+        return run_pieces(self.target, self.store, pieces, prompt_len=PROMPT)
 
 
 @torch.inference_mode()
@@ -157,6 +158,6 @@ def prompt_step(target: Target, length: int) -> Callable[[], object]:
     store = PageStore(target.layers, ceil_div(length + SPARE, PAGE), PAGE, target.device)
     ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
     positions = torch.arange(length, device=target.device)[None]
-    batch = Batch([], ids, positions, positions[0, -1:])
+    batch = Batch([], ids, positions, positions[0, -1:], ((0, length),))
     span = SpanView(0, length, slice(0, length), length)
     return lambda: target.forward(batch, store.view_of([span]))

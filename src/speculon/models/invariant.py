@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speculon.batch import Batch
+from speculon.batch import Batch, Runs
 from speculon.core import NO_PADDING, LayerSpec, Padding
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import PageStore, SpanView
@@ -33,8 +33,8 @@ from speculon.models.block import Block, Gated
 from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
 from speculon.models.loop import Loop
-from speculon.models.pieces import CannotBeInvariant, InvariantProducts, Pieces
-from speculon.models.target import Target
+from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
+from speculon.models.target import Target, no_context
 
 ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
@@ -53,22 +53,47 @@ class Invariance:
     target: Target
     layers: tuple[LayerSpec, ...]  # without padding, and with it
     padded: tuple[LayerSpec, ...] = ()
-    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
     pieces: Pieces = field(default_factory=Pieces)
     # whose they are, and under which name; without pieces, and in pieces
     products: list[tuple[Any, str, Product, Product]] = field(default_factory=list)
     experts: Any = None  # transformers' choice of a kernel for them
 
-    def add(self, owner: Any, name: str, width: int) -> int:
-        """Puts the product that `owner` has under `name` in pieces; returns the width of its result."""
+    def add(self, owner: Any, name: str, width: int, by_row: bool = True) -> int:
+        """Puts the product that `owner` has under `name` in pieces; returns the width of its result.
+
+        `by_row` says whether it is of all rows of a forward, in their order.
+        """
         product, dtype, device = getattr(owner, name), self.target.dtype, self.target.device
         outputs: int = product(torch.zeros(1, width, dtype=dtype, device=device)).shape[1]
-        self.products.append((owner, name, product, self.pieces.of(product, outputs, width, dtype)))
+        of = self.pieces.by_row if by_row else self.pieces.of
+        self.products.append((owner, name, product, of(product, outputs, width, dtype)))
         return outputs
+
+    def add_mlp(self, block: Block, mlp: Gated) -> None:
+        """Where prompts of its products are apart, they run through all of it: its inner rows are wide."""
+        mine = {name: (whole, made) for owner, name, whole, made in self.products if owner is mlp}
+        rows = [made.rows for _, made in mine.values() if isinstance(made, InPieces)]
+        if len(rows) < len(mine) or not any(one.prompts_differ for one in rows):
+            return
+        prompt, sizes = Gated(mine["gate_up"][0], mine["down"][0], mlp.act), rows[0].in_prompts(rows[1])
+        if sizes:
+            self.products.append((block, "mlp", mlp, PromptsApart(mlp, prompt, sizes, self.pieces)))
+
+    @property
+    def prompts_apart(self) -> bool:
+        """Whether rows of prompts run in pieces of their own sizes."""
+        return any(isinstance(in_pieces, PromptsApart) for *_, in_pieces in self.products)
+
+    def context(self, prompts: Runs) -> AbstractContextManager[Any]:
+        """Of a forward with these rows of prompts."""
+        self.pieces.prompts = prompts
+        return self.mode
 
     def switch(self, on: bool) -> None:
         self.target.layers = self.padded if on else self.layers
-        self.target.context = self.context if on else nullcontext()
+        self.target.context = self.context if on else no_context
+        self.target.prompts_apart = on and self.prompts_apart
         for owner, name, whole, in_pieces in self.products:
             setattr(owner, name, in_pieces if on else whole)
         if self.experts is not None:  # one after the other; the other kernels depend on the rows of all
@@ -96,7 +121,8 @@ def decide(target: Target, setting: bool | None) -> None:
         target.invariance = f"no: {type(error).__name__} when it was tried"
         log.warning("batch_invariant: %s: %s", target.name, target.invariance)
     else:
-        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without"
+        note = "; prompts find no generated tokens in the prefix cache" if target.prompts_apart else ""
+        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without{note}"
 
 
 @torch.inference_mode()
@@ -141,12 +167,13 @@ def in_pieces(target: Target) -> Invariance:
         made.add(block.attention, "qkv", width)
         made.add(block.attention, "out", block.attention.heads * block.attention.head_dim)
         if isinstance(block.mlp, Gated):
-            both = made.add(block.mlp, "gate_up", width)
-            made.add(block.mlp, "down", both // 2)
+            both = made.add(block.mlp, "gate_up", width, by_row=False)
+            made.add(block.mlp, "down", both // 2, by_row=False)
+            made.add_mlp(block, block.mlp)
     if isinstance(loop, Loop):
-        made.add(loop, "head", width)
+        made.add(loop, "head", width, by_row=False)
     if not isinstance(loop, Loop) or any(not isinstance(block.mlp, Gated) for block in blocks):
-        made.context = InvariantProducts(made.pieces)
+        made.mode = InvariantProducts(made.pieces)
         made.experts = target.model.get_experts_implementation()
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculon.batch import Batch
+from speculon.batch import Batch, joined
 from speculon.errors import UnsupportedModel
 from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView
@@ -101,11 +101,13 @@ def run_pieces(
     states: StateStore | None = None,
     turn: int = 0,
     kept: list[int] | None = None,
+    prompt_len: int = 0,
 ) -> list[Tensor]:
     """One forward over pieces of sequences; the logits [rows, V] of each.
 
     Piece i has the slots 2 i and 2 i + 1 of `states`, of which it reads one in even turns, the other in odd
-    ones. What it writes are the states after all of its rows, or after the first `kept`.
+    ones. What it writes are the states after all of its rows, or after the first `kept`. Positions below
+    `prompt_len` are those of prompts.
     """
     spans: list[SpanView] = []
     row = 0
@@ -114,7 +116,13 @@ def run_pieces(
         row += end - start
     ids = torch.cat([sequence[start:end] for sequence, _, start, end in pieces])
     positions = torch.cat([torch.arange(start, end) for _, _, start, end in pieces]).to(target.device)
-    batch = Batch([], ids[None], positions[None], torch.arange(row, device=target.device))
+    prompts = [
+        (span.first, min(span.last, span.first + prompt_len - start))
+        for span, (_, _, start, _) in zip(spans, pieces, strict=True)
+        if start < prompt_len
+    ]
+    rows = torch.arange(row, device=target.device)
+    batch = Batch([], ids[None], positions[None], rows, joined(prompts))
     view = store.view_of(spans)
     if states is not None:
         old = turn % 2

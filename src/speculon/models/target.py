@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from speculon.batch import Batch
+from speculon.batch import Batch, Runs
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import ConfigError
 from speculon.kv.slots import PER_SEQUENCE
@@ -29,6 +29,10 @@ Run = Callable[[Batch, View, Taps | None], Tensor | None]  # logits [R, V]
 
 COPIES_OF_LOGITS = 6  # guess: logits, weights, noise and their intermediate results, all fp32
 STATES_OF_ROW = 8  # guess: residual, norms, attention input and output that exist at once
+
+
+def no_context(prompts: Runs) -> AbstractContextManager[Any]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class Target:
         self.run: Run = partial(stock_forward, model)
         self.taps: Taps | None = None
         self.fusion: Fusion | None = None
-        self.context: AbstractContextManager[Any] = nullcontext()  # of each forward
+        self.context: Callable[[Runs], AbstractContextManager[Any]] = no_context  # of each forward
+        self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
         self.count()
 
@@ -155,7 +160,7 @@ class Target:
         """Logits of `batch.score_rows`; K and V of all rows go to the pages of `view`."""
         start = time.perf_counter()
         assert (view.states is None) == (not self.mixers), "states for a model with mixers alone"
-        with self.context, stepping(view.states):
+        with self.context(batch.prompts if self.prompts_apart else ()), stepping(view.states):
             scores = self.run(batch, view, self.taps)
         logits = torch.empty(0, self.vocab_size, device=self.device) if scores is None else scores.float()
         if self.device.type == "cuda":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from speculon.batch import Batch
+from speculon.batch import Batch, Runs, joined
 from speculon.checkpoints.memory import model_needs
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Verdict
@@ -115,12 +115,21 @@ class DraftModel:
     ) -> Tensor:
         """Runs the pieces as one flat row; logits [R, V] of the `scored` rows."""
         positions = [position for _, start, end in pieces for position in range(start, end)]
-        batch = Batch.of(
-            [], [token for piece in ids for token in piece], positions, scored, self.model.device
-        )
+        tokens = [token for piece in ids for token in piece]
+        batch = Batch.of([], tokens, positions, scored, self.model.device, prompts_of(pieces))
         logits = self.model.forward(batch, lease.view(pieces)).logits
         mark(NAME, pieces)
         return logits
+
+
+def prompts_of(pieces: list[Piece]) -> Runs:
+    """The rows of pieces, end to end, that belong to prompts."""
+    runs, row = [], 0
+    for seq, start, end in pieces:
+        if start < seq.request.prompt_len:
+            runs.append((row, row + min(end, seq.request.prompt_len) - start))
+        row += end - start
+    return joined(runs)
 
 
 def load_draft(path: str, target: TargetFacts) -> Target:
