@@ -283,6 +283,7 @@ class Needs:
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
+    bytes_snapshot: int = 0  # of one snapshot of these states
     bytes_scratch: int = 0  # intermediate results of its largest forward
 
 

@@ -88,9 +88,14 @@ class Engine:
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
-        pages = budget.pages(drafters)
-        slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
-        prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
+        snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
+        slots = StateSlots(
+            config.max_num_seqs if target.recurrent else 0,
+            snapshots,
+            config.max_batch_tokens,
+            target.by_row,
+        )
+        prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
         self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
         store = PageStore(layers, pages, config.block_size, target.device)
         self.leases = Leases(self.pool, store, drafts, target.states(slots.count))

@@ -84,13 +84,18 @@ class Target:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it keeps states that no page has, so that prefixes are not found again."""
+        """Whether it keeps states that no page has: prefixes are found again where these have a snapshot."""
         return bool(self.mixers)
 
     @property
     def state_bytes(self) -> int:
-        """Of one slot of states; a sequence holds two."""
+        """Of one slot of states; a sequence holds two, a snapshot one."""
         return sum(spec.num_bytes for mixer in self.mixers for spec in mixer.specs)
+
+    @property
+    def by_row(self) -> int:
+        """Up to so many rows of a sequence that has a state, a mixer takes one by one."""
+        return max((mixer.by_row for mixer in self.mixers), default=0)
 
     def states(self, slots: int) -> StateStore | None:
         """A store for its recurrent states; None where it has none."""
@@ -147,6 +152,7 @@ class Target:
             bytes_fixed=self.num_bytes,
             bytes_scratch=scratch,
             bytes_states=PER_SEQUENCE * sequences * self.state_bytes,
+            bytes_snapshot=self.state_bytes,
         )
 
     @torch.inference_mode()
