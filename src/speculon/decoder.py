@@ -397,15 +397,15 @@ class SpeculativeDecoder:
         With `goes_on` the policy is to know it by the name it had, if it is the last step's.
         """
         engine, seq = self.engine, self._prepare(ids, params, prompt_len, k)
-        if goes_on:
-            seq = self._continued(seq)
+        seq = self._continued(seq) if goes_on else seq
         engine.pool.attach(seq)
         try:
-            most = self.config.max_batch_tokens
+            pool, most = engine.pool, self.config.max_batch_tokens
             # a drafter that reads states waits for them
-            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)
+            beside = 1 if engine.target.taps else min(most, pool.block_size)
             while seq.pending > beside:
-                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]))
+                rows = pool.chunk(seq, min(most, seq.pending - 1))
+                engine.round(Plan([Span(seq, seq.committed, rows)]))
             yield Span(seq, seq.committed, seq.pending)
         finally:
             engine.proposers.release(seq)

@@ -251,15 +251,13 @@ def test_compiled_steps_are_refused() -> None:
 
 def test_states_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
-    engine = make_engine(target, max_num_seqs=3)
+    engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=0)
     states = engine.leases._states
     assert states is not None
     held = sum(state.nbytes for layer in states.states for state in layer)
     assert engine.memory.states == held == 6 * target.state_bytes > 0
-    assert engine.memory.total == sum(
-        getattr(engine.memory, part)
-        for part in ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
-    )
+    parts = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
+    assert engine.memory.total == sum(getattr(engine.memory, part) for part in parts)
 
 
 def test_states_that_do_not_fit_name_the_number_of_sequences() -> None:
@@ -312,6 +310,6 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
         "bytes_per_sequence": 2 * target.state_bytes,
         "single_rows": {"JambaMambaMixer": None},
     }
-    assert any("no prefix cache" in note for note in facts["notes"])
+    assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder)]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.batch import Batch
+from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
 from speculon.core import Load, Verdict
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
+from speculon.engine.capabilities import capabilities_of
 from speculon.engine.drafting import Drafting
 from speculon.engine.events import Events
 from speculon.engine.messages import Ready
@@ -89,9 +91,14 @@ class Engine:
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
         layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
-        pages = budget.pages(drafters)
-        slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
-        prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
+        snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
+        slots = StateSlots(
+            config.max_num_seqs if target.recurrent else 0,
+            snapshots,
+            config.max_batch_tokens,
+            target.by_row,
+        )
+        prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
         self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
         store = PageStore(layers, pages, config.block_size, target.device)
         draft_states = {}
@@ -138,6 +145,10 @@ class Engine:
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
         )
+
+    def capabilities(self) -> dict[str, Capability]:
+        """What it does and what a request may ask of it, by feature, with the reasons."""
+        return capabilities_of(self)
 
     def add_request(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from speculon.capabilities import Capabilities
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.core import Load
 from speculon.errors import SpeculonError
@@ -57,6 +58,7 @@ class Ready:
     pages: int
     page_tokens: int
     method: str  # that drafts for a request which names none
+    capabilities: Capabilities = field(default_factory=dict, repr=False)
 
     @property
     def note(self) -> str:

@@ -45,7 +45,7 @@ class Scheduler:
         order = deque(sorted(self.running, key=lambda seq: seq.pending > 1))
         while order and budget:
             seq = order.popleft()
-            span = Span(seq, seq.committed, min(seq.pending, budget))
+            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
             missing = self.pool.missing(seq, span.end)
             while missing > self.pool.available - reserved:
                 victim = order.pop() if order else seq
@@ -66,7 +66,7 @@ class Scheduler:
             if not seq.stats.preemptions:  # what it finds when it comes back was its own
                 seq.stats.cached_tokens = found
             self.running.append(self.waiting.popleft())
-            span = Span(seq, seq.committed, min(seq.pending, budget))
+            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
             reserved += missing
             budget -= span.length
             spans.append(span)

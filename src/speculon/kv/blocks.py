@@ -69,18 +69,15 @@ class BlockPool:
     def attach(self, seq: Sequence) -> int:
         """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.
 
-        At least one token is left to compute, because its logits are needed.
+        At least one token is left to compute, because its logits are needed. Where there are recurrent
+        states, the prefix ends at a page that has a snapshot of these.
         """
         assert not seq.table and seq.committed == 0
-        content, size = ROOT, self.block_size
-        if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
-            for start in range(0, (len(seq.tokens) - 1) // size * size, size):
-                page = self._index.get(self._key_of(seq, start, content))
-                if page is None:
-                    break
-                content = self._content[page]
-                self._hold(page)
-                seq.table.append(page)
+        found, size = self._find(seq), self.block_size
+        seq.table = found[: self.slots.begin(seq, found, size)]
+        for page in seq.table:
+            self._hold(page)
+        content = self._content[seq.table[-1]] if seq.table else ROOT
         self._sealed[seq.id] = (len(seq.table), content)
         seq.committed = len(seq.table) * size
         held = [self._drafters.get(page, set()) for page in seq.table]
@@ -89,6 +86,30 @@ class BlockPool:
             seq.drafted[method] = size * next(lacking, len(held))
         self._claim(seq)
         return seq.committed
+
+    def _find(self, seq: Sequence) -> list[int]:
+        """The indexed pages of its first tokens, all but the last token at most."""
+        pages: list[int] = []
+        content, size = ROOT, self.block_size
+        if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
+            for start in range(0, (len(seq.tokens) - 1) // size * size, size):
+                page = self._index.get(self._key_of(seq, start, content))
+                if page is None:
+                    break
+                content = self._content[page]
+                pages.append(page)
+        return pages
+
+    def chunk(self, seq: Sequence, most: int) -> int:
+        """Rows of its next span, at most `most`.
+
+        With snapshots, a span that does not reach the last token ends at a page boundary if it can.
+        """
+        rows = min(seq.pending, most)
+        if rows < seq.pending and self.slots.snapshots:
+            aligned = (seq.committed + rows) // self.block_size * self.block_size - seq.committed
+            return aligned if aligned > 0 else rows
+        return rows
 
     def extend(self, seq: Sequence, end: int) -> None:
         """Takes the pages for positions below `end`; the caller has made sure that they are available."""
@@ -104,8 +125,7 @@ class BlockPool:
         keep = ceil_div(seq.committed, self.block_size)
         while len(seq.table) > keep:
             self._drop(seq.table.pop(), claimed_by=seq)
-        if not seq.committed:
-            self.slots.release(seq)
+        self.slots.trim(seq)
 
     def seal(self, seq: Sequence) -> None:
         """Indexes the full committed pages, so that a later prompt can find them."""
@@ -122,6 +142,7 @@ class BlockPool:
                 self._next_content += 1
             content = self._content[page]
             self._sealed[seq.id] = (i + 1, content)
+            self.slots.keep(seq, (i + 1) * self.block_size, page)
 
     def release(self, seq: Sequence) -> None:
         """Takes all pages from a sequence; it may be attached again later.
@@ -160,6 +181,7 @@ class BlockPool:
         assert len(taken) == self._num_taken
         assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
+        assert self.slots.pages <= set(self._key), "a snapshot without its page"
 
     def _key_of(self, seq: Sequence, start: int, content: int) -> Key:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
@@ -205,6 +227,7 @@ class BlockPool:
         page, _ = self._cached.popitem(last=False)
         del self._index[self._key.pop(page)], self._content[page]
         self._drafters.pop(page, None)
+        self.slots.forget(page)
         self._state[page] = FREE
         self._num_taken -= 1
         return page

@@ -14,9 +14,11 @@ from speculon.config import EngineConfig
 from speculon.core import Needs, ceil_div
 from speculon.errors import ConfigError
 
-PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")  # of an estimate
+# of an estimate
+PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
+SHARE_OF_SNAPSHOTS = 0.05  # guess: a few per sequence where states are large
 
 
 def free_memory(device: torch.device) -> int:
@@ -59,6 +61,7 @@ class MemoryEstimate:
     remembered: int  # earlier answers, with full pools
     pages: int  # K and V of target and drafters
     states: int  # recurrent states of all sequences
+    snapshots: int  # of these states, for later prompts
     additional: int  # set aside by the user
     limit: int
     policy: str
@@ -121,6 +124,7 @@ class Budget:
             remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
             states=self._states(drafters),
+            snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
             policy=settings.memory_policy,
@@ -139,11 +143,32 @@ class Budget:
         if count * config.block_size < SHORTEST:
             few = f"{count} pages of {config.block_size} tokens"
             raise ConfigError(f"{name}: {few} hold no request, which has at least {SHORTEST} tokens")
-        free = self._left(drafters)
+        free = self._left(drafters) - self._for_snapshots(drafters)
         if count * page_bytes > free:
             needed = f"the page pool needs {count * page_bytes} bytes, {free} are free"
             raise ConfigError(f"{name} = {getattr(config, name)}: {needed}")
         return count
+
+    def snapshots(self, drafters: list[Needs]) -> int:
+        """Snapshots of recurrent states. Raises `ConfigError` where given memory is too small or not free."""
+        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        needed = self._for_snapshots(drafters)
+        if given and each and self._config.prefix_cache:
+            if not needed:
+                raise ConfigError(f"snapshot_memory_gb = {given}: one snapshot takes {each} bytes")
+            if needed > (free := self._left(drafters)):
+                reason = f"the snapshots need {needed} bytes, {free} are free"
+                raise ConfigError(f"snapshot_memory_gb = {given}: {reason}")
+        return needed // each if each else 0
+
+    def _for_snapshots(self, drafters: list[Needs]) -> int:
+        """Bytes of whole snapshots, one for each page at most."""
+        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        if not each or not self._config.prefix_cache:
+            return 0
+        share = max(0, self._left(drafters)) * SHARE_OF_SNAPSHOTS
+        room = share if given is None else given * 2**30
+        return each * min(int(room // each), self._config.num_blocks or self._useful)
 
     def _count(self, drafters: list[Needs]) -> int:
         """`num_blocks`, or the pages of `max_num_seqs` full contexts within given or free memory."""
@@ -153,7 +178,7 @@ class Budget:
     def _for_pages(self, drafters: list[Needs]) -> int:
         if self._config.kv_memory_gb:
             return int(self._config.kv_memory_gb * 2**30)
-        return max(0, int(self._left(drafters) * SHARE_OF_FREE))
+        return max(0, int((self._left(drafters) - self._for_snapshots(drafters)) * SHARE_OF_FREE))
 
     def _states(self, drafters: list[Needs]) -> int:
         return sum(needs.bytes_states for needs in (self._target, *drafters))

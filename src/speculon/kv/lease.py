@@ -47,8 +47,17 @@ class Lease:
         return view
 
     def _state_span(self, span: Span) -> StateSpan:
-        held, drafted = self._pool.slots.of(span.seq), bool(span.draft.tokens)
-        return StateSpan(span.row, span.row + span.rows, held.committed, held.next, not span.start, drafted)
+        slots, drafted = self._pool.slots, bool(span.draft.tokens)
+        held, cut = slots.of(span.seq), None if drafted else slots.cut(span.seq, span.end)
+        return StateSpan(
+            span.row,
+            span.row + span.rows,
+            held.committed,
+            held.next,
+            fresh=not span.start,
+            drafted=drafted,
+            cut=cut and (cut[0] - span.start, cut[1]),
+        )
 
     def of(self, first_layer: int, method: str = "") -> DraftLease:
         """The same claim as the drafter of a method sees it whose layers begin at `first_layer`."""
@@ -80,7 +89,7 @@ class Lease:
         began = perf_counter()
         kept = [end - span.start for span, end in zip(self._spans, ends, strict=True)]
         for i, (span, verdict) in enumerate(zip(self._spans, verdicts, strict=True)):
-            if verdict.finish:  # nobody reads its state again
+            if verdict.finish and ends[i] % self._pool.block_size:  # nobody reads its state again
                 kept[i] = span.rows
         if self._step.keep(kept):
             self.repair_ms = (perf_counter() - began) * 1e3

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,10 +68,18 @@ class StateSpan:
     write: int
     fresh: bool = False  # whether it begins its sequence, so that there is no state to read
     drafted: bool = False
+    cut: tuple[int, int] | None = None  # (rows, slot): the state after so many rows goes to this slot, too
 
     @property
     def rows(self) -> int:
         return self.last - self.first
+
+    def split(self) -> tuple[StateSpan, StateSpan]:
+        """Its rows before and after the cut."""
+        assert self.cut is not None and 0 < self.cut[0] < self.rows and not self.drafted, self
+        (rows, slot), uncut = self.cut, replace(self, cut=None)
+        before = replace(uncut, last=self.first + rows, write=slot)
+        return before, replace(uncut, first=before.last, read=slot, fresh=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,11 @@ class Group:
     read: Tensor  # [B]
     write: Tensor  # [B]
     first: bool = False  # whether these are the first rows of the batch, in order
+
+    @property
+    def drafted(self) -> bool:
+        """Whether rows of it may be rejected."""
+        return any(span.drafted for span in self.spans)
 
 
 @dataclass(slots=True)
@@ -120,13 +133,18 @@ class StateStep:
         return found
 
     def groups(self, ragged: int) -> list[Group]:
-        """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together."""
+        """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together.
+
+        The rows before a cut are a group's, and come first.
+        """
         if ragged not in self.memo:
-            sorts: defaultdict[tuple[bool, int], list[StateSpan]] = defaultdict(list)
-            for span in self.spans:
+            sorts: defaultdict[tuple[bool, bool, int], list[StateSpan]] = defaultdict(list)
+            pieces = [span.split() if span.cut else (None, span) for span in self.spans]
+            before = [(False, span) for span, _ in pieces if span is not None]
+            for last, span in [*before, *((True, span) for _, span in pieces)]:
                 together = not span.fresh and span.rows <= ragged
-                sorts[span.fresh, 0 if together else span.rows].append(span)
-            self.memo[ragged] = [self._group(fresh, spans) for (fresh, _), spans in sorts.items()]
+                sorts[last, span.fresh, 0 if together else span.rows].append(span)
+            self.memo[ragged] = [self._group(fresh, spans) for (_, fresh, _), spans in sorts.items()]
         found: list[Group] = self.memo[ragged]
         return found
 

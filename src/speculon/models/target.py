@@ -84,7 +84,7 @@ class Target:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it keeps states that no page has, so that prefixes are not found again."""
+        """Whether it keeps states that no page has: prefixes are found again where these have a snapshot."""
         return bool(self.mixers)
 
     @property
@@ -94,8 +94,13 @@ class Target:
 
     @property
     def state_bytes(self) -> int:
-        """Of one slot of states; a sequence holds two."""
+        """Of one slot of states; a sequence holds two, a snapshot one."""
         return slot_bytes(self.state_specs)
+
+    @property
+    def by_row(self) -> int:
+        """Up to so many rows of a sequence that has a state, a mixer takes one by one."""
+        return max((mixer.by_row for mixer in self.mixers), default=0)
 
     def states(self, slots: int) -> StateStore | None:
         """A store for its recurrent states; None where it has none."""
@@ -154,6 +159,7 @@ class Target:
             bytes_scratch=scratch,
             bytes_states=PER_SEQUENCE * sequences * self.state_bytes,
             states=self.state_specs,
+            bytes_snapshot=self.state_bytes,
         )
 
     @torch.inference_mode()

@@ -48,6 +48,7 @@ class Proposers:
         # of these; to ask a protocol each time takes as long as a lookup
         self._extending: dict[str, Extending] = {}
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
+        self.refusals: dict[str, str] = {}  # of those that did not fit into memory: the estimate
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, dict[str, None]] = defaultdict(dict)  # sequence id -> methods that know it
         self._closed = False
@@ -229,6 +230,8 @@ class Proposers:
         memory = self._estimate_memory([*self.needs, proposer.needs])
         if memory.action == "refuse":
             raise MemoryExceeded(method, memory)
+        if memory.action == "plain":
+            self.refusals[method] = str(memory)
         log.log(logging.INFO if memory.fits else logging.WARNING, "%s: %s", method, memory)
         return memory.action == "use"
 
