@@ -40,6 +40,7 @@ class Admission:
         pool: BlockPool,
         target: Target,
         max_context: int,
+        rows: int,
     ):
         self._config, self._proposers, self._grammars, self._tokenizer = (
             config,
@@ -47,7 +48,7 @@ class Admission:
             grammars,
             tokenizer,
         )
-        self._pool, self._max_context = pool, max_context
+        self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._ids = itertools.count()
 
@@ -68,6 +69,7 @@ class Admission:
             max_context=self._max_context,
             pages=self._pool.num_blocks,
             block_size=self._pool.block_size,
+            most=self._pool.most(self._max_context, self._rows),
             written=written,
         )
         if self._tokenizer is None:
@@ -240,11 +242,13 @@ def check_request(
     max_context: int,
     pages: int,
     block_size: int,
+    most: int | None = None,
     written: Seq[int] = (),
 ) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold.
 
-    `written` is output so far.
+    A sequence of any length holds at most `most` pages at once (None: those of all its tokens). `written` is
+    output so far.
     """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
@@ -254,8 +258,10 @@ def check_request(
     max_len = max_length(len(prompt), params.max_tokens, max_context)
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens")
-    if ceil_div(max_len, block_size) > pages:
-        needed = ceil_div(max_len, block_size)
+    needed = ceil_div(max_len, block_size)
+    if most is not None:
+        needed = min(needed, most)
+    if needed > pages:
         raise NeverFits(f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         wrong = next((t for t in ids if not 0 <= t < vocab_size), None)

@@ -14,7 +14,7 @@ import torch
 from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Load, Verdict
+from speculon.core import Load, Verdict, joint_reach
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.drafting import Drafting
@@ -85,18 +85,25 @@ class Engine:
         drafters = self.proposers.needs
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
-        layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
+        own = tuple(layer for needs in drafters for layer in needs.layers)
         pages = budget.pages(drafters)
         slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
         prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
-        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots)
-        store = PageStore(layers, pages, config.block_size, target.device)
+        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, joint_reach(target.layers, own))
+        store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
         self.leases = Leases(self.pool, store, drafts, target.states(slots.count))
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.admission = Admission(
-            config.speculation, self.proposers, self.grammars, tokenizer, self.pool, target, self.max_context
+            config.speculation,
+            self.proposers,
+            self.grammars,
+            tokenizer,
+            self.pool,
+            target,
+            self.max_context,
+            config.max_batch_tokens,
         )
         self.counters = EngineCounters()
         self.events = Events.of(
@@ -130,6 +137,8 @@ class Engine:
             pages=self.pool.num_blocks,
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
+            holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
+            <= self.pool.num_blocks,
         )
 
     def add_request(
