@@ -332,7 +332,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[LayerSpec] = ()) -> int | None:
-    """Positions before the committed ones that a row of any of these layers may read; None: all.
+    """Positions before the committed ones that a row of any of these layers may read; None: all, or no
+    layer is in pages, which then only count tokens.
 
     A drafter reads the accepted drafts of a round in the next one.
     """
@@ -342,7 +343,7 @@ def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[LayerSpec] = ())
         if reach is None:
             return None
         most = max(most, reach + lag)
-    return most
+    return most or None
 
 
 def most_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
