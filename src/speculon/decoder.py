@@ -22,7 +22,7 @@ from speculon.core import Draft, Verdict
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.errors import ConfigError, InvalidParameter, NeverFits
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
@@ -218,7 +218,8 @@ class SpeculativeDecoder:
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
             with self.engine.leases.reserve(Plan.alone(span), [k]) as lease:
-                assert lease.granted == [k], "no other sequence holds pages"
+                if lease.granted != [k]:  # the pages of a window may be all that there are
+                    raise NeverFits(f"{k} drafts after {len(span.seq.tokens)} tokens: no pages for them")
                 span.draft = draft
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict

@@ -15,7 +15,7 @@ from speculon.batch import Batch
 from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Load, Verdict
+from speculon.core import Load, Verdict, joint_reach
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capabilities_of
@@ -90,27 +90,31 @@ class Engine:
         drafters = self.proposers.needs
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
-        layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
+        own = tuple(layer for needs in drafters for layer in needs.layers)
         snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
-        slots = StateSlots(
-            config.max_num_seqs if target.recurrent else 0,
-            snapshots,
-            config.max_batch_tokens,
-            target.by_row,
-        )
-        prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
-        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
-        store = PageStore(layers, pages, config.block_size, target.device)
+        reach = joint_reach(target.layers, own)
+        if self.proposers.needs_of_states:  # a draft's states may have to be read from the beginning again
+            reach = None
+        self.pool = pool_of(target, config, pages, snapshots, reach)
+        store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
         draft_states = {}
         for method, needs in self.proposers.needs_of_states.items():
-            own = self.pool.draft_slots[method] = DraftSlots(method, config.max_num_seqs, needs.spare_states)
-            draft_states[method] = StateStore(needs.states, own.count, target.device)
-        self.leases = Leases(self.pool, store, drafts, target.states(slots.count), draft_states)
+            its = self.pool.draft_slots[method] = DraftSlots(method, config.max_num_seqs, needs.spare_states)
+            draft_states[method] = StateStore(needs.states, its.count, target.device)
+        states = target.states(self.pool.slots.count)
+        self.leases = Leases(self.pool, store, drafts, states, draft_states)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.admission = Admission(
-            config.speculation, self.proposers, self.grammars, tokenizer, self.pool, target, self.max_context
+            config.speculation,
+            self.proposers,
+            self.grammars,
+            tokenizer,
+            self.pool,
+            target,
+            self.max_context,
+            config.max_batch_tokens,
         )
         self.counters = EngineCounters()
         self.events = Events.of(
@@ -144,6 +148,8 @@ class Engine:
             pages=self.pool.num_blocks,
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
+            holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
+            <= self.pool.num_blocks,
         )
 
     def capabilities(self) -> dict[str, Capability]:
@@ -325,3 +331,11 @@ class Engine:
 
     def _count_pools(self) -> None:
         self.counters.pools, self.counters.pool_tokens = self.proposers.remembered
+
+
+def pool_of(target: Target, config: EngineConfig, pages: int, snapshots: int, reach: int | None) -> BlockPool:
+    """The owner of so many pages, and of the slots and snapshots of recurrent states."""
+    sequences = config.max_num_seqs if target.recurrent else 0
+    slots = StateSlots(sequences, snapshots, config.max_batch_tokens, target.by_row)
+    prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
+    return BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart, reach)

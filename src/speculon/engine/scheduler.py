@@ -59,7 +59,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             found = self.pool.attach(seq)
-            missing = self.pool.missing(seq, len(seq.tokens))
+            missing = self.pool.most(len(seq.tokens), self.max_batch_tokens) - self.pool.held(seq)
             if missing > self.pool.available - reserved:
                 self.pool.release(seq)
                 break

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from speculon.core import ceil_div
+from speculon.core import ceil_div, most_pages
 from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.slots import StateSlots
-from speculon.sequence import Sequence
+from speculon.sequence import GONE, Sequence
 
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
@@ -28,6 +28,7 @@ class BlockPool:
     `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs;
     `draft_slots` has those of recurrent draft models, by method.
     With `prompts_apart` a prompt does not find pages of generated tokens: their bits may be others.
+    A row reads at most `reach` positions before it (None: all), so a sequence keeps no page before these.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class BlockPool:
         prefix_cache: bool = True,
         slots: StateSlots | None = None,
         prompts_apart: bool = False,
+        reach: int | None = None,
     ):
-        self.prompts_apart = prompts_apart
+        self.prompts_apart, self.reach = prompts_apart, reach
         self.slots = slots or StateSlots()
         self.draft_slots: dict[str, DraftSlots] = {}
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
@@ -66,6 +68,14 @@ class BlockPool:
         """Pages to take before positions below `end` can be written. Does not modify the pool."""
         return max(0, ceil_div(end, self.block_size) - len(seq.table))
 
+    def held(self, seq: Sequence) -> int:
+        """Pages that a sequence has now."""
+        return len(seq.table) - seq.released // self.block_size
+
+    def most(self, length: int, rows: int) -> int:
+        """The most pages of a sequence at once while it grows to `length` tokens by `rows` at most."""
+        return most_pages(length, rows, self.reach, self.block_size)
+
     def attach(self, seq: Sequence) -> int:
         """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.
 
@@ -84,6 +94,7 @@ class BlockPool:
         for method in held[0] if held else ():
             lacking = (i for i, methods in enumerate(held) if method not in methods)
             seq.drafted[method] = size * next(lacking, len(held))
+        self._release_unread(seq)
         self._claim(seq)
         return seq.committed
 
@@ -121,11 +132,18 @@ class BlockPool:
             seq.table.append(page)
 
     def trim(self, seq: Sequence) -> None:
-        """Gives back the pages beyond the committed tokens, last first; without any, the states too."""
+        """Gives back the pages beyond the committed tokens, last first, and those that no layer reads again;
+        without any tokens, the states too.
+        """
         keep = ceil_div(seq.committed, self.block_size)
         while len(seq.table) > keep:
-            self._drop(seq.table.pop(), claimed_by=seq)
+            if (page := seq.table.pop()) != GONE:
+                self._drop(page, claimed_by=seq)
         self.slots.trim(seq)
+        if not seq.committed:
+            seq.released = 0
+            seq.skipped.clear()
+        self._release_unread(seq)
 
     def seal(self, seq: Sequence) -> None:
         """Indexes the full committed pages, so that a later prompt can find them."""
@@ -152,10 +170,7 @@ class BlockPool:
         for slots in self.draft_slots.values():
             slots.release(seq)
             seq.drafted.pop(slots.method, None)
-        for method, done in seq.drafted.items():
-            for page in seq.table[: done // self.block_size]:
-                if page in self._key:
-                    self._drafters.setdefault(page, set()).add(method)
+        self._note_drafters(seq, len(seq.table))
         seq.committed = 0
         seq.drafted.clear()
         self._unclaim(seq)
@@ -172,7 +187,10 @@ class BlockPool:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
                 f"sequence {seq.id}: tokens without pages"
             )
-            for page in seq.table:
+            assert seq.released == self._unread(seq), f"sequence {seq.id}: {seq.released} tokens released"
+            gone = seq.released // self.block_size
+            assert seq.table[:gone] == [GONE] * gone, f"sequence {seq.id}: a page that no layer reads"
+            for page in seq.table[gone:]:
                 refs[page] += 1
         assert refs == self._refs, "page owners differ from the reference counts"
         taken = {page for page, state in enumerate(self._state) if state == TAKEN}
@@ -199,14 +217,38 @@ class BlockPool:
         self._state[page] = TAKEN
         self._num_taken += 1
 
-    def _drop(self, page: int, claimed_by: Sequence) -> None:
+    def _unread(self, seq: Sequence) -> int:
+        """Tokens of its first pages that no layer reads again: a commit is never taken back."""
+        before = 0 if self.reach is None else max(0, seq.committed - self.reach)
+        return before // self.block_size * self.block_size
+
+    def _release_unread(self, seq: Sequence) -> None:
+        """Gives back the pages of these tokens, last first; indexed ones stay cached."""
+        first, last = (tokens // self.block_size for tokens in (seq.released, self._unread(seq)))
+        if last <= first:
+            return
+        self._note_drafters(seq, last)
+        for i in reversed(range(first, last)):
+            self._drop(seq.table[i])
+            seq.table[i] = GONE
+        seq.released = last * self.block_size
+
+    def _note_drafters(self, seq: Sequence, pages: int) -> None:
+        """Remembers of its first pages which methods fill them; not of those that have left out tokens."""
+        first = seq.released // self.block_size
+        for method, done in seq.drafted.items():
+            for page in seq.table[first : min(pages, done // self.block_size)]:
+                if page in self._key and method not in seq.skipped:
+                    self._drafters.setdefault(page, set()).add(method)
+
+    def _drop(self, page: int, claimed_by: Sequence | None = None) -> None:
         self._refs[page] -= 1
         if self._refs[page]:
             return
         if page in self._key:
             self._cached[page] = None
             return
-        claim = self._claims.get(claimed_by.id, range(0))
+        claim = range(0) if claimed_by is None else self._claims.get(claimed_by.id, range(0))
         self._state[page] = CLAIMED if page in claim else FREE
         self._num_taken -= 1
 

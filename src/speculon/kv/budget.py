@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from speculon.config import EngineConfig
-from speculon.core import Needs, ceil_div
+from speculon.core import LayerSpec, Needs, joint_reach, most_pages
 from speculon.errors import ConfigError
 
 # of an estimate
@@ -95,9 +95,7 @@ class Budget:
     """The memory of one engine, measured when only its target is loaded."""
 
     def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
-        self._config, self._target = config, target
-        # pages that full contexts need
-        self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
+        self._config, self._target, self._max_context = config, target, max_context
         self._held = held_memory(device)
         self._free, answers = free_memory(device), self._for_answers()
         self._remembered = answers if device.type == "cpu" else 0  # they are always on the CPU
@@ -168,12 +166,22 @@ class Budget:
             return 0
         share = max(0, self._left(drafters)) * SHARE_OF_SNAPSHOTS
         room = share if given is None else given * 2**30
-        return each * min(int(room // each), self._config.num_blocks or self._useful)
+        return each * min(int(room // each), self._config.num_blocks or self._useful(drafters))
 
     def _count(self, drafters: list[Needs]) -> int:
-        """`num_blocks`, or the pages of `max_num_seqs` full contexts within given or free memory."""
+        """`num_blocks`, or what `max_num_seqs` full contexts need, within given or free memory."""
         set_count = self._config.num_blocks
-        return set_count or min(self._useful, self._for_pages(drafters) // self._page_bytes(drafters))
+        return set_count or min(
+            self._useful(drafters), self._for_pages(drafters) // self._page_bytes(drafters)
+        )
+
+    def _useful(self, drafters: list[Needs]) -> int:
+        """Pages of full contexts; of their windows alone, where no prefix cache keeps the others."""
+        config = self._config
+        stays = config.prefix_cache or any(needs.states for needs in drafters)
+        reach = None if stays else joint_reach(self._target.layers, self._layers(drafters))
+        each = most_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
+        return config.max_num_seqs * each
 
     def _for_pages(self, drafters: list[Needs]) -> int:
         if self._config.kv_memory_gb:
@@ -188,6 +196,9 @@ class Budget:
         return self._free - self._remembered - self._states(drafters) - weights
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
-        layers = [layer for needs in (self._target, *drafters) for layer in needs.layers]
         # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens
+        layers = (*self._target.layers, *self._layers(drafters))
         return max(1, self._config.block_size * sum(layer.bytes_per_token for layer in layers))
+
+    def _layers(self, drafters: list[Needs]) -> list[LayerSpec]:
+        return [layer for needs in drafters for layer in needs.layers]

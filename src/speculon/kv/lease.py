@@ -136,12 +136,13 @@ class DraftLease:
 
     def view(self, pieces: list[tuple[Sequence, int, int]], first: int = 0) -> View:
         """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions
-        below `first`.
+        below `first`, nor `first` ones after those that are released: the drafter may not have read them.
         """
         spans, row = [], 0
         for seq, start, end in pieces:
-            where, context = self.store.where(seq.table, end), end - first
-            spans.append(SpanView(row, row + end - start, tail_of(where, context), context))
+            hidden = seq.released + first
+            where, context = self.store.where_of(seq, end), end - hidden
+            spans.append(SpanView(row, row + end - start, tail_of(where, context), context, hidden))
             row += end - start
         view = self.store.view_of(spans, self.first_layer)
         if self.states is not None:
@@ -161,7 +162,7 @@ class DraftLease:
     def taps(self, pieces: list[tuple[Sequence, int, int]]) -> Tensor:  # [T, n * D]
         """What its first layer holds of the target's states at these positions."""
         states = self.store.k[self.first_layer].flatten(1)
-        found = [states[tail_of(self.store.where(seq.table, end), end - start)] for seq, start, end in pieces]
+        found = [states[tail_of(self.store.where_of(seq, end), end - start)] for seq, start, end in pieces]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -152,7 +152,7 @@ class Proposers:
             return {}, None
         seqs, ks = [spans[i].seq for i in able], [limits[i] for i in able]
         reads = method in self._first_layer
-        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs) if reads else 0
+        unread = sum(len(seq.tokens) - seq.begin(method) - 1 for seq in seqs) if reads else 0
 
         def propose() -> list[Draft]:
             for seq in seqs:
