@@ -297,6 +297,8 @@ class Needs:
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
+    states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
+    spare_states: int = 0  # of a draft model: slots beyond `kv.draft_slots.PER_SEQUENCE` for each sequence
     bytes_snapshot: int = 0  # of one snapshot of these states
     bytes_scratch: int = 0  # intermediate results of its largest forward
 

@@ -19,7 +19,7 @@ from speculon import SpeculativeDecoder
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, ModelError, UnsupportedModel
+from speculon.errors import ConfigError, UnsupportedModel
 from speculon.events import read
 from speculon.kv.budget import Budget
 from speculon.models import recurrent
@@ -212,12 +212,6 @@ def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
     return worst
 
 
-def test_a_recurrent_draft_model_is_refused_by_name() -> None:
-    draft = {"method": "draft_model", "draft": recurrent_model("mamba2"), "num_speculative_tokens": 4}
-    with pytest.raises(UnsupportedModel, match="Mamba2Mixer of layer 0 keeps a recurrent state"):
-        make_engine(recurrent_target("qwen3_next"), speculation=draft)
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
@@ -319,10 +313,3 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
     assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder)]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
-
-
-def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> None:
-    draft = folder_of("mamba", tmp_path / "mamba")
-    speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
-    with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
-        Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))

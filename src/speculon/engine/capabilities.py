@@ -317,7 +317,7 @@ def limits(engine: Engine) -> Rows:
     yield "limits.vocab_size", row("on", "ids for which the model has a logit", tokens=target.vocab_size)
     yield "limits.pool", row("on", pool_reason(engine), pages=pool.num_blocks, tokens=room(engine))
     yield "limits.page", row("on", "block_size", tokens=pool.block_size)
-    states = f"; states take {engine.memory.states} bytes" if target.recurrent else ""
+    states = f"; states take {engine.memory.states} bytes" if engine.memory.states else ""
     waits = f"max_num_seqs; others wait{states}"
     yield "limits.max_num_seqs", row("on", waits, sequences=config.max_num_seqs)
     chunks = "max_batch_tokens; longer prompts are computed in chunks"

@@ -28,8 +28,10 @@ from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
+from speculon.kv.states import StateStore
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
@@ -72,6 +74,7 @@ class Engine:
             tokenizer=tokenizer,
             rows=config.max_batch_tokens + drafts,
             scored=config.max_num_seqs + drafts,
+            sequences=config.max_num_seqs,
             fuse=config.fuse,
             compile=config.compile,
             batch_invariant=target.batch_invariant,
@@ -89,9 +92,17 @@ class Engine:
         target.capture(self.proposers.taps)
         own = tuple(layer for needs in drafters for layer in needs.layers)
         snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
-        self.pool = pool_of(target, config, pages, snapshots, joint_reach(target.layers, own))
+        reach = joint_reach(target.layers, own)
+        if self.proposers.needs_of_states:  # a draft's states may have to be read from the beginning again
+            reach = None
+        self.pool = pool_of(target, config, pages, snapshots, reach)
         store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
-        self.leases = Leases(self.pool, store, drafts, target.states(self.pool.slots.count))
+        draft_states = {}
+        for method, needs in self.proposers.needs_of_states.items():
+            its = self.pool.draft_slots[method] = DraftSlots(method, config.max_num_seqs, needs.spare_states)
+            draft_states[method] = StateStore(needs.states, its.count, target.device)
+        states = target.states(self.pool.slots.count)
+        self.leases = Leases(self.pool, store, drafts, states, draft_states)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from speculon.core import ceil_div, most_pages
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.slots import StateSlots
 from speculon.sequence import GONE, Sequence
 
@@ -24,7 +25,8 @@ Key = tuple[int, tuple[int, ...], int]  # content id before, tokens, those of a 
 class BlockPool:
     """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens.
 
-    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs.
+    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs;
+    `draft_slots` has those of recurrent draft models, by method.
     With `prompts_apart` a prompt does not find pages of generated tokens: their bits may be others.
     A row reads at most `reach` positions before it (None: all), so a sequence keeps no page before these.
     """
@@ -40,6 +42,7 @@ class BlockPool:
     ):
         self.prompts_apart, self.reach = prompts_apart, reach
         self.slots = slots or StateSlots()
+        self.draft_slots: dict[str, DraftSlots] = {}
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
         self._refs = [0] * num_blocks
@@ -162,8 +165,11 @@ class BlockPool:
     def release(self, seq: Sequence) -> None:
         """Takes all pages from a sequence; it may be attached again later.
 
-        What drafters have in them stays known.
+        What drafters have in them stays known, except of those with states, which go.
         """
+        for slots in self.draft_slots.values():
+            slots.release(seq)
+            seq.drafted.pop(slots.method, None)
         self._note_drafters(seq, len(seq.table))
         seq.committed = 0
         seq.drafted.clear()
@@ -175,6 +181,8 @@ class BlockPool:
         """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
         refs, live = [0] * self.num_blocks, list(live)
         self.slots.check_integrity(live)
+        for slots in self.draft_slots.values():
+            slots.check_integrity(live)
         for seq in live:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
                 f"sequence {seq.id}: tokens without pages"

@@ -121,7 +121,7 @@ class Budget:
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
-            states=self._target.bytes_states,
+            states=self._states(drafters),
             snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
@@ -132,7 +132,7 @@ class Budget:
         """Pages of the pool. Raises `ConfigError` where free or given memory is too small for them."""
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
-        if (states := self._target.bytes_states) and self._left(drafters) <= 0:
+        if (states := self._states(drafters)) and self._left(drafters) <= 0:
             reason = f"the recurrent states of so many sequences take {states} bytes, {self._free} are free"
             raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {reason}")
         if count < 1:
@@ -178,7 +178,8 @@ class Budget:
     def _useful(self, drafters: list[Needs]) -> int:
         """Pages of full contexts; of their windows alone, where no prefix cache keeps the others."""
         config = self._config
-        reach = None if config.prefix_cache else joint_reach(self._target.layers, self._layers(drafters))
+        stays = config.prefix_cache or any(needs.states for needs in drafters)
+        reach = None if stays else joint_reach(self._target.layers, self._layers(drafters))
         each = most_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
         return config.max_num_seqs * each
 
@@ -187,9 +188,12 @@ class Budget:
             return int(self._config.kv_memory_gb * 2**30)
         return max(0, int((self._left(drafters) - self._for_snapshots(drafters)) * SHARE_OF_FREE))
 
+    def _states(self, drafters: list[Needs]) -> int:
+        return sum(needs.bytes_states for needs in (self._target, *drafters))
+
     def _left(self, drafters: list[Needs]) -> int:
         weights = sum(needs.bytes_fixed for needs in drafters)
-        return self._free - self._remembered - self._target.bytes_states - weights
+        return self._free - self._remembered - self._states(drafters) - weights
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
         # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens

@@ -24,17 +24,19 @@ KEPT_BYTES = 256 << 20  # guess: of states after single rows, kept within a step
 
 
 class StateStore:
-    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected."""
+    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected; a
+    draft model's have none.
+    """
 
     def __init__(
         self,
         mixers: tuple[tuple[StateSpec, ...], ...],
         slots: int,
         device: torch.device | str,
-        restore: Callable[[StateStep, list[Rejected]], None],
+        restore: Callable[[StateStep, list[Rejected]], None] | None = None,
     ):
         self.device, self.restore = torch.device(device), restore
-        self.slot_bytes = sum(spec.num_bytes for specs in mixers for spec in specs)
+        self.slot_bytes = slot_bytes(mixers)
         # of each mixer: its states [slots, ...]
         self.states = [
             [torch.zeros(slots, *spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -49,6 +51,11 @@ class StateStore:
         """Puts a mixer's states into these slots [B]."""
         for state, new in zip(self.states[mixer], states, strict=True):
             state.index_copy_(0, slots, new.to(state.dtype))
+
+
+def slot_bytes(mixers: tuple[tuple[StateSpec, ...], ...]) -> int:
+    """Of the states of all mixers after one sequence."""
+    return sum(spec.num_bytes for specs in mixers for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,7 @@ class StateStep:
                 rejected.append(Rejected(span, rows, row))
             row += span.rows if span.drafted else 0
         if rejected:
+            assert self.store.restore is not None
             self.store.restore(self, rejected)
         return bool(rejected)
 
