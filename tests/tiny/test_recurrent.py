@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.events import read
 from speculon.kv.budget import Budget
-from speculon.models import recurrent
+from speculon.models import convolution, recurrent
 from speculon.models.load import wrap_model
 from speculon.proposers import registry
 from speculon.sequence import Plan
@@ -326,3 +327,23 @@ def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> Non
     speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
     with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
         Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))
+
+
+# the convolution of single rows
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_convolution_of_single_rows_is_exchanged(name: str) -> None:
+    """In every mixer with one, and in no file of transformers: the stock model keeps its own."""
+    for mixer in recurrent_target(name).mixers:
+        assert mixer.stock.__func__.__globals__[convolution.NAME] is convolution.update
+        assert vars(sys.modules[type(mixer.module).__module__])[convolution.NAME] is not convolution.update
+
+
+def test_another_convolution_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+    monkeypatch.setattr(convolution, "update", wrong)
+    for mixer in wrap_model(recurrent_model("falcon_h1")).mixers:
+        assert mixer.stock.__func__ is type(mixer.module).forward

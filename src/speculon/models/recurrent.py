@@ -20,7 +20,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from speculon.batch import as_tensor
 from speculon.core import StateSpec
 from speculon.errors import UnsupportedModel
-from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep
+from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep, StateStore
+from speculon.models.compare import EXACT
+from speculon.models.convolution import exchanged
 
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
@@ -29,6 +31,7 @@ CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
 ANY = 1 << 30
 CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
 TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 2  # rows, sequences and trials of what is timed
+LARGE = 16384  # bytes of a state: from here `index_copy_` took twice the time of single copies on a CPU
 SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch where states are large
 
 
@@ -69,7 +72,7 @@ class Mixer:
 
     def __post_init__(self) -> None:
         self.stock = self.module.forward
-        self.signature = inspect.signature(self.stock)
+        self.names = tuple(inspect.signature(self.stock).parameters)
 
     @property
     def where(self) -> str:
@@ -99,27 +102,25 @@ class Mixer:
         return (out, None) if self.tupled else out
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        bound = self.signature.bind(*args, **kwargs)
-        more = next((n for n, p in self.signature.parameters.items() if str(p).startswith("**")), "")
-        named = {**bound.arguments, **bound.arguments.get(more, {})}
-        named = {name: value for name, value in named.items() if name not in (more, self.argument)}
-        rows = next(v.shape[1] for v in named.values() if isinstance(v, Tensor))
-        by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, rows)}
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        named.pop(self.argument, None)
+        total = named[self.row].shape[1]
+        by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, total)}
         return Call(by_row, {k: v for k, v in named.items() if k not in by_row})
 
     def run(self, step: StateStep, call: Call) -> Tensor:  # [1, T, D]
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
-        total = next(iter(call.rows.values())).shape[1]
+        total = call.rows[self.row].shape[1]
         for group in step.groups(self.by_row):
             whole = group.first and len(group.rows) == total
             part = call if whole else call.take(group.rows)
-            old = [] if group.fresh else step.store.read(self.number, group.read)
+            old = self.read(step.store, group)
             kept = self.room_for(step, group)
             found, states = self.advance(part, group.lengths, old, kept)
             if kept:
                 step.kept[self.number] = kept
-            step.store.write(self.number, group.write, states)
+            self.write(step.store, group, old, states)
             if whole:
                 return found
             if out is None:
@@ -127,6 +128,29 @@ class Mixer:
             out.index_copy_(1, group.rows, found)
         assert out is not None
         return out
+
+    def read(self, store: StateStore, group: Group) -> list[Tensor]:  # [B, ...] each
+        """The states that a group continues, for a call to change; one sequence's are in its slot already."""
+        if group.fresh:
+            return []
+        if len(group.spans) > 1:
+            return store.read(self.number, group.read)
+        span, states = group.spans[0], store.states[self.number]
+        found = [state[span.write : span.write + 1] for state in states]
+        for new, state in zip(found, states, strict=True):
+            new.copy_(state[span.read : span.read + 1])
+        return found
+
+    def write(self, store: StateStore, group: Group, old: list[Tensor], states: list[Tensor]) -> None:
+        """Puts the states after a group into their slots, unless `old` are these and were changed there."""
+        for number, (state, new) in enumerate(zip(store.states[self.number], states, strict=True)):
+            if len(group.spans) == 1 and old and new is old[number]:
+                continue
+            if new[0].nbytes < LARGE or new.device.type != "cpu":
+                state.index_copy_(0, group.write, new.to(state.dtype))
+                continue
+            for span, one in zip(group.spans, new, strict=True):
+                state[span.write].copy_(one)
 
     def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
         """Where to keep the states after each row of a group; None where none is read, or there are many."""
@@ -149,18 +173,21 @@ class Mixer:
         self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
     ) -> tuple[Tensor, list[Tensor]]:
         """The same in one call for each row of the longest span; the spans come longest first."""
-        device = states[0].device
-        lengths_ = torch.tensor(lengths, device=device)
-        starts, out = lengths_.cumsum(0) - lengths_, None
+        lengths_ = torch.tensor(lengths, device=states[0].device)
+        starts, out, after = lengths_.cumsum(0) - lengths_, None, states
         for row in range(lengths[0]):
             count = sum(length > row for length in lengths)
             at = starts[:count] + row
-            now = [state[:count].clone() for state in states]
+            now = [state[:count] for state in after]
+            if kept is not None:
+                now = [state.clone() for state in now]
             found, after = self.ask(call.take(at).by_span(count), now)
             if kept is not None:
                 kept.append(after)
-            for state, new in zip(states, after, strict=True):
-                state[:count] = new
+            longer = sum(length > row + 1 for length in lengths)
+            for state, given, new in zip(states, now, after, strict=True):
+                if kept is not None or new is not given:  # else it was changed there
+                    state[longer:count] = new[longer:]
             out = found.new_empty(1, sum(lengths), found.shape[-1]) if out is None else out
             out.index_copy_(1, at, found.reshape(1, count, -1))
         assert out is not None
@@ -251,19 +278,39 @@ def decide(mixers: tuple[Mixer, ...]) -> None:
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
     known: dict[type[nn.Module], int] = {}
+    exchange: dict[type[nn.Module], bool] = {}
     for mixer in mixers:
         cls = type(mixer.module)
         if cls not in known:
-            known[cls] = faster_by_row(mixer) if exact_in_one_call(mixer) else ANY
+            exact = exact_in_one_call(mixer)
+            exchange[cls] = exchange_convolution(mixer)
+            known[cls] = faster_by_row(mixer) if exact else ANY
+        elif exchange[cls]:
+            mixer.stock = exchanged(mixer.module) or mixer.stock
         mixer.by_row = known[cls]
+
+
+@torch.inference_mode()
+def exchange_convolution(mixer: Mixer) -> bool:
+    """Gives a mixer the short convolution of single rows, if its outputs are the same with it."""
+    if (made := exchanged(mixer.module)) is None:
+        return False
+    rows = random_rows(mixer, 2, CUT + 3).to(next(mixer.module.parameters()))
+    stock, lengths = mixer.stock, (CUT, 1, 1, 1)
+    expected, mixer.stock = outputs(mixer, rows, lengths), made
+    try:
+        same = difference(outputs(mixer, rows, lengths), expected) <= EXACT
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        same = False
+    mixer.stock = made if same else stock
+    return same
 
 
 @torch.inference_mode()
 def faster_by_row(mixer: Mixer) -> int:
     """Up to how many rows of a few sequences row by row takes less time than one call."""
     weight = next(mixer.module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(SEQUENCES, max(TIMED), mixer.width, generator=generator).to(weight)
+    rows = random_rows(mixer, SEQUENCES, max(TIMED)).to(weight)
     _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
     found, began = 1, perf_counter()
     for n in TIMED:
@@ -294,7 +341,7 @@ def exact_in_one_call(mixer: Mixer) -> bool:
     """Whether one call of several rows continues the states exactly, in fp32. A single row must."""
     module = copy.deepcopy(mixer.module).float()
     trial, device = replace(mixer, module=module), next(module.parameters()).device
-    rows = torch.randn(2, LENGTH, mixer.width, generator=torch.Generator().manual_seed(0)).to(device)
+    rows = random_rows(mixer, 2, LENGTH).to(device)
     expected = outputs(trial, rows, (CUT, *[1] * (LENGTH - CUT)))
     # chunks add in another order, and decays of a long chunk lose digits; the logits are compared later
     if (error := difference(outputs(trial, rows, (LENGTH,)), expected)) > LOOSE:
@@ -306,6 +353,10 @@ def exact_in_one_call(mixer: Mixer) -> bool:
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return difference(found, expected) <= TOLERANCE
+
+
+def random_rows(mixer: Mixer, spans: int, rows: int) -> Tensor:  # [B, n, D]
+    return torch.randn(spans, rows, mixer.width, generator=torch.Generator().manual_seed(0))
 
 
 def outputs(
