@@ -23,6 +23,7 @@ from speculon.engine.engine import Engine
 from speculon.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.events import read
 from speculon.kv.budget import Budget
+from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
 from speculon.models.load import wrap_model
 from speculon.proposers import registry
@@ -99,6 +100,17 @@ def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
 def test_how_a_state_is_continued_is_measured(name: str) -> None:
     mixers = recurrent_target(name).mixers
     assert mixers and {mixer.continues for mixer in mixers} == {name not in ROW_BY_ROW}
+    assert {mixer.alone is not None and mixer.alone < recurrent.ANY for mixer in mixers} == {
+        name not in ROW_BY_ROW
+    }
+
+
+def test_one_sequence_has_a_limit_of_its_own() -> None:
+    mixer = replace(recurrent_target("mamba2").mixers[0], by_row=9, alone=3)
+    store = recurrent_target("mamba2").states(6)
+    assert store is not None
+    spans = [StateSpan(4 * i, 4 * i + 4, 2 * i, 2 * i + 1, fresh=i == 2) for i in range(3)]
+    assert [mixer.limit(StateStep(store, part)) for part in (spans, spans[1:], spans[:1])] == [9, 3, 3]
 
 
 WAYS = {
@@ -115,6 +127,7 @@ def force(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "KEPT_BYTES", kept_bytes)
     for mixer in recurrent_target(name).mixers:
         monkeypatch.setattr(mixer, "by_row", by_row)
+        monkeypatch.setattr(mixer, "alone", None)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives fa
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
 ANY = 1 << 30
 CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
-TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 2  # rows, sequences and trials of what is timed
+TIMED, TRIALS = (2, 3, 5, 9, 17, 33), 2  # rows and trials of what is timed
+SEQUENCES = 8, 1  # a chunk's cost grows with their number, that of single rows hardly: two limits
 LARGE = 16384  # bytes of a state: from here `index_copy_` took twice the time of single copies on a CPU
 SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch where states are large
 
@@ -66,7 +67,8 @@ class Mixer:
     row: str  # the argument with a row per token
     width: int  # D of these rows
     number: int = 0  # among the mixers of its model
-    by_row: int = ANY  # up to so many rows of a sequence that has a state are one call each
+    by_row: int = ANY  # up to so many rows of sequences that have a state are one call each
+    alone: int | None = None  # the same where one sequence has a state; None: no other number
     tupled: bool = False  # whether it returns a tuple that begins with its output
     stock: Any = field(init=False)
 
@@ -112,12 +114,14 @@ class Mixer:
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
         total = call.rows[self.row].shape[1]
-        for group in step.groups(self.by_row):
+        limit = self.limit(step)
+        for group in step.groups(limit):
             whole = group.first and len(group.rows) == total
             part = call if whole else call.take(group.rows)
             old = self.read(step.store, group)
             kept = self.room_for(step, group)
-            found, states = self.advance(part, group.lengths, old, kept)
+            each = not group.fresh and 1 < group.lengths[0] <= limit
+            found, states = self.advance(part, group.lengths, old, kept, each)
             if kept:
                 step.kept[self.number] = kept
             self.write(step.store, group, old, states)
@@ -152,22 +156,32 @@ class Mixer:
             for span, one in zip(group.spans, new, strict=True):
                 state[span.write].copy_(one)
 
+    def limit(self, step: StateStep) -> int:
+        """Up to how many rows of a sequence that has a state are one call each in this step."""
+        single = sum(not span.fresh for span in step.spans) == 1
+        return self.alone if single and self.alone is not None else self.by_row
+
     def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
         """Where to keep the states after each row of a group; None where none is read, or there are many."""
         needed = group.drafted and not group.fresh and group.lengths[0] > 1
         return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
 
     def advance(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
+        self,
+        call: Call,
+        lengths: tuple[int, ...],
+        states: list[Tensor],
+        kept: list[list[Tensor]] | None,
+        each: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin.
 
-        States after single rows are added to `kept`, if given.
+        With `each`, rows are one call each, and states after them are added to `kept`, if given.
         """
-        if not states or lengths[0] == 1 or lengths[0] > self.by_row:
-            out, states = self.ask(call.by_span(len(lengths)), states)
-            return out.reshape(1, -1, out.shape[-1]), states
-        return self.row_by_row(call, lengths, states, kept)
+        if each:
+            return self.row_by_row(call, lengths, states, kept)
+        out, states = self.ask(call.by_span(len(lengths)), states)
+        return out.reshape(1, -1, out.shape[-1]), states
 
     def row_by_row(
         self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
@@ -218,9 +232,9 @@ def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
 
 def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
     """Writes the states after the accepted rows: those kept, else what these rows yield once more."""
-    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}
+    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}  # by limit, and whether states are kept
     for mixer in mixers:
-        key = mixer.by_row, mixer.number in step.kept
+        key = mixer.limit(step), mixer.number in step.kept
         if key not in plans:
             plans[key] = plan_of(step, rejected, *key)
         picks, again = plans[key]
@@ -242,13 +256,13 @@ class Pick:
 
 
 def plan_of(
-    step: StateStep, rejected: list[Rejected], by_row: int, kept: bool
+    step: StateStep, rejected: list[Rejected], limit: int, kept: bool
 ) -> tuple[list[Pick], StateStep]:
     """Which states are among those kept, and the rows that run again for the others."""
     places: dict[StateSpan, int] = {}
     if kept:
-        groups = step.groups(by_row)
-        group = next(g for g in groups if g.drafted and not g.fresh and g.spans[0].rows <= by_row)
+        groups = step.groups(limit)
+        group = next(g for g in groups if g.drafted and not g.fresh and g.spans[0].rows <= limit)
         places = {span: place for place, span in enumerate(group.spans)}
     by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
     again = []
@@ -277,17 +291,18 @@ def decide(mixers: tuple[Mixer, ...]) -> None:
 
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
-    known: dict[type[nn.Module], int] = {}
+    known: dict[type[nn.Module], tuple[int, int]] = {}
     exchange: dict[type[nn.Module], bool] = {}
     for mixer in mixers:
         cls = type(mixer.module)
         if cls not in known:
             exact = exact_in_one_call(mixer)
             exchange[cls] = exchange_convolution(mixer)
-            known[cls] = faster_by_row(mixer) if exact else ANY
+            several, one = (faster_by_row(mixer, n) if exact else ANY for n in SEQUENCES)
+            known[cls] = several, one
         elif exchange[cls]:
             mixer.stock = exchanged(mixer.module) or mixer.stock
-        mixer.by_row = known[cls]
+        mixer.by_row, mixer.alone = known[cls]
 
 
 @torch.inference_mode()
@@ -307,10 +322,10 @@ def exchange_convolution(mixer: Mixer) -> bool:
 
 
 @torch.inference_mode()
-def faster_by_row(mixer: Mixer) -> int:
-    """Up to how many rows of a few sequences row by row takes less time than one call."""
+def faster_by_row(mixer: Mixer, sequences: int) -> int:
+    """Up to how many rows of so many sequences row by row takes less time than one call."""
     weight = next(mixer.module.parameters())
-    rows = random_rows(mixer, SEQUENCES, max(TIMED)).to(weight)
+    rows = random_rows(mixer, sequences, max(TIMED)).to(weight)
     _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
     found, began = 1, perf_counter()
     for n in TIMED:
