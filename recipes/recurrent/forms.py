@@ -1,4 +1,4 @@
-"""Hybrids of 12 layers with random weights, in the form of published ones: width 256, fp32, about 15 M weights."""
+"""Hybrids of 12 layers with random weights, in the form of published ones: width 256, fp32."""
 
 from __future__ import annotations
 
