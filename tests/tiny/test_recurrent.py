@@ -25,7 +25,7 @@ from speculon.events import read
 from speculon.kv.budget import Budget
 from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
-from speculon.models.load import wrap_model
+from speculon.models.load import context_limit, wrap_model
 from speculon.proposers import registry
 from speculon.sequence import Plan
 from tests.tiny.checkpoint import byte_tokenizer
@@ -267,6 +267,18 @@ def test_what_else_keeps_states_is_refused_by_name(
 def test_compiled_steps_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="compile is not supported for recurrent models"):
         wrap_model(recurrent_model("mamba2"), compile=True)
+
+
+def test_a_model_without_a_context_length_takes_the_one_that_is_set() -> None:
+    model = build("mamba", **RECURRENT["mamba"][1], max_position_embeddings=None)
+    target = wrap_model(model)
+    assert target.max_context == 1 << 17 and "131072 is assumed, unless max_context" in target.notes[0]
+    for length in (64, 1 << 18):
+        target = wrap_model(model, max_context=length)
+        assert target.max_context == length and not any("assumed" in note for note in target.notes)
+    assert context_limit(model, attends=True)[0] == 4096
+    with pytest.raises(ConfigError, match="max_context = 129: .* reaches 128"):
+        wrap_model(recurrent_model("mamba"), max_context=129)
 
 
 def test_states_are_part_of_the_memory_estimate() -> None:
