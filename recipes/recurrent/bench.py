@@ -29,7 +29,7 @@ from speculon.models.load import wrap_model
 from speculon.models.target import Target
 
 PROMPT, COUNTS = 32, (1, 8)
-ACCEPTANCES, DRAFTS = (0.0, 0.5, 0.8, 1.0), 4
+ACCEPTANCES, DRAFTS = (0.0, 0.8, 1.0), 4
 GENERATE = "transformers' generate"
 SPLIT = ("propose", "forward", "verify", "repair")
 

@@ -25,6 +25,7 @@ from speculon.events import read
 from speculon.kv.budget import Budget
 from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
+from speculon.models.fuse import Fused
 from speculon.models.load import context_limit, wrap_model
 from speculon.proposers import registry
 from speculon.sequence import Plan
@@ -372,3 +373,18 @@ def test_another_convolution_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(convolution, "update", wrong)
     for mixer in wrap_model(recurrent_model("falcon_h1")).mixers:
         assert mixer.stock.__func__ is type(mixer.module).forward
+
+
+def test_norms_of_which_a_layer_reads_more_are_left() -> None:
+    """Nemotron-H's blocks read the dtype of a norm's weight."""
+    assert not any(isinstance(module, Fused) for module in recurrent_target("nemotron_h").model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_norms_outside_of_mixers_are_fused(name: str) -> None:
+    target = recurrent_target(name)
+    inside = {part for mixer in target.mixers for part in mixer.module.modules()}
+    fused = {module for module in target.model.modules() if isinstance(module, Fused)}
+    assert len(fused) > 2 * len(target.layers) and not fused & inside
+    plain = wrap_model(recurrent_model(name), fused=False)
+    assert not any(isinstance(module, Fused) for module in plain.model.modules())

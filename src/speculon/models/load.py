@@ -28,7 +28,7 @@ from speculon.errors import (
     UnsupportedModel,
 )
 from speculon.models import attention
-from speculon.models.fuse import fuse
+from speculon.models.fuse import fuse, fuse_norms
 from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
@@ -41,7 +41,7 @@ OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 # guesses, for a config without a limit: where keys and values take memory per token, and where nothing does
 DEFAULT_CONTEXT, WITHOUT_ATTENTION = 4096, 1 << 17
-RECURRENT = "it keeps a recurrent state: its layers are not fused"
+RECURRENT = "it keeps a recurrent state: its layers are not fused, except norms"
 
 Progress = Callable[[str], None]  # called with the name of each stage as it begins
 
@@ -141,7 +141,9 @@ def make_target(
         mixer.install()
     if fused and compile and mixers:
         raise UnsupportedModel(f"{name}: compile is not supported for recurrent models ({mixers[0].where})")
-    if fused and not mixers:
+    if fused and mixers:
+        fuse_norms(target)
+    elif fused:
         fuse(target, share=share, compile=compile)
     check_logits(target, expected)
     return target
