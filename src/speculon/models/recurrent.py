@@ -30,7 +30,7 @@ LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives fa
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
 ANY = 1 << 30
 CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
-TIMED, TRIALS = (2, 3, 5, 9, 17, 33), 2  # rows and trials of what is timed
+TIMED, TRIALS = (2, 3, 5, 9, 17, 33), 4  # rows and trials of what is timed
 SEQUENCES = 8, 1  # a chunk's cost grows with their number, that of single rows hardly: two limits
 LARGE = 16384  # bytes of a state: from here `index_copy_` took twice the time of single copies on a CPU
 SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch where states are large
@@ -329,8 +329,7 @@ def faster_by_row(mixer: Mixer, sequences: int) -> int:
     _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
     found, began = 1, perf_counter()
     for n in TIMED:
-        calls = ((n,), (1,) * n)
-        one, each = (fastest(mixer, rows[:, :n], lengths, states) for lengths in calls)
+        one, each = fastest(mixer, rows[:, :n], ((n,), (1,) * n), states)
         if CALLS_OF_ONE * one <= each:
             break
         found = n
@@ -339,16 +338,19 @@ def faster_by_row(mixer: Mixer, sequences: int) -> int:
     return found
 
 
-def fastest(mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor]) -> float:
-    """The least seconds of a few trials."""
-    times = []
+def fastest(
+    mixer: Mixer, rows: Tensor, ways: tuple[tuple[int, ...], ...], states: list[Tensor]
+) -> list[float]:
+    """The least seconds of each way to cut the rows, of a few trials in turns."""
+    times: list[list[float]] = [[] for _ in ways]
     for _ in range(TRIALS):
-        began = perf_counter()
-        outputs(mixer, rows, lengths, [state.clone() for state in states])
-        if rows.device.type == "cuda":
-            torch.cuda.synchronize(rows.device)
-        times.append(perf_counter() - began)
-    return min(times)
+        for lengths, found in zip(ways, times, strict=True):
+            began = perf_counter()
+            outputs(mixer, rows, lengths, [state.clone() for state in states])
+            if rows.device.type == "cuda":
+                torch.cuda.synchronize(rows.device)
+            found.append(perf_counter() - began)
+    return [min(found) for found in times]
 
 
 @torch.inference_mode()
