@@ -8,6 +8,7 @@ All sides of a comparison take turns in one process. Ratios are medians of the r
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class Case:
             "num_speculative_tokens": DRAFTS,
             "synthetic_acceptance": acceptance or 0.0,
         }
-        config = EngineConfig(num_blocks=count * 32, max_num_seqs=count, speculation=speculation)
+        config = EngineConfig(
+            num_blocks=count * 32, max_num_seqs=count, prefix_cache=False, speculation=speculation
+        )
         self.engine = Engine(target, None, config)
         self.run()  # the drafter learns the texts
         self.run()
@@ -136,9 +139,10 @@ def section(form: str, arguments: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield (
         f"{target.num_parameters / 1e6:.1f} M weights; {len(target.mixers)} of {len(target.layers)} layers "
-        f"are recurrent. States take {2 * target.state_bytes / 1e6:.2f} MB per sequence, in two slots. "
-        f"Up to {mixer.by_row} rows of several sequences, or {mixer.alone} of one, are one call each."
+        "are recurrent."
     )
+    yield f"States take {2 * target.state_bytes / 1e6:.2f} MB per sequence, in two slots."
+    yield f"Up to {mixer.by_row} rows of several sequences, or {mixer.alone} of one, are one call each."
     yield ""
     yield from speeds(model, target, arguments.tokens, arguments.repeats)
     for count in COUNTS:
@@ -161,11 +165,10 @@ def main() -> None:
     lines += [
         f"`python -m recipes.recurrent.bench --tokens {arguments.tokens} --repeats {arguments.repeats}`"
     ]
+    lines += [f"at {commit()}, {date.today()}, one thread of an {cpu_name()}."]
+    lines += [f"The load average was {os.getloadavg()[2]:.1f} at the start, of {os.cpu_count()} cores."]
     lines += [
-        f"at {commit()}, {date.today()}, one thread of an {cpu_name()}. Other programs ran beside it, so"
-    ]
-    lines += [
-        "compare within a table only: all of its cases take turns, and figures are medians of the turns."
+        "All cases of a table take turns, and figures are medians of the turns; compare within a table."
     ]
     lines += ["Weights are random; drafts are the true text with errors (method `synthetic`).", ""]
     for form in arguments.forms.split(","):
