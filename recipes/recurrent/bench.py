@@ -162,9 +162,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = ["# Recurrent hybrids", ""]
-    lines += [
-        f"`python -m recipes.recurrent.bench --tokens {arguments.tokens} --repeats {arguments.repeats}`"
-    ]
+    settings = f"--forms {arguments.forms} --tokens {arguments.tokens} --repeats {arguments.repeats}"
+    lines += [f"`python -m recipes.recurrent.bench {settings}`"]
     lines += [f"at {commit()}, {date.today()}, one thread of an {cpu_name()}."]
     lines += [f"The load average was {os.getloadavg()[2]:.1f} at the start, of {os.cpu_count()} cores."]
     lines += [
