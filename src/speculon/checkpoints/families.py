@@ -13,7 +13,8 @@ from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 
-EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+EAGLE3, DRAFT_MODEL, PARD = "eagle3", "draft_model", "pard"
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
@@ -121,6 +122,13 @@ def claims_eagle3(source: Source) -> bool:
     )
 
 
+def is_pard(source: Source) -> bool:
+    """A language model that drafts in one forward; encoders have a `mask_token_id`, too."""
+    return has_key("pard_token", "ptd_token_id")(source) or (
+        "spd_type" in source.config and "mask_token_id" in source.config
+    )
+
+
 UNSUPPORTED = (
     UnsupportedFamily(
         "P-EAGLE",
@@ -168,7 +176,6 @@ UNSUPPORTED = (
         any_of(has_type("mlp_speculator"), named("mlpspeculator")),
     ),
     UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
-    UnsupportedFamily("PARD", "a draft model that drafts all tokens in one pass", has_key("pard_token")),
     UnsupportedFamily(
         "Gemma 4 assistant",
         "reads its target's own keys and values",
@@ -215,7 +222,8 @@ def classify(folder: Path) -> Family:
     if claims_eagle3(source):
         raise missing_head(source)
     checkpoint = read_checkpoint(folder)
-    return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
+    method, summary = (PARD, "PARD ") if is_pard(source) else (DRAFT_MODEL, "")
+    return Family(folder, method, summary + model_summary(checkpoint), checkpoint=checkpoint)
 
 
 def read_eagle3_config(path: str | Path) -> Eagle3Config:

@@ -26,6 +26,7 @@ WORDS = {
     "attention": "attention",
     "rope": "RoPE",
     "taps": "taps",
+    "context": "context",
     "norms": "norms",
     "own": "of its own",
     "speculative_tokens": "drafts suggested",
@@ -67,6 +68,7 @@ def head_facts(config: Eagle3Config) -> Facts:
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
         "taps": config.describe_taps(),
+        "context": config.max_context,
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
