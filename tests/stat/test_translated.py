@@ -19,7 +19,7 @@ from tests.stat.toy import Case, V
 
 DRAFT_V = 5
 PARTNERS = {0: 3, 1: 0, 3: 4}  # target token 2 has none, nor have 1 and 2 of the draft model
-MAP = Translation(Overlap(PARTNERS, {}, 1, 0.75, 0.75), V, DRAFT_V, torch.device("cpu"))
+MAP = Translation(Overlap(PARTNERS, 1, 0.75, 0.75), V, DRAFT_V, torch.device("cpu"))
 
 
 @cache

@@ -18,7 +18,7 @@ from speculon.errors import ConfigError, ModelError, UnsupportedModel
 from speculon.proposers import pard, registry
 from speculon.proposers.chain import Piece, mark
 from speculon.proposers.pard import Pard
-from tests.tiny.conftest import VOCAB, tiny_target
+from tests.tiny.conftest import VOCAB, build, tiny_target
 from tests.tiny.language_drafts import (
     MASK,
     asking,
@@ -123,6 +123,13 @@ def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
     assert texts(results) == plain("greedy")
     assert any(result.stats.reasons[Reason.CONTEXT_LIMIT] for result in results.values())
     assert max(len(tokens) + len(rows) for tokens, rows in watch.blocks) == 40
+
+
+def test_a_model_in_memory() -> None:
+    model = build("llama", 1, vocab_size=VOCAB + 1, pard_token=MASK)
+    watch = watch_pard()
+    results = write(engine_of({"pard": model}), asking("greedy", 3, "pard")[:3])
+    assert texts(results) == some("greedy", results) and watch.blocks and not wrong_blocks(watch)
 
 
 # what a folder is

@@ -169,7 +169,7 @@ def test_columns_without_partner_are_never_drafted(home: Path) -> None:
 
 
 def test_ids_beyond_either_model_have_no_partner() -> None:
-    pairs = Overlap({0: 5, 1: 1, 9: 2}, {2: 7, 3: 0}, 1, 1.0, 1.0)
+    pairs = Overlap({0: 5, 1: 1, 9: 2}, 1, 1.0, 1.0, {2: 7, 3: 0}.get)
     translation = Translation(pairs, 4, 4, torch.device("cpu"))
     assert translation.read([0, 1, 2, 3]) == [1, 1, 1, 0]
     assert translation.logits(torch.arange(6.0)[None]).tolist() == [[NEVER, 1.0, NEVER, NEVER]]

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,11 @@ class Overlap:
     """Which tokens of a target a draft model with another tokenizer has."""
 
     partners: Mapping[int, int]  # target id -> draft id, one to one
-    endings: Mapping[int, int]  # of target ids without a partner: the draft id that spells most of their end
-    other: int  # the draft id of all the rest
+    other: int  # the draft id for what no draft token spells
     share: float  # of the target's tokens, those that have a partner; special ones do not count
     of_text: float  # the same of the tokens of a sample text
+    # target id without a partner -> the draft id that spells most of its end
+    find_ending: Callable[[int], int | None] = lambda token: None
 
     @classmethod
     def of(
@@ -98,19 +99,13 @@ class Overlap:
             for key, ids in target.by_key.items()
             for mine, theirs in zip(ids, draft.by_key.get(key, ()), strict=False)
         }
-        plain = [token for token, (special, _) in target.keys.items() if not special]
-        specials = target.size - len(target.keys) + len(plain)
-        share = sum(token in partners for token in plain) / max(1, specials)
+        special = {token for token, key in target.keys.items() if key[0]}
+        share = len(partners.keys() - special) / max(1, target.size - len(special))
         of_text = sum(token in partners for token in sample) / max(1, len(sample))
         for mine, theirs in roles:
             if mine is not None and theirs is not None and theirs not in partners.values():
                 partners.setdefault(mine, theirs)
-        endings = {
-            token: found
-            for token in plain
-            if token not in partners and (found := ending(target.keys[token][1], draft)) is not None
-        }
-        return cls(partners, endings, other, share, of_text)
+        return cls(partners, other, share, of_text, partial(ending, target, draft))
 
     def __str__(self) -> str:
         return (
@@ -120,7 +115,10 @@ class Overlap:
 
     def read_as(self, token: int) -> int:
         """The draft id for a target's token where the draft model reads it."""
-        return self.partners.get(token, self.endings.get(token, self.other))
+        found = self.partners.get(token)
+        if found is None:
+            found = self.find_ending(token)
+        return self.other if found is None else found
 
     def check(self, draft: str | Path, target: str | Path) -> Overlap:
         """Itself. Raises `WrongPair` where too few tokens have a partner."""
@@ -132,9 +130,10 @@ class Overlap:
         return self
 
 
-def ending(spelt: bytes, draft: Spelling) -> int | None:
-    """The draft token that spells the longest end of these bytes; None where none does."""
-    found = (draft.by_key.get((False, spelt[start:])) for start in range(len(spelt)))
+def ending(target: Spelling, draft: Spelling, token: int) -> int | None:
+    """The draft token that spells the longest end of a target's token; None where none does."""
+    special, spelt = target.keys.get(token, (True, b""))
+    found = (draft.by_key.get((False, spelt[start:])) for start in range(0 if special else len(spelt)))
     return next((ids[0] for ids in found if ids), None)
 
 
@@ -216,7 +215,10 @@ def strings_in(part: Any) -> Iterator[str]:
 
 def spell_byte_level(piece: str) -> bytes | None:
     alphabet = byte_alphabet()
-    return bytes([alphabet[char] for char in piece]) if all(char in alphabet for char in piece) else None
+    try:
+        return bytes([alphabet[char] for char in piece])
+    except KeyError:
+        return None
 
 
 def spell_sentencepiece(piece: str) -> bytes | None:
