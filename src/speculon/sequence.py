@@ -87,7 +87,7 @@ class Request:
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
-    acceptance: Literal["matching", "rejection"] = "matching"  # of drafts that carry q
+    acceptance: Literal["matching", "rejection", "block"] = "matching"  # of drafts that carry q
     shape: PromptShape = PromptShape()
     prediction: tuple[int, ...] = ()  # what the client expects the output to be
     pool: str | None = None  # of earlier answers; None: the answers to this prompt, "": none
@@ -95,6 +95,11 @@ class Request:
     prefix_cache: bool = (
         True  # whether its pages are found by later prompts, and it finds those of earlier ones
     )
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether a drawn draft carries its q."""
+        return self.acceptance != "matching"
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +121,8 @@ class Sequence:
     drafted: dict[str, int] = field(default_factory=dict)
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
     table: list[int] = field(default_factory=list)  # page numbers, in order
-    noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
+    # (stream, output position) -> [V], drawn ahead
+    noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -53,12 +53,12 @@ def test_a_sound_engine_passes(sound: Findings) -> None:
         min(
             matching.work.rounds,
             matching.work.accepted,
-            rejection.work.by_rejection,
+            rejection.work.by_q,
             rejection_control.work.planted,
         )
         > 0
     )
-    assert matching.work.by_rejection == null.work.rounds == matching.work.planted == 0
+    assert matching.work.by_q == null.work.rounds == matching.work.planted == 0
     assert matching.runs == (128, 64) and matching.cells == 5 == CheckPlan(**SMALL).cells
 
 
