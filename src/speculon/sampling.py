@@ -25,6 +25,9 @@ HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 # a temperature that rounds to 0 would make 0 / 0 of the best token
 SMALLEST = torch.finfo(torch.float32).tiny
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
+AHEAD_IN_ROUND = (
+    4  # of these for a stream of one round: guess, few drafts are longer, and the rest is never used
+)
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
 SHORT = 1 << 13  # guess: numbers
 MANY_ROWS = 64  # guess: rows; more of them are drawn in one call as they are
@@ -231,7 +234,8 @@ def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
     for row in rows:
         seq, at, stream = row.seq, row.position, row.stream
         if (stream, at) not in seq.noise:
-            drawn = draw_noise([(seq, position, stream) for position in range(at, at + ahead)], vocab, device)
+            positions = range(at, at + (min(ahead, AHEAD_IN_ROUND) if stream else ahead))
+            drawn = draw_noise([(seq, position, stream) for position in positions], vocab, device)
             # that of an earlier round is of no use any more
             kept = {place: noise for place, noise in seq.noise.items() if stream and not place[0]}
             seq.noise = kept | {(stream, position): noise for position, noise in enumerate(drawn, at)}

@@ -213,16 +213,27 @@ def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
 REJECTION = {"method": "draft_model", "acceptance": "rejection"}
 
 
-def sampled(**params: Any) -> list[Request]:
+def sampled(acceptance: str = "rejection", **params: Any) -> list[Request]:
     return [
         Request(
             list(range(3, 20 + i)),
             SamplingParams(max_tokens=30, ignore_eos=True, **params),
-            REJECTION,
+            {**REJECTION, "acceptance": acceptance},
             f"q{i}",
         )
         for i in range(6)
     ]
+
+
+def test_block_verification_accepts_everything_where_q_is_p() -> None:
+    """Each round draws its drafts from noise of its own, so the text is another one."""
+    use_draft(tiny_target("llama"))
+    requests = sampled("block", temperature=0.9, top_p=0.9, seed=4)
+    results = write(requests)
+    for result in results.values():
+        done = result.stats.speculation()
+        assert done is not None and done.rejected == 0 and done.drafted > 20
+    assert texts(results) != texts(write(sampled(temperature=0.9, top_p=0.9, seed=4)))
 
 
 def test_rejection_accepts_everything_where_q_is_p() -> None:
@@ -238,9 +249,10 @@ def test_rejection_accepts_everything_where_q_is_p() -> None:
     )
 
 
-def test_rejection_samples_another_output_but_the_same_one_each_time() -> None:
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rules_with_q_sample_another_output_but_the_same_one_each_time(acceptance: str) -> None:
     use_draft(tiny_target("llama", 1))
-    requests = sampled(temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
+    requests = sampled(acceptance, temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
     results = write(requests)
     again = write(requests[::-1])
     matched = write(
@@ -267,7 +279,7 @@ class Padded(NoisyModel):
 
 
 @pytest.mark.parametrize("more", [7, -3])
-@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
+@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
 def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
     use_draft(Padded(more))
     requests = [
@@ -280,10 +292,18 @@ def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "seed", "rejects"),
-    [(None, None, True), (None, 7, False), ("matching", None, False), ("rejection", 7, True)],
+    ("acceptance", "seed", "rule"),
+    [
+        (None, None, "block"),
+        ("auto", None, "block"),
+        (None, 7, "matching"),
+        ("matching", None, "matching"),
+        ("rejection", None, "rejection"),
+        ("rejection", 7, "rejection"),
+        ("block", 7, "block"),
+    ],
 )
-def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, rejects: bool) -> None:
+def test_who_is_judged_by_which_rule(acceptance: str | None, seed: int | None, rule: str) -> None:
     """By default those without a seed: with one, the text must not hang on the drafts."""
     use_draft(tiny_target("llama"))
     made = engine()
@@ -292,10 +312,13 @@ def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, re
         [5, 6, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=4), asked_for, "sampled"
     )
     made.add_request([5, 6, 7], SamplingParams(temperature=0.0, seed=seed, max_tokens=4), asked_for, "greedy")
-    assert {seq.request.id: seq.request.acceptance == "rejection" for seq in made.scheduler.waiting} == {
-        "sampled": rejects,
-        "greedy": False,
+    assert {seq.request.id: seq.request.acceptance for seq in made.scheduler.waiting} == {
+        "sampled": rule,
+        "greedy": "matching",
     }
+    assert all(
+        seq.request.needs_q == (seq.request.acceptance != "matching") for seq in made.scheduler.waiting
+    )
 
 
 def test_beyond_the_drafts_context_decoding_is_plain() -> None:
