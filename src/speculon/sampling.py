@@ -25,9 +25,7 @@ HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 # a temperature that rounds to 0 would make 0 / 0 of the best token
 SMALLEST = torch.finfo(torch.float32).tiny
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
-AHEAD_IN_ROUND = (
-    4  # of these for a stream of one round: guess, few drafts are longer, and the rest is never used
-)
+AHEAD_IN_ROUND = 4  # guess: of these for one round alone, since few drafts are longer
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
 SHORT = 1 << 13  # guess: numbers
 MANY_ROWS = 64  # guess: rows; more of them are drawn in one call as they are
@@ -228,7 +226,9 @@ def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
     text's stock.
     """
     ahead = min(AHEAD, STOCK // vocab)
-    if ahead < 2 or len(rows) > MANY_ROWS or any(row.stream % STREAMS for row in rows):
+    own = any(row.stream for row in rows)  # streams of a round, of which little is drawn ahead
+    enough = AHEAD_IN_ROUND if own else MANY_ROWS
+    if ahead < 2 or len(rows) > enough or any(row.stream % STREAMS for row in rows):
         return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
     found: list[Tensor] = []
     for row in rows:

@@ -53,11 +53,12 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     `draw` and `coin` replace the keyed noise in tests.
     """
     sampled = [span for span in batch.spans if span.samples]
-    with_q = {rule: [span for span in sampled if judged_by(span) == rule] for rule in WITH_Q}
-    outcomes = match([span for span in sampled if judged_by(span) == "matching"], logits, draw)
-    for rule, spans in with_q.items():
-        if spans:
-            outcomes |= WITH_Q[rule](spans, logits, draw, coin)
+    by_rule: dict[str, list[Span]] = {"matching": []}
+    for span in sampled:
+        by_rule.setdefault(judged_by(span), []).append(span)
+    outcomes = match(by_rule.pop("matching"), logits, draw)
+    for rule, spans in by_rule.items():
+        outcomes |= WITH_Q[rule](spans, logits, draw, coin)
     verdicts = [
         judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans
     ]
@@ -135,9 +136,10 @@ class Drafted:
 
     def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Outcomes:
         """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
+        last = [self.rows[begin + a] for begin, a in zip(self.first, accepted, strict=True)]
         ends = [
-            replace(self.rows[begin + a], stream=RESIDUAL if a < k else 0)
-            for begin, a, k in zip(self.first, accepted, self.lengths, strict=True)
+            replace(row, stream=RESIDUAL if len(row.prefix) < k or stream_of(row.seq) else 0)
+            for row, k in zip(last, self.lengths, strict=True)
         ]
         drawn = pick(weights.log(), ends, draw)
         return {

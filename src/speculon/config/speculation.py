@@ -100,7 +100,7 @@ class SpeculationConfig(Checked):
     )
     acceptance: Acceptance = Field(
         "auto",
-        description="test of sampled drafts: matching | rejection | block | auto (rejection without a seed)",
+        description="test of sampled drafts: matching | rejection | block | auto (block without a seed)",
     )
     chained_drafts: bool | None = Field(
         None,
