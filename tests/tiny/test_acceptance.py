@@ -100,7 +100,7 @@ def test_rules_with_q_sample_another_output_but_the_same_one_each_time(acceptanc
     ],
 )
 def test_who_is_judged_by_which_rule(acceptance: str | None, seed: int | None, rule: str) -> None:
-    """By default those without a seed: with one, the text must not hang on the drafts."""
+    """By default those without a seed: with one, the text must not depend on the drafts."""
     use_draft(tiny_target("llama"))
     made = engine()
     asked_for = {"acceptance": acceptance} if acceptance else None
@@ -123,20 +123,20 @@ def test_who_is_judged_by_which_rule(acceptance: str | None, seed: int | None, r
 def noise_drawn_twice(acceptance: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Places of noise that were read more than once while drafted texts were written."""
     seen: list[tuple[int, int, int]] = []
-    race, toss = sampling.exponential_race, verifying.toss
+    draw, toss = sampling.exponential_race, verifying.toss
 
     def note(rows: list[Row]) -> None:
         seen.extend((row.seq.id, row.position, row.stream) for row in rows)
 
-    def noted_race(logits: Tensor, rows: list[Row]) -> Tensor:
+    def noted_draw(logits: Tensor, rows: list[Row]) -> Tensor:
         note(rows)
-        return race(logits, rows)
+        return draw(logits, rows)
 
     def noted_toss(rows: list[Row], device: torch.device) -> Tensor:
         note(rows)
         return toss(rows, device)
 
-    monkeypatch.setattr(sampling, "exponential_race", noted_race)
+    monkeypatch.setattr(sampling, "exponential_race", noted_draw)
     monkeypatch.setattr(verifying, "toss", noted_toss)
     noisy_draft(error_rate=0.1)
     results = write(sampled(acceptance, temperature=1.0))

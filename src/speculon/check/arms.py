@@ -98,7 +98,7 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
             work.wrong += 1
             if chance.random() < share:
                 work.planted += 1
-                verdicts[i] = replace(verdict, tokens=(*verdict.tokens[:-1], wrong))
+                verdicts[i] = planted(span, verdict)
         return out, verdicts
 
     vars(engine)["ask_target"] = ask
@@ -106,6 +106,19 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
         yield work
     finally:
         del vars(engine)["ask_target"]
+
+
+def planted(span: Span, verdict: Verdict) -> Verdict:
+    """The verdict with the wrong draft in place of the round's last token.
+
+    Under block verification with all drafts behind it, up to a stop token: alone it is often as likely as
+    what replaced it, since the drafts behind it were the wrong ones.
+    """
+    draft, at = span.draft.tokens, verdict.accepted
+    last = at + 1
+    while judged_by(span) == "block" and draft[last:] and draft[last] not in span.seq.request.ending.stop_ids:
+        last += 1
+    return replace(verdict, tokens=draft[:last], accepted=last - 1)
 
 
 def wrong_draft(span: Span, verdict: Verdict) -> int | None:
