@@ -185,7 +185,7 @@ def check_parameter(engine: Engine, name: str, row: Capability) -> None:
 def is_changed(engine: Engine, name: str, value: Any) -> bool:
     """Whether speculation works otherwise for such a request."""
     plain, seq = resolved(engine), resolved(engine, **{name: value})
-    draws = judged(engine, name) > 0
+    draws = judged(engine, "block") > 0
     return (
         (draws and seq.request.acceptance != plain.request.acceptance)
         or seq.request.limits != plain.request.limits
