@@ -49,7 +49,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file["model"]["vocab"][names[5]], file["model"]["vocab"][names[6]] = 6, 5
     (other / "tokenizer.json").write_text(json.dumps(file))
     shutil.copytree(target, home / "twin", ignore=shutil.ignore_patterns("eagle"))
-    write_eagle3(home / "dflash", facts, "specforge", config={"dflash_config": {}})
+    write_eagle3(home / "dflash2", facts, "specforge", config={"architectures": ["DFlash2DraftModel"]})
     (home / "empty").mkdir()
     assert draft.is_dir()
     return home
@@ -68,7 +68,7 @@ def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
         "damaged": "no d2t says which",
         "other": "another tokenizer: the id of",
         "twin": "the target has",
-        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not supported",
+        "dflash2": "DFlash2 (drafts a block of tokens in one pass) is recognised, but not supported",
     }.items():
         assert why in lines[name] and "left out" in lines[name], name
     assert len(lines) == 9
@@ -112,8 +112,8 @@ def test_a_path_without_method_is_recognised(household: Path) -> None:
     assert drafts_of(target, None) is None
     assert drafts_of(Path("demo"), None) == "demo-draft"
     assert drafts_of(target, str(household / "nowhere")) == str(household / "nowhere")
-    with pytest.raises(UnsupportedModel, match="dflash: DFlash"):
-        drafts_of(target, str(household / "dflash"))
+    with pytest.raises(UnsupportedModel, match="dflash2: DFlash2"):
+        drafts_of(target, str(household / "dflash2"))
 
 
 def test_the_models_that_ship_find_each_other() -> None:
@@ -193,7 +193,7 @@ def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
 
 
 def test_inspect_names_what_is_not_supported(household: Path) -> None:
-    done = inspect(household / "dflash", "--json")
+    done = inspect(household / "dflash2", "--json")
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
-    assert "DFlash" in inspect(household / "dflash").stdout
+    assert "DFlash2" in inspect(household / "dflash2").stdout

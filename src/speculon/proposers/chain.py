@@ -23,10 +23,17 @@ Forward = Callable[[list[int], list[list[int]]], "Tensor"]
 
 
 def draft_chain(
-    method: str, seqs: list[Sequence], budgets: list[int], forward: Forward, min_confidence: float
+    method: str,
+    seqs: list[Sequence],
+    budgets: list[int],
+    forward: Forward,
+    min_confidence: float,
+    chances: Callable[[], list[float]] | None = None,
 ) -> list[Draft]:
     """A draft per sequence, one position after the other for all of them; it ends where the drafter is less
     sure than this.
+
+    It is as sure as its own probability of the token; or as `chances` says, of the latest call of `forward`.
     """
     drafts: list[list[int]] = [[] for _ in seqs]
     sure: list[list[float]] = [[] for _ in seqs]
@@ -40,8 +47,7 @@ def draft_chain(
         rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
         weights = weigh(logits, rows)
         tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
-        chosen = torch.tensor(tokens, device=logits.device)[:, None]
-        confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
+        confidence = chances() if chances is not None else shares(logits, tokens)
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
             drafts[i].append(token)
             sure[i].append(share)
@@ -53,6 +59,12 @@ def draft_chain(
         Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)
         for d, q, c, stop in zip(drafts, probs, sure, stops, strict=True)
     ]
+
+
+def shares(logits: Tensor, tokens: list[int]) -> list[float]:
+    """The probability of each row's token, from logits [B, V]."""
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    return (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
 
 
 def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:
