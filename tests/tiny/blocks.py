@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from speculon.core import Draft
 from speculon.kv.lease import DraftLease
 from speculon.proposers.dflash import NAME, DFlashDrafter
 from speculon.proposers.registry import register
+from speculon.sampling import Row, pick, weigh
 from speculon.sequence import Sequence
 from tests.tiny.conftest import VOCAB
 from tests.tiny.dflash_checkpoints import Drafter, make_drafter
@@ -92,10 +93,16 @@ def drafter_of(format: str = "z-lab", **variant: Any) -> Drafter:
 
 
 def wrong_blocks(
-    watch: Watch, drafter: Drafter, texts: Mapping[Key, list[int]], greedy: bool = True, atol: float = 1e-4
+    watch: Watch,
+    drafter: Drafter,
+    texts: Mapping[Key, list[int]],
+    greedy: bool = True,
+    seq: Sequence | None = None,
+    atol: float = 1e-4,
 ) -> list[str]:
-    """Blocks whose states, drafts or chances are not the formula's; `texts` are prompts with what was
-    written.
+    """Blocks whose states, drafts, chances or q are not the formula's; `texts` are prompts with output.
+
+    Drafts are compared where they are greedy, or drawn as `seq` says, which is at the end of its prompt.
     """
     model, wrong = deep_model(), []
     embed, lm_head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
@@ -108,14 +115,41 @@ def wrong_blocks(
             off = (made.states - states[skipped:]).abs().max().item()
             if not off < atol:
                 wrong.append(f"{key}: the block after {n} positions is off by {off:.1e}")
-            drafts, _, chances = reference_drafts(drafter, ids[n], states, lm_head)
-            k = len(made.draft.tokens)
-            if greedy and made.draft.tokens != tuple(drafts[:k]):
-                wrong.append(f"{key}: after {n} positions {made.draft.tokens}, not {drafts[:k]}")
-            elif greedy:
-                assert made.draft.confidence is not None
-                torch.testing.assert_close(list(made.draft.confidence), chances[:k], atol=1e-3, rtol=1e-3)
+            if greedy:
+                drawing = Choice(None if seq is None else replace(seq, tokens=ids[: n + 1]))
+                found = reference_drafts(drafter, ids[n], states, lm_head, drawing)
+                wrong += [
+                    f"{key}: after {n} positions {why}" for why in differences(made.draft, *found, drawing)
+                ]
     return wrong
+
+
+@dataclass
+class Choice:
+    """Chooses drafts greedily, or as a sequence's parameters and noise do; records q of each row."""
+
+    seq: Sequence | None
+    q: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, before: list[int]) -> int:
+        if self.seq is None:
+            return int(logits.argmax())
+        rows = [Row(self.seq, self.seq.request.rules, tuple(before))]
+        weights = weigh(logits[None], rows)
+        self.q.append(weights[0].softmax(-1))
+        return pick(weights, rows)[0]
+
+
+def differences(
+    draft: Draft, tokens: list[int], logits: list[Tensor], chances: list[float], drawing: Choice
+) -> Iterator[str]:
+    k = len(draft.tokens)
+    if draft.tokens != tuple(tokens[:k]):
+        yield f"{draft.tokens}, not {tokens[:k]}"
+    elif not torch.allclose(torch.tensor(draft.confidence), torch.tensor(chances[:k]), atol=1e-4):
+        yield f"chances {draft.confidence}, not {chances[:k]}"
+    elif draft.probs is not None and not torch.allclose(draft.probs, torch.stack(drawing.q[:k]), atol=1e-4):
+        yield "another q"
 
 
 def folder_of(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ to n - 1 and those of the block's own rows, in this order.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,19 @@ def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
     return F.linear(mixed, tensors[f"{at}o_proj.weight"], tensors.get(f"{at}o_proj.bias"))
 
 
+def greedy(logits: Tensor, before: list[int]) -> int:
+    return int(logits.argmax())
+
+
 def reference_drafts(
-    drafter: Drafter, anchor: int, states: Tensor, lm_head: Tensor
+    drafter: Drafter,
+    anchor: int,
+    states: Tensor,
+    lm_head: Tensor,
+    choose: Callable[[Tensor, list[int]], int] = greedy,
 ) -> tuple[list[int], list[Tensor], list[float]]:
-    """Greedy drafts of the rows that draft, with their logits [Vd] and chances; `states` [rows, H] are those
-    of the whole block.
+    """Drafts of the rows that draft, with their logits [V] and chances; `states` [rows, H] are those of the
+    whole block, and `choose` takes the logits of a row and the drafts before it.
     """
     tensors, rank = drafter.tensors, drafter.rank
     head, state = tensors.get("lm_head.weight", lm_head), torch.zeros(rank)
@@ -66,11 +75,15 @@ def reference_drafts(
             e = tensors["markov_head.markov_w1.weight"][before]
             latent, state = markov_latent(drafter, e, h, state)
             scores = scores + tensors["markov_head.markov_w2.weight"] @ latent
-        best = int(scores.argmax())
-        before = best + int(tensors["d2t"][best]) if "d2t" in tensors else best
+        if "d2t" in tensors:
+            whole = torch.full((drafter.vocab_size,), -math.inf)
+            for j, offset in enumerate(tensors["d2t"].tolist()):
+                whole[j + offset] = scores[j]
+            scores = whole
+        before = choose(scores, drafts)
         drafts.append(before)
         logits.append(scores)
-        chances.append(chance_of(drafter, h, e, scores))
+        chances.append(chance_of(drafter, h, e, float(scores.softmax(-1)[before])))
     return drafts, logits, chances
 
 
@@ -87,10 +100,10 @@ def markov_latent(drafter: Drafter, e: Tensor, h: Tensor, state: Tensor) -> tupl
     return e, state
 
 
-def chance_of(drafter: Drafter, h: Tensor, e: Tensor | None, scores: Tensor) -> float:
-    """What a confidence head says, else the probability of the best token."""
+def chance_of(drafter: Drafter, h: Tensor, e: Tensor | None, share: float) -> float:
+    """What a confidence head says, else the share of the draft's probability."""
     weight = drafter.tensors.get("confidence_head.proj.weight")
     if weight is None:
-        return float(scores.softmax(-1).max())
+        return share
     x = h if e is None or weight.shape[1] == len(h) else torch.cat([h, e])
     return float(torch.sigmoid(weight[0] @ x + drafter.tensors["confidence_head.proj.bias"][0]))
