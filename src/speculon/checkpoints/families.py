@@ -240,7 +240,8 @@ def read_dflash_config(path: str | Path) -> DFlashConfig:
 
 
 def another(family: Family, what: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but a {family.summary}'}")
+    found = f"a{'n' * family.summary.startswith('E')} {family.summary}"
+    return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but {found}'}")
 
 
 def missing_parts(source: Source, whose: str, needed: tuple[str, ...]) -> ModelError:
