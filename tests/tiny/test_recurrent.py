@@ -19,7 +19,7 @@ from speculon import SpeculativeDecoder
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, ModelError, UnsupportedModel
+from speculon.errors import ConfigError, UnsupportedModel
 from speculon.events import read
 from speculon.kv.budget import Budget
 from speculon.models import recurrent
@@ -212,12 +212,6 @@ def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
     return worst
 
 
-def test_a_recurrent_draft_model_is_refused_by_name() -> None:
-    draft = {"method": "draft_model", "draft": recurrent_model("mamba2"), "num_speculative_tokens": 4}
-    with pytest.raises(UnsupportedModel, match="Mamba2Mixer of layer 0 keeps a recurrent state"):
-        make_engine(recurrent_target("qwen3_next"), speculation=draft)
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
@@ -257,15 +251,13 @@ def test_compiled_steps_are_refused() -> None:
 
 def test_states_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
-    engine = make_engine(target, max_num_seqs=3)
+    engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=0)
     states = engine.leases._states
     assert states is not None
     held = sum(state.nbytes for layer in states.states for state in layer)
     assert engine.memory.states == held == 6 * target.state_bytes > 0
-    assert engine.memory.total == sum(
-        getattr(engine.memory, part)
-        for part in ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
-    )
+    parts = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
+    assert engine.memory.total == sum(getattr(engine.memory, part) for part in parts)
 
 
 def test_states_that_do_not_fit_name_the_number_of_sequences() -> None:
@@ -318,13 +310,6 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
         "bytes_per_sequence": 2 * target.state_bytes,
         "single_rows": {"JambaMambaMixer": None},
     }
-    assert any("no prefix cache" in note for note in facts["notes"])
+    assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder)]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
-
-
-def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> None:
-    draft = folder_of("mamba", tmp_path / "mamba")
-    speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
-    with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
-        Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))

@@ -40,7 +40,7 @@ from speculon.models.target import Target
 OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 DEFAULT_CONTEXT = 4096  # guess, for a config without a limit
-RECURRENT = "it keeps a recurrent state: no prefix cache, and its layers are not fused"
+RECURRENT = "it keeps a recurrent state: its layers are not fused"
 
 Progress = Callable[[str], None]  # called with the name of each stage as it begins
 

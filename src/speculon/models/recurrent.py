@@ -130,7 +130,7 @@ class Mixer:
 
     def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
         """Where to keep the states after each row of a group; None where none is read, or there are many."""
-        needed = step.drafted is not None and not group.fresh and group.lengths[0] > 1
+        needed = group.drafted and not group.fresh and group.lengths[0] > 1
         return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
 
     def advance(
@@ -220,7 +220,8 @@ def plan_of(
     """Which states are among those kept, and the rows that run again for the others."""
     places: dict[StateSpan, int] = {}
     if kept:
-        group = next(g for g in step.groups(by_row) if not g.fresh and g.spans[0].rows <= by_row)
+        groups = step.groups(by_row)
+        group = next(g for g in groups if g.drafted and not g.fresh and g.spans[0].rows <= by_row)
         places = {span: place for place, span in enumerate(group.spans)}
     by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
     again = []
