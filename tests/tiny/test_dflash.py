@@ -4,6 +4,7 @@ whatever happens to their pages.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,11 +17,13 @@ import torch
 from speculon.config import SamplingParams
 from speculon.models import dflash, dflash_load
 from speculon.models.dflash_heads import RecurrentMarkov
+from speculon.models.load import wrap_model
 from speculon.proposers import registry
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
-from tests.tiny.dflash_checkpoints import FORMATS, write_dflash
+from tests.tiny.conftest import build
+from tests.tiny.dflash_checkpoints import FORMATS, make_drafter, write_dflash
 from tests.tiny.forms import engine_of
-from tests.tiny.heads import deep_model, deep_target
+from tests.tiny.heads import DEPTH, deep_model, deep_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, texts_of, whole, write
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
@@ -203,6 +206,30 @@ def test_a_prefix_whose_writer_did_not_draft_is_read_from_its_states(tmp_path: P
     assert results["drafted", 0].stats.cached_tokens == 56
     text = [*first, *results["drafted", 0].tokens]
     assert not wrong_blocks(watch, drafter_of(**SPARK), {("drafted", 0): text})
+
+
+@pytest.mark.parametrize("format", ["z-lab", "speculators"])
+def test_pages_before_all_windows_are_released(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a target whose layers all have windows; no row of a block looks for what is gone."""
+    model = build("mistral", num_hidden_layers=DEPTH, sliding_window=5, max_position_embeddings=512)
+    shown = copy.deepcopy(model)
+    monkeypatch.setattr("tests.tiny.blocks.deep_model", lambda: model)
+    monkeypatch.setattr("tests.tiny.heads.observed", lambda: shown)
+    target = wrap_model(model, name="windows", share=False)
+    variant: dict[str, Any] = {"format": format, "windows": (6, 6), "markov": "vanilla"}
+    path = write_dflash(tmp_path, model.config, **variant)
+    prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=160, ignore_eos=True, **GREEDY)
+    few, texts = {"num_blocks": 30, "max_batch_tokens": 8, "max_num_seqs": 2}, list[list[int]]()
+    for speculation in (OFF, ask(5)):
+        watch = watch_blocks({("r", 0): texts[0]} if texts else None)
+        engine = make_engine(target, speculation=folder_of(path), **few)
+        engine.add_request(prompt, params, speculation, "r")
+        texts.append(drain(engine)["r", 0].tokens)
+    assert texts[0] == texts[1]
+    assert max(made.length for made in watch.rounds) > 30 * 4, "more than all pages hold"
+    assert not wrong_blocks(watch, make_drafter(model.config, **variant), {("r", 0): [*prompt, *texts[0]]})
 
 
 def test_no_row_of_a_block_enters_a_page(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ class BlockPlan:
 
 
 def block_view(lease: DraftLease, blocks: list[Block]) -> View:
-    """What blocks read: `context` of each span is n, its keys in pages. No row has a slot to be written."""
+    """What blocks read: `context` of each span are its keys in pages. No row has a slot to be written."""
     spans, row = [], 0
     for seq, n, rows in blocks:
-        spans.append(SpanView(row, row + rows, lease.store.where(seq.table, n), n))
+        where = lease.store.where_of(seq, n)
+        spans.append(SpanView(row, row + rows, where, n - seq.released, seq.released))
         row += rows
     return View(lease.store, slice(0, 0), spans, lease.first_layer)
 
