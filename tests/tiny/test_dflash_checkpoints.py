@@ -272,10 +272,10 @@ def test_the_memory_estimate_has_weights_and_pages(tmp_path: Path) -> None:
     [needs] = engine.proposers.needs
     weights = sum(tensor.nbytes for tensor in make_drafter(TARGET, **SPARK).tensors.values())
     assert needs.bytes_fixed == weights == engine.memory.drafters
-    assert [(spec.kind, spec.bytes_per_token, spec.window) for spec in needs.layers] == [
-        ("taps", 3 * 32 * 4, None),
-        ("attention", 2 * 2 * 8 * 4, 9),
-        ("attention", 2 * 2 * 8 * 4, None),
+    assert [(spec.v_dim, spec.bytes_per_token, spec.window) for spec in needs.layers] == [
+        (0, 3 * 32 * 4, None),
+        (8, 2 * 2 * 8 * 4, 9),
+        (8, 2 * 2 * 8 * 4, None),
     ]
     assert needs.bytes_scratch > 0
 

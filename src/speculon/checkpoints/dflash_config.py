@@ -9,6 +9,9 @@ from typing import Any, Literal
 from speculon.checkpoints.names import AUTHORS, DTYPE_NAMES
 from speculon.errors import WrongPair
 
+W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+GATE, JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
+
 MarkovType = Literal["vanilla", "gated", "rnn"]
 # Where a sliding window of W begins for the row at position p of a block whose anchor is at position n:
 # at p - W + 1, at p - W, or at n - W for all rows.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from speculon.checkpoints.dflash_config import DFlashConfig, MarkovType
+from speculon.checkpoints.dflash_config import GATE, JOINT, W1, W2, DFlashConfig, MarkovType
 from speculon.checkpoints.eagle3_shapes import note_mismatch
 from speculon.checkpoints.source import FIRST_Q, Shapes, Source
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
 
 CONTEXT_NORM = "hidden_norm.weight"
-W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-GATE, JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
 CONFIDENCE = "confidence_head.proj.weight"
 UNUSED = re.compile(r".*rotary_emb\.|verifier_|t2d$")
 KNOWN = re.compile(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from speculon.checkpoints.dflash_config import DFlashConfig
-from speculon.checkpoints.dflash_shapes import GATE, JOINT, W1
+from speculon.checkpoints.dflash_config import GATE, JOINT, W1, DFlashConfig
 from speculon.core import LayerSpec, Needs
 from speculon.errors import UnsupportedModel, WrongPair
 from speculon.models.block import Norm
