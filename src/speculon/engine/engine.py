@@ -15,7 +15,7 @@ from speculon.batch import Batch
 from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Load, Verdict, joint_reach
+from speculon.core import Load, Needs, Verdict, joint_reach
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
 from speculon.engine.capabilities import capabilities_of
@@ -97,10 +97,7 @@ class Engine:
             reach = None
         self.pool = pool_of(target, config, pages, snapshots, reach)
         store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
-        draft_states = {}
-        for method, needs in self.proposers.needs_of_states.items():
-            its = self.pool.draft_slots[method] = DraftSlots(method, config.max_num_seqs, needs.spare_states)
-            draft_states[method] = StateStore(needs.states, its.count, target.device)
+        draft_states = self._draft_states(self.proposers.needs_of_states)
         states = target.states(self.pool.slots.count)
         self.leases = Leases(self.pool, store, drafts, states, draft_states)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
@@ -124,6 +121,15 @@ class Engine:
         self._facts = facts
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
+
+    def _draft_states(self, of: dict[str, Needs]) -> dict[str, StateStore]:
+        """The states of drafters that have any, by method; their slots are the pool's."""
+        stores = {}
+        for method, needs in of.items():
+            its = DraftSlots(method, self.config.max_num_seqs, needs.spare_states)
+            self.pool.draft_slots[method] = its
+            stores[method] = StateStore(needs.states, its.count, self.target.device)
+        return stores
 
     @property
     def has_work(self) -> bool:
