@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
@@ -24,6 +25,7 @@ from speculon.errors import ConfigError, UnsupportedModel, WrongPair
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model
+from tests.tiny.dflash_checkpoints import write_dflash
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +199,25 @@ def test_inspect_names_what_is_not_supported(household: Path) -> None:
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
     assert "DFlash2" in inspect(household / "dflash2").stdout
+
+
+def test_a_block_drafter_is_found_inspected_and_used(household: Path, tmp_path: Path) -> None:
+    target, model = household / "target", AutoModelForCausalLM.from_pretrained(household / "target")
+    facts = SimpleNamespace(
+        hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
+    )
+    block = write_dflash(tmp_path / "block", facts, "deepspec", taps=(1, 3, 5), markov="gated")
+    assert drafts_of(target, str(block)) == {"dflash": str(block)}
+    assert search(f"auto:{tmp_path}", read_checkpoint(target)).drafts == {"dflash": str(block)}
+    shown = inspect(block, "--target", target).stdout
+    assert "DSpark drafter by DeepSpec" in shown and "after layers 1, 3, 5" in shown and "yes: " in shown
+    assert "8 rows, the anchor's row drafts, a gated Markov head of rank 6" in shown.replace("\n", " ")
+    decoder = SpeculativeDecoder(model, str(block), method="dflash", num_speculative_tokens=12)
+    assert len(decoder.draft([5, 6, 7]).tokens) == 8, "as many as the block has"
+    params = SamplingParams(temperature=0, max_tokens=12)
+    speculation = {"draft": str(block), "method": "dflash", "policy": "fixed"}
+    llm = LLM(str(target), warmup=False, speculation=speculation)
+    plain = LLM(str(target), warmup=False, speculation={"method": "off"}).generate("def add(", params)[0]
+    out = llm.generate("def add(", params)[0]
+    assert (out.text, out.token_ids) == (plain.text, plain.token_ids)
+    assert out.speculation is not None and out.speculation.by_source["dflash"]["drafted"] > 4
