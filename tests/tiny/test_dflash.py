@@ -116,18 +116,28 @@ def test_alone_every_length_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["matching", "rejection"])
-def test_drafts_are_drawn_with_the_noise_of_the_target(acceptance: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("markov", "number"),
+    [
+        pytest.param("rnn", 1, id="with a Markov head"),
+        pytest.param(None, 1, id="penalties"),
+        pytest.param(None, 4, id="all rows at once"),
+    ],
+)
+def test_drafts_are_drawn_with_the_noise_of_the_target(
+    markov: str | None, number: int, acceptance: str, tmp_path: Path
+) -> None:
     """Each draft is what the target's noise picks of the formula's logits; q is what it was picked from."""
-    variant = {"format": "speculators", "draft_vocab": 40, "markov": "rnn", "from_anchor": True}
+    variant = {"format": "speculators", "draft_vocab": 40, "markov": markov, "from_anchor": True}
     path = write_dflash(tmp_path, deep_model().config, **variant)
     watch = watch_blocks()
-    request = replace(requests_of("sampled")[1], speculation={**ask(6), "acceptance": acceptance})
+    request = replace(requests_of("sampled")[number], speculation={**ask(6), "acceptance": acceptance})
     engine = make_engine(deep_target(), speculation=folder_of(path))
     seqs = engine.admission.admit(request.id, request.prompt, request.params, request.speculation)
     engine.add_request(request.prompt, request.params, request.speculation, request.id)
-    text = [*request.prompt, *drain(engine)[request.id, 0].tokens]
+    text, prompt_len = [*request.prompt, *drain(engine)[request.id, 0].tokens], len(request.prompt)
     if acceptance == "matching":
-        assert text == whole("sampled")[request.id, 0]
+        assert texts_of(write((requests_of("sampled")[number],), {}, OFF))[request.id, 0] == text[prompt_len:]
         assert {made.draft.probs for made in watch.rounds} == {None}
     assert not wrong_blocks(watch, drafter_of(**variant), {(request.id, 0): text}, seq=seqs[0])
     assert len(watch.rounds) > 5
@@ -276,8 +286,11 @@ def test_beyond_its_context_there_is_no_draft(tmp_path: Path) -> None:
     assert results[request.id, 0].stats.reasons["context_limit"] > 5
 
 
-def test_a_draft_ends_below_the_confidence_that_is_asked_for(tmp_path: Path) -> None:
-    variant = {"format": "specforge", "markov": "vanilla", "confidence": "h and e"}
+@pytest.mark.parametrize(("markov", "reads"), [("vanilla", "h and e"), ("rnn", "h"), (None, "h")])
+def test_a_draft_ends_below_the_confidence_that_is_asked_for(
+    markov: str | None, reads: str, tmp_path: Path
+) -> None:
+    variant = {"format": "specforge", "markov": markov, "confidence": reads}
     path = write_dflash(tmp_path, deep_model().config, **variant)
     watch = watch_blocks()
     speculation = {**folder_of(path), "draft_min_confidence": 0.5}

@@ -112,6 +112,13 @@ class Drawing:
         memory = None if model.markov is None else model.markov.start(len(states))
         return cls(model, vocab_size, states, list(scores), memory, [])
 
+    def all_logits(self) -> tuple[Tensor, list[float] | None]:
+        """Those of all rows [sum of K, V], and what a confidence head says, where there is no Markov head."""
+        assert self.model.markov is None
+        confidence = self.model.confidence
+        chances = None if confidence is None else confidence(torch.cat(self.states), None).tolist()
+        return self.model.widened(torch.cat(self.scores), self.vocab_size), chances
+
     def logits(self, which: list[int], row: int, previous: list[int]) -> Tensor:  # [len(which), V]
         """Those of row `row` of some sequences, after these tokens; rows are asked for in rising order."""
         scores = torch.stack([self.scores[i][row] for i in which])

@@ -61,6 +61,42 @@ def draft_chain(
     ]
 
 
+def draft_at_once(
+    method: str,
+    seqs: list[Sequence],
+    budgets: list[int],
+    logits: Tensor,  # [sum of budgets, V]
+    min_confidence: float,
+    chances: list[float] | None = None,
+) -> list[Draft]:
+    """The same where no draft depends on those before it: all positions of all sequences in one call.
+
+    For sequences that are `independent`. `chances` replace the drafter's own probabilities.
+    """
+    # the tokens before a row count, and no more than that
+    rows = [
+        Row(seq, seq.request.rules, (0,) * i) for seq, k in zip(seqs, budgets, strict=True) for i in range(k)
+    ]
+    weights = weigh(logits, rows)
+    tokens = pick(weights, rows)
+    sure = chances if chances is not None else shares(logits, tokens)
+    drafts, start = [], 0
+    for seq, budget in zip(seqs, budgets, strict=True):
+        unsure = (i + 1 for i in range(budget - 1) if sure[start + i] < min_confidence)
+        end = start + next(unsure, budget)
+        stop = why_stop(end - start == budget, True, False)
+        q = weights[start:end].softmax(-1) if seq.request.acceptance == "rejection" else None
+        names = (method,) * (end - start)
+        drafts.append(Draft(tuple(tokens[start:end]), names, q, tuple(sure[start:end]), stop=stop))
+        start += budget
+    return drafts
+
+
+def independent(seq: Sequence) -> bool:
+    """Whether the sequence's own rules read no draft before a row: neither a grammar nor penalties."""
+    return seq.grammar is None and not seq.request.rules.adjusts
+
+
 def shares(logits: Tensor, tokens: list[int]) -> list[float]:
     """The probability of each row's token, from logits [B, V]."""
     chosen = torch.tensor(tokens, device=logits.device)[:, None]

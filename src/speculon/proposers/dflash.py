@@ -29,7 +29,7 @@ from speculon.models.dflash import DFlashModel, Drawing
 from speculon.models.dflash_attention import block_view
 from speculon.models.dflash_load import dflash_needs, load_dflash
 from speculon.proposers.base import States, TargetFacts
-from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ class DFlashDrafter:
             read(pieces)
         budgets = [min(k, self.config.max_drafts) for k in budgets]
         drawing = Drawing.of(self.model, self.vocab_size, self._blocks(seqs, budgets, lease.after(1)))
+        if self.model.markov is None and all(map(independent, seqs)):
+            logits, sure = drawing.all_logits()
+            return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence, sure)
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
             previous = [drafts[i][-1] if drafts[i] else seqs[i].tokens[-1] for i in which]
