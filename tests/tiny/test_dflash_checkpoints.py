@@ -65,7 +65,6 @@ def test_prefixes_of_names_are_ignored(prefix: str, tmp_path: Path) -> None:
     [
         pytest.param("z-lab", {}, False, id="dflash"),
         pytest.param("z-lab", {"sample_from_anchor": True}, True, id="dflash with the flag"),
-        pytest.param("z-lab", {"markov_rank": 6}, False, id="a Markov rank alone is no DSpark"),
         pytest.param("z-lab", {"num_anchors": 64}, True, id="DSpark under a name of dflash"),
         pytest.param("specforge", {}, True, id="dspark, nested"),
         pytest.param("deepspec", {}, True, id="dspark, flat, without a Markov head"),
@@ -80,6 +79,11 @@ def test_the_row_of_the_anchor_drafts_where_the_project_says_so(
     format: str, config: dict[str, Any], from_anchor: bool, tmp_path: Path
 ) -> None:
     assert read(tmp_path, format, config=config).sample_from_anchor == from_anchor
+
+
+def test_a_markov_head_alone_is_no_dspark(tmp_path: Path) -> None:
+    config = read(tmp_path, markov="vanilla", config={"markov_rank": 6})
+    assert (config.sample_from_anchor, config.markov) == (False, "vanilla")
 
 
 @pytest.mark.parametrize(("drafts", "from_anchor"), [(8, True), (7, False), (3, False)])
@@ -184,6 +188,12 @@ REFUSED: list[Any] = [
         ModelError,
         "is 'rnn', its tensors are gated",
         id="type",
+    ),
+    pytest.param(
+        {"format": "deepspec", "config": {"markov_rank": 6}},
+        MissingWeights,
+        "markov_rank = 6, but there is no tensor markov_head.markov_w1.weight",
+        id="no Markov head",
     ),
 ]
 

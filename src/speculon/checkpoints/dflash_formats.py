@@ -62,7 +62,7 @@ def read_dflash(source: Source) -> DFlashConfig:
     intermediate = source.shape("layers.0.mlp.gate_proj.weight")[0]
     tap_ids, after = read_taps(source)
     taps, target_hidden = tap_sizes(source, layers if tap_ids is None else len(tap_ids))
-    markov, rank = markov_of(source, setting(source, "markov_head_type"))
+    markov, rank = markov_of(source, setting(source, "markov_head_type"), setting(source, "markov_rank"))
     confidence, with_markov = confidence_of(source, hidden, rank)
     vocab, drafted = vocabularies(source, notes)
     windows, causal, start = read_attention(source, layers)

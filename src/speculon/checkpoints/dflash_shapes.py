@@ -83,9 +83,11 @@ def refuse_missing_matrices(config: DFlashConfig) -> None:
         raise MissingWeights(f"{config.path}: no embed_tokens.weight; the target's are {widths}")
 
 
-def markov_of(source: Source, configured: str | None) -> tuple[MarkovType | None, int]:
-    """Type and rank of its Markov head, by its tensors."""
+def markov_of(source: Source, configured: str | None, rank: int | None) -> tuple[MarkovType | None, int]:
+    """Type and rank of its Markov head, by its tensors. A rank without tensors is refused."""
     if not any(name.startswith("markov_head.") for name in source.shapes):
+        if rank:
+            raise MissingWeights(f"{source.folder}: markov_rank = {rank}, but there is no tensor {W1}")
         return None, 0
     found: MarkovType = "gated" if GATE in source.shapes else "rnn" if JOINT in source.shapes else "vanilla"
     if configured not in (None, found):
