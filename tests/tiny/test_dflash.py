@@ -24,7 +24,9 @@ from tests.tiny.conftest import build
 from tests.tiny.dflash_checkpoints import FORMATS, make_drafter, write_dflash
 from tests.tiny.forms import engine_of
 from tests.tiny.heads import DEPTH, deep_model, deep_target
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine
+from tests.tiny.recurrent import recurrent_model, recurrent_target
+from tests.tiny.recurrent import requests as recurrent_requests
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
 from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, texts_of, whole, write
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
@@ -240,6 +242,18 @@ def test_pages_before_all_windows_are_released(
     assert texts[0] == texts[1]
     assert max(made.length for made in watch.rounds) > 30 * 4, "more than all pages hold"
     assert not wrong_blocks(watch, make_drafter(model.config, **variant), {("r", 0): [*prompt, *texts[0]]})
+
+
+def test_a_recurrent_target_keeps_its_states(tmp_path: Path) -> None:
+    """States that the drafter reads lie in pages beside the target's own, which rejected drafts change."""
+    target, requests = recurrent_target("qwen3_5"), recurrent_requests()[:2]
+    truth = texts_of(run(target, [replace(request, speculation=OFF) for request in requests]))
+    watch_blocks(truth)
+    path = write_dflash(tmp_path, recurrent_model("qwen3_5").config, **SPARK | {"taps": (-1, 0, 1)})
+    drafted = [replace(request, speculation=ask(4)) for request in requests]
+    results = run(target, drafted, speculation=folder_of(path), max_batch_tokens=24)
+    assert texts_of(results) == truth
+    assert len(accepted_lengths(results)) > 3
 
 
 def test_no_row_of_a_block_enters_a_page(tmp_path: Path) -> None:
