@@ -15,7 +15,7 @@ from speculon.core import Draft
 from speculon.kv.lease import DraftLease
 from speculon.proposers.dflash import NAME, DFlashDrafter
 from speculon.proposers.registry import register
-from speculon.sampling import Row, pick, weigh
+from speculon.sampling import Row, pick, stream_of, weigh
 from speculon.sequence import Sequence
 from tests.tiny.conftest import VOCAB
 from tests.tiny.dflash_checkpoints import Drafter, make_drafter
@@ -134,7 +134,7 @@ class Choice:
     def __call__(self, logits: Tensor, before: list[int]) -> int:
         if self.seq is None:
             return int(logits.argmax())
-        rows = [Row(self.seq, self.seq.request.rules, tuple(before))]
+        rows = [Row(self.seq, self.seq.request.rules, tuple(before), stream_of(self.seq))]
         weights = weigh(logits[None], rows)
         self.q.append(weights[0].softmax(-1))
         return pick(weights, rows)[0]

@@ -117,7 +117,7 @@ def test_alone_every_length_is_accepted(tmp_path: Path) -> None:
     assert not wrong_blocks(watch, drafter_of(**SPARK), whole("greedy"))
 
 
-@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
+@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
 @pytest.mark.parametrize(
     ("markov", "number"),
     [

@@ -11,7 +11,7 @@ import torch
 
 from speculon.core import Draft, Stop
 from speculon.grammar import LookAheadMatchers
-from speculon.sampling import Row, pick, weigh
+from speculon.sampling import Row, pick, stream_of, weigh
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -44,14 +44,17 @@ def draft_chain(
     while active:
         logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
-        rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
+        rows = [
+            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), stream_of(seqs[i]), bans.get(i))
+            for i in active
+        ]
         weights = weigh(logits, rows)
-        tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
+        tokens = pick(weights, rows)  # with the target's noise where rows are matched: the two agree often
         confidence = chances() if chances is not None else shares(logits, tokens)
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
             drafts[i].append(token)
             sure[i].append(share)
-            if seqs[i].request.acceptance == "rejection":
+            if seqs[i].request.needs_q:
                 probs[i].append(weights[row].softmax(-1))
             stops[i] = why_stop(len(drafts[i]) == budgets[i], ahead.go_on(i, token), share >= min_confidence)
         active = [i for i in active if stops[i] is None]
@@ -75,7 +78,9 @@ def draft_at_once(
     """
     # the tokens before a row count, and no more than that
     rows = [
-        Row(seq, seq.request.rules, (0,) * i) for seq, k in zip(seqs, budgets, strict=True) for i in range(k)
+        Row(seq, seq.request.rules, (0,) * i, stream_of(seq))
+        for seq, k in zip(seqs, budgets, strict=True)
+        for i in range(k)
     ]
     weights = weigh(logits, rows)
     tokens = pick(weights, rows)
@@ -85,7 +90,7 @@ def draft_at_once(
         unsure = (i + 1 for i in range(budget - 1) if sure[start + i] < min_confidence)
         end = start + next(unsure, budget)
         stop = why_stop(end - start == budget, True, False)
-        q = weights[start:end].softmax(-1) if seq.request.acceptance == "rejection" else None
+        q = weights[start:end].softmax(-1) if seq.request.needs_q else None
         names = (method,) * (end - start)
         drafts.append(Draft(tuple(tokens[start:end]), names, q, tuple(sure[start:end]), stop=stop))
         start += budget
