@@ -182,7 +182,7 @@ def method(name: str, engine: Engine) -> Capability:
     if name in engine.admission.brings:
         return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
     what = "a lookup" if name in proposers.lookups((name,)) else "a model"
-    return row("on", what, drafts=config.most(), **most)
+    return row("on", what, drafts=proposers.most(name, config.most()), **most)
 
 
 def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
