@@ -13,6 +13,7 @@ import torch
 from speculon.checkpoints.spelling import Overlap
 from speculon.proposers.chain import draft_chain
 from speculon.proposers.translation import Translation
+from tests.stat.test_block import error as block_error
 from tests.stat.test_rejection import SAMPLED, error
 from tests.stat.test_verify import EXACT, VISIBLE, written
 from tests.stat.toy import Case, V
@@ -42,6 +43,7 @@ def mapped(case: Case, output: tuple[int, ...]) -> list[float]:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_output_distribution_is_the_targets(name: str, k: int) -> None:
     assert error(SAMPLED[name], k, mapped) < EXACT
+    assert block_error(SAMPLED[name], k, mapped) < EXACT
 
 
 def test_q_is_renormalised_over_the_mapped_tokens() -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from speculon.checkpoints.spelling import Overlap
 from speculon.config import SamplingParams
-from speculon.core import Reason
+from speculon.core import Draft, Reason, Stop
 from speculon.errors import WrongPair
+from speculon.proposers.draft_model import DraftModel
 from speculon.proposers.translation import Translation, overlap_of
 from speculon.sampling import NEVER
 from tests.tiny.checkpoint import write_stranger
@@ -138,8 +139,16 @@ def test_drafts_under_rejection_are_reproducible(home: Path) -> None:
     assert first == again and first != {key: plain("sampled")[key] for key in first}
 
 
-def test_a_grammar_of_tokens_that_it_does_not_have(tmp_path: Path) -> None:
-    """No digit can be drafted: these rounds are lost, and nothing else."""
+def test_a_grammar_of_tokens_that_it_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digit can be drafted: there the draft ends, since no q is over nothing."""
+    made: list[Draft] = []
+    propose = DraftModel.propose
+
+    def noted(self: DraftModel, *arguments: Any) -> list[Draft]:
+        made.extend(propose(self, *arguments))
+        return made[-len(arguments[0]) :]
+
+    monkeypatch.setattr(DraftModel, "propose", noted)
     pieces = [piece for piece in shuffled(more=5) if not piece.isdigit()]
     engine = engine_of(drafts(write_same(tmp_path, pieces, byte_level(pieces))))
     requests = []
@@ -150,6 +159,9 @@ def test_a_grammar_of_tokens_that_it_does_not_have(tmp_path: Path) -> None:
     for result in results.values():
         assert re.fullmatch("[a-c]{3}[0-9]{5}[a-c]{3}", characters().decode(result.tokens))
         assert result.stats.rounds and not result.stats.reasons[Reason.ERROR]
+    with_q = [draft.probs for draft in made if draft.probs is not None]
+    assert with_q and all(q.isfinite().all() for q in with_q)
+    assert {draft.stop for draft in made if not draft.tokens} == {Stop.GRAMMAR}
     assert {key: texts(results)[key] for key in list(results)[:2]} == off(requests[:2])
 
 

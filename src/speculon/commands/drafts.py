@@ -24,6 +24,7 @@ COLOURS: Mapping[str, str] = {
     "draft_model": "cyan",
     "eagle3": "bright_blue",
     "pard": "bright_cyan",
+    "dflash": "bright_magenta",
     "prediction": "magenta",
     "suffix": "yellow",
 }

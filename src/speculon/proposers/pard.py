@@ -16,7 +16,7 @@ from speculon.checkpoints.families import MASK_TOKENS
 from speculon.core import Draft
 from speculon.errors import ModelError, UnsupportedModel
 from speculon.models.target import Target
-from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
 from speculon.proposers.model_drafter import ModelDrafter
 from speculon.sequence import Sequence
 
@@ -46,6 +46,8 @@ class Pard(ModelDrafter):
         room = max(1, self.max_rows - sum(budgets) + len(budgets))  # beside the mask tokens
         rest = catch_up(NAME, seqs, room, partial(self._read, lease=lease))
         logits = self._block(rest, budgets, lease)
+        if all(map(independent, seqs)):
+            return draft_at_once(NAME, seqs, budgets, logits, self.min_confidence)
         first = [*accumulate(budgets, initial=0)]
 
         def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
