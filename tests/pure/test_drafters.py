@@ -244,7 +244,6 @@ FAMILIES: list[Any] = [
         {"projs.0": (H, H)},
         id="lstm",
     ),
-    pytest.param("PARD", {"architectures": ["LlamaForCausalLM"], "pard_token": 19}, PLAIN, id="pard"),
     pytest.param(
         "Gemma 4 assistant",
         {"model_type": "gemma4_assistant"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,4 +38,13 @@ def write_checkpoint(folder: Path, context: int = 512) -> Path:
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": context, "eos_token_id": 2}
     build("qwen3", **settings).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_stranger(folder: Path) -> Path:
+    """The same with a tokenizer none of whose tokens spells what any token of another one does."""
+    write_checkpoint(folder)
+    file = json.loads((folder / "tokenizer.json").read_text())
+    file["model"] |= {"vocab": {f"{p}\u0120{p}": i for p, i in file["model"]["vocab"].items()}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps(file))
     return folder

@@ -19,7 +19,7 @@ from speculon import LLM
 from speculon.cli import app
 from speculon.commands.screen import LogLines, streaming
 from speculon.errors import WrongPair
-from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.checkpoint import write_stranger
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder
 
@@ -36,7 +36,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build("llama", vocab_size=len(tokenizer), max_position_embeddings=1024, **small).save_pretrained(
         root / "draft"
     )
-    write_checkpoint(root / "other")
+    write_stranger(root / "other")
     return root
 
 

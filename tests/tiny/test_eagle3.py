@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from speculon.config import SamplingParams
+from speculon.core import Reason
 from speculon.errors import SpeculonError, UnsupportedModel
 from speculon.models import eagle, eagle_load
 from speculon.models.eagle import EagleHead, FirstLayer
@@ -128,6 +129,20 @@ def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> N
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_rows(watch, head_of(taps=taps), whole("greedy"))
     assert len(watch.rows) > 20
+
+
+def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
+    """The context is that of the head's config, or of `options`."""
+    head = write_eagle3(tmp_path, deep_model().config, "safeailab", config={"max_position_embeddings": 30})
+    requests = requests_of("greedy")[:3]
+    for options, limit in (({}, 30), ({"max_context": 40}, 40), ({"max_context": 1000}, None)):
+        watch = watch_heads(plain("greedy"))
+        results = write(requests, {**folder_of(head), "options": options}, ask(7))
+        assert texts_of(results) == {key: plain("greedy")[key] for key in results}
+        assert any(r.stats.reasons[Reason.CONTEXT_LIMIT] for r in results.values()) == (limit is not None)
+        assert limit is None or max(one.length + len(one.drafts) for one in watch.rounds) == limit
+    with pytest.raises(SpeculonError, match="options.max_context = '40'.* a number of positions"):
+        write(requests, {**folder_of(head), "options": {"max_context": "40"}}, ask(7))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

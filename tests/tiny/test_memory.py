@@ -22,7 +22,7 @@ from speculon.core import LayerSpec, Needs, Reason
 from speculon.errors import ConfigError, MemoryExceeded
 from speculon.kv import budget
 from speculon.kv.budget import Budget
-from speculon.proposers import draft_model, registry
+from speculon.proposers import model_drafter, registry
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder
@@ -48,13 +48,13 @@ def same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Draft checkpoints that were loaded."""
-    load, paths = draft_model.load_target, []
+    load, paths = model_drafter.load_target, []
 
     def noted(path: str, **settings: Any) -> Any:
         paths.append(path)
         return load(path, **settings)
 
-    monkeypatch.setattr(draft_model, "load_target", noted)
+    monkeypatch.setattr(model_drafter, "load_target", noted)
     return paths
 
 
@@ -154,7 +154,7 @@ def test_additional_memory_counts(folder: Path) -> None:
 def test_what_was_loaded_is_judged_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An estimate that was too low lets the draft load; the engine then lets go of it."""
     estimate = start(folder).engine.memory.total
-    monkeypatch.setattr(draft_model, "model_needs", lambda *_: Needs(bytes_fixed=1))
+    monkeypatch.setattr(model_drafter, "model_needs", lambda *_: Needs(bytes_fixed=1))
     llm = start(folder, memory_limit_gb=(estimate - 1) / 2**30)
     assert llm.generate(PROMPT, PARAMS)[0].reasons == {Reason.MEMORY: 11}
     with pytest.raises(MemoryExceeded):

@@ -22,7 +22,7 @@ from speculon.cli import app
 from speculon.config import EngineConfig
 from speculon.decoder import SpeculativeDecoder
 from speculon.errors import ConfigError, UnsupportedModel, WrongPair
-from tests.tiny.checkpoint import write_checkpoint
+from tests.tiny.checkpoint import write_checkpoint, write_stranger
 from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model
 from tests.tiny.dflash_checkpoints import write_dflash
@@ -68,7 +68,7 @@ def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
         "narrow": "width 16, the target's are 32",
         "broken": "fc.bias is [1], not [32]",
         "damaged": "no d2t says which",
-        "other": "another tokenizer: the id of",
+        "other": "another tokenizer: 100% of the tokens of a sample text and 100% of the vocabulary have a ",
         "twin": "the target has",
         "dflash2": "DFlash2 (drafts a block of tokens in one pass) is recognised, but not supported",
     }.items():
@@ -181,7 +181,7 @@ def test_inspect_says_what_a_drafter_is(household: Path) -> None:
     assert "4 heads of 8, 2 for keys and values, full" in done.stdout and "64 of 320 tokens" in done.stdout
 
 
-def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
+def test_inspect_says_whether_a_drafter_fits(household: Path, tmp_path: Path) -> None:
     target = household / "target"
     facts = json.loads(inspect(household / "beside", "--target", target, "--json").stdout)
     assert (facts["fits"], facts["taps"]) == (True, f"after layers {', '.join(map(str, usual_taps(8)))}")
@@ -190,8 +190,14 @@ def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
     assert "no: " in refused.stdout and "width 16, the target's are 32" in refused.stdout.replace("\n", " ")
     model = json.loads(inspect(household / "draft", "--target", target, "--json").stdout)
     assert (model["fits"], model["method"]) == (True, "draft_model")
-    wrong = inspect(household / "other", "--target", target, "--json")
-    assert (wrong.exit_code, json.loads(wrong.stdout)["error"]["type"]) == (2, WrongPair.__name__)
+    other = json.loads(inspect(household / "other", "--target", target, "--json").stdout)
+    share = "100% of the tokens of a sample text and 100% of the vocabulary have a partner of equal bytes"
+    assert (other["fits"], other["odd"]) == (True, [f"another tokenizer: {share}"])
+    stranger = write_stranger(tmp_path / "stranger")
+    wrong = inspect(stranger, "--target", target, "--json")
+    error = json.loads(wrong.stdout)["error"]
+    assert (wrong.exit_code, error["type"]) == (2, WrongPair.__name__)
+    assert "different tokenizers: 0% of the tokens of a sample text and 0% of the" in error["message"]
 
 
 def test_inspect_names_what_is_not_supported(household: Path) -> None:

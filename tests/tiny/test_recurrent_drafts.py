@@ -27,7 +27,7 @@ from speculon.kv.draft_slots import PER_SEQUENCE, DraftSlots
 from speculon.kv.lease import DraftStates
 from speculon.kv.states import StateStep
 from speculon.models.recurrent import Mixer
-from speculon.proposers import draft_model, registry
+from speculon.proposers import model_drafter, registry
 from speculon.proposers.draft_model import NAME
 from speculon.sequence import Sequence
 from tests.tiny.checkpoint import byte_tokenizer
@@ -92,7 +92,7 @@ def test_after_rejected_drafts_its_states_are_those_of_the_text(
 ) -> None:
     """Wrong drafts are planted; all others are the stock model's next tokens."""
     if not kept:
-        monkeypatch.setattr(draft_model, "KEPT_BYTES", 0)
+        monkeypatch.setattr(model_drafter, "KEPT_BYTES", 0)
     made = drafted_requests()
     truth = truth_of(name)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
@@ -126,7 +126,7 @@ def test_sampled_drafts_with_their_probabilities_are_accepted(name: str) -> None
 def test_a_transformer_with_a_recurrent_draft(name: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits give the target its pages; the draft reads those tokens itself."""
     if not kept:
-        monkeypatch.setattr(draft_model, "KEPT_BYTES", 0)
+        monkeypatch.setattr(model_drafter, "KEPT_BYTES", 0)
     made = drafted_requests()
     truth = truth_of("llama")
     drafts = use_drafts(name, right_now_and_then(ids_of(made, truth)))
@@ -355,7 +355,7 @@ def test_a_folder_of_a_recurrent_draft_fits_to_the_last_byte(
     assert memory.states > 0 and llm.generate([5, 6, 7], params)[0].speculation is not None
     expected = start(folders, method="off", draft=None).generate([5, 6, 7], params)[0].token_ids
     assert start(folders, memory_limit_gb=memory.total / 2**30).engine.memory.action == "use"
-    monkeypatch.setattr(draft_model, "load_target", fail)  # what does not fit is not loaded
+    monkeypatch.setattr(model_drafter, "load_target", fail)  # what does not fit is not loaded
     less = start(folders, memory_limit_gb=(memory.total - 1) / 2**30)
     output = less.generate([5, 6, 7], params)[0]
     assert output.token_ids == expected and set(output.reasons) == {Reason.MEMORY}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculon.checkpoints.families import DFLASH, DRAFT_MODEL, EAGLE3
+from speculon.checkpoints.families import DFLASH, DRAFT_MODEL, EAGLE3, PARD
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.locate import locate
-from speculon.checkpoints.pairing import vocabulary
+from speculon.checkpoints.spelling import compare
 from speculon.config import EngineConfig
-from speculon.errors import ConfigError, ModelError, WrongPair
+from speculon.errors import ConfigError, CorruptWeights, ModelError, WrongPair
 
 
 def check_drafts(config: EngineConfig) -> None:
     """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that cannot fit."""
     method, drafts = config.speculation.method, config.speculation.drafts
-    if method in (DRAFT_MODEL, EAGLE3, DFLASH) and method not in drafts:
+    if method in (DRAFT_MODEL, PARD, EAGLE3, DFLASH) and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
-    draft = drafts.get(DRAFT_MODEL)
-    if not isinstance(draft, str):
-        return
+    for draft in (drafts.get(DRAFT_MODEL), drafts.get(PARD)):
+        if isinstance(draft, str):
+            check_draft(draft, config)
+
+
+def check_draft(draft: str, config: EngineConfig) -> None:
+    """Raises `WrongPair` for a language model that cannot draft for the settings' target."""
     try:
         mine = read_checkpoint(locate(draft))
         target = read_checkpoint(locate(config.model, trust_remote_code=config.trust_remote_code))
@@ -42,16 +46,12 @@ def check_sizes(draft: Checkpoint, target: Checkpoint) -> None:
 
 
 def check_tokenizers(draft: Path, target: Path) -> None:
-    """Every token of the target needs the same id in the draft model, which may have more tokens."""
+    """A draft model of another tokenizer needs enough of the target's tokens."""
     if not all((folder / "tokenizer.json").is_file() for folder in (draft, target)):
         return  # of another format: compared when both are loaded
     try:
-        ids, expected = vocabulary(draft), vocabulary(target)
-    except ModelError:
+        overlap = compare(draft, target)
+    except CorruptWeights:
         return  # the loader names what is wrong with it
-    wrong = [token for token, i in expected.items() if ids.get(token) != i]
-    if wrong:
-        raise WrongPair(
-            f"different tokenizers: {len(wrong):,} of the {len(expected):,} tokens of {target} "
-            f"have another id, or none, in {draft}"
-        )
+    if overlap is not None:
+        overlap.check(draft, target)

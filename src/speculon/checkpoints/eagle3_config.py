@@ -51,6 +51,7 @@ class Eagle3Config:
     tap_ids: tuple[int, ...] | None  # as the config has them
     after: bool | None  # id j is the output of layer j (True) or its input (False); None: unknown
     speculative_tokens: int | None  # K that its author suggests
+    max_context: int | None = None  # positions, where its config names them
     verifier: tuple[str, ...] = ()  # architectures of the target it was trained for, where stated
     notes: tuple[str, ...] = field(default=())
     dtype: str | None = None  # of most parameters

@@ -78,6 +78,7 @@ def read_eagle3(source: Source) -> Eagle3Config:
         tap_ids=tap_ids,
         after=after,
         speculative_tokens=suggested_tokens(source),
+        max_context=read_context(source),
         verifier=verifier_architectures(source),
         notes=tuple(notes),
         dtype=source.sizes.most_common(1)[0][0],
@@ -180,6 +181,12 @@ def read_windows(source: Source, layers: int, notes: list[str]) -> tuple[int | N
     if "sliding_attention" in types[:layers] and not isinstance(window, int):
         raise ModelError(f"{source.folder}: layer_types ask for a sliding_window, which is {window}")
     return tuple(window if one == "sliding_attention" else None for one in types[:layers])
+
+
+def read_context(source: Source) -> int | None:
+    """Positions that its config names, and it was trained for; RoPE has no end of its own."""
+    found = source.body.get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None
 
 
 def suggested_tokens(source: Source) -> int | None:

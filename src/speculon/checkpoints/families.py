@@ -17,8 +17,9 @@ from speculon.checkpoints.names import DTYPE_NAMES
 from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 
-EAGLE3, DFLASH, DRAFT_MODEL = "eagle3", "dflash", "draft_model"
+EAGLE3, DFLASH, DRAFT_MODEL, PARD = "eagle3", "dflash", "draft_model", "pard"
 SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # names of the token that PARD masks with
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
@@ -128,6 +129,13 @@ def claims_eagle3(source: Source) -> bool:
     )
 
 
+def is_pard(source: Source) -> bool:
+    """A language model that drafts in one forward; encoders have a `mask_token_id`, too."""
+    return has_key("pard_token", "ptd_token_id")(source) or (
+        "spd_type" in source.config and "mask_token_id" in source.config
+    )
+
+
 def claims_dflash(source: Source) -> bool:
     """The same for a DFlash or DSpark drafter's config."""
     return named("dflash", "dspark", "museglimmerassistant")(source) or has_key(
@@ -168,7 +176,6 @@ UNSUPPORTED = (
         any_of(has_type("mlp_speculator"), named("mlpspeculator")),
     ),
     UnsupportedFamily("LSTM speculator", "one recurrent cell per position", named("lstmspeculator")),
-    UnsupportedFamily("PARD", "a draft model that drafts all tokens in one pass", has_key("pard_token")),
     UnsupportedFamily(
         "Gemma 4 assistant",
         "reads its target's own keys and values",
@@ -220,7 +227,8 @@ def classify(folder: Path) -> Family:
     if claims_eagle3(source):
         raise missing_parts(source, "an EAGLE-3 head's", ("fc.weight", FIRST_Q))
     checkpoint = read_checkpoint(folder)
-    return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
+    method, summary = (PARD, "PARD ") if is_pard(source) else (DRAFT_MODEL, "")
+    return Family(folder, method, summary + model_summary(checkpoint), checkpoint=checkpoint)
 
 
 def read_eagle3_config(path: str | Path) -> Eagle3Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from speculon.checkpoints.dflash_config import DFlashConfig
 from speculon.checkpoints.eagle3_config import (
@@ -16,10 +15,11 @@ from speculon.checkpoints.eagle3_config import (
     read_offsets,
 )
 from speculon.checkpoints.families import Family, family_of
-from speculon.checkpoints.headers import Checkpoint, read_json, refuse_unsafe
-from speculon.errors import ConfigError, CorruptWeights, ModelError, UnsupportedModel, WrongPair
+from speculon.checkpoints.headers import Checkpoint, refuse_unsafe
+from speculon.checkpoints.spelling import compare
+from speculon.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
 
-AUTO = "auto"
+AUTO, ANOTHER = "auto", "another tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,8 @@ def candidate(path: Path, distance: int, target: Checkpoint) -> Candidate:
     try:
         family = family_of(path)
         warnings = check_fit(family, target)
+        if warnings and family.checkpoint is not None:  # it fits, but who knows whether it is meant for it
+            raise WrongPair(f"{warnings[0]}; only used where draft names it")
         return Candidate(path, distance, family.for_target(target.num_layers), warnings)
     except ModelError as error:
         return Candidate(path, distance, refusal=str(error).removeprefix(f"{path}: "))
@@ -113,33 +115,15 @@ def check_head(head: Eagle3Config | DFlashConfig, target: Checkpoint) -> tuple[s
 
 
 def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:
-    """Raises `ModelError` unless the draft model is smaller than the target and has its tokenizer."""
+    """A warning about another tokenizer. Raises `ModelError` unless the draft model is smaller than the
+    target and has enough of its tokens.
+    """
     refuse_unsafe(draft, allow_pickle=False)
     size, target_size = draft.num_parameters or 0, target.num_parameters or 0
     if target_size and size >= target_size:
         raise WrongPair(f"a model of {size:,} parameters, the target has {target_size:,}")
-    ids, target_ids = vocabulary(draft.path), vocabulary(target.path)
-    wrong = next((token for token, i in target_ids.items() if ids.get(token) != i), None)
-    if wrong is not None:
-        at = ids.get(wrong, "none")
-        raise WrongPair(
-            f"another tokenizer: the id of {wrong!r} is {at}, the target's is {target_ids[wrong]}"
-        )
-    return ()
-
-
-def vocabulary(folder: Path) -> dict[str, int]:
-    """Token -> id, from tokenizer.json."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise WrongPair(f"no tokenizer.json in {folder} to compare")
-    file: Any = read_json(path, CorruptWeights)
-    try:
-        known, added = file["model"]["vocab"], file.get("added_tokens") or ()
-        ids = dict(known) if isinstance(known, dict) else {token: i for i, (token, _) in enumerate(known)}
-        return ids | {one["content"]: one["id"] for one in added}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CorruptWeights(f"{path}: no tokenizer's vocabulary") from None
+    overlap = compare(draft.path, target.path)
+    return () if overlap is None else (f"{ANOTHER}: {overlap.check(draft.path, target.path)}",)
 
 
 def log_line(one: Candidate, taken: dict[str, Candidate]) -> str:

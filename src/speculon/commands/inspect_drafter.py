@@ -28,6 +28,7 @@ WORDS = {
     "attention": "attention",
     "rope": "RoPE",
     "taps": "taps",
+    "context": "context",
     "block": "block",
     "norms": "norms",
     "own": "of its own",
@@ -70,6 +71,7 @@ def head_facts(config: Eagle3Config | DFlashConfig) -> Facts:
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
         "taps": config.describe_taps(),
+        "context": config.max_context,
         "block": config.describe_block() if isinstance(config, DFlashConfig) else None,
         "norms": [
             name

@@ -81,7 +81,8 @@ class SpeculationConfig(Checked):
 
     method: str = Field(
         "auto",
-        description="what drafts: auto | off | suffix | ngram | draft_model | eagle3 | dflash, or a plug-in",
+        description="what drafts: auto | off | suffix | ngram | draft_model | pard | eagle3 | dflash, "
+        "or a plug-in",
     )
     policy: PolicyName = Field(
         "goodput",

@@ -28,7 +28,13 @@ def head_needs(config: Eagle3Config, taps: tuple[int, ...], target: Target, rows
     sizes = rope_config(config)
     sizes.vocab_size = config.vocab_size  # its logits cover the target's vocabulary
     scratch = scratch_bytes(sizes, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
-    return Needs(taps, tuple(layers), bytes_fixed=weight_bytes(config, dtype), bytes_scratch=scratch)
+    return Needs(
+        taps,
+        tuple(layers),
+        config.max_context,
+        bytes_fixed=weight_bytes(config, dtype),
+        bytes_scratch=scratch,
+    )
 
 
 def load_head(config: Eagle3Config, target: Target) -> EagleHead:

@@ -11,7 +11,7 @@ import torch
 
 from speculon.core import Draft, Stop
 from speculon.grammar import LookAheadMatchers
-from speculon.sampling import Row, pick, stream_of, weigh
+from speculon.sampling import NEVER, Row, pick, stream_of, weigh
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -49,9 +49,13 @@ def draft_chain(
             for i in active
         ]
         weights = weigh(logits, rows)
+        empty = without_choice(weights) if bans else ()
         tokens = pick(weights, rows)  # with the target's noise where rows are matched: the two agree often
         confidence = chances() if chances is not None else shares(logits, tokens)
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
+            if row in empty:
+                stops[i] = Stop.GRAMMAR
+                continue
             drafts[i].append(token)
             sure[i].append(share)
             if seqs[i].request.needs_q:
@@ -62,6 +66,11 @@ def draft_chain(
         Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)
         for d, q, c, stop in zip(drafts, probs, sure, stops, strict=True)
     ]
+
+
+def without_choice(weights: Tensor) -> list[int]:
+    """Rows of [B, V] where no token is left: the grammar allows none that the drafter has. They have no q."""
+    return (~(weights > NEVER).any(-1)).nonzero().flatten().tolist()
 
 
 def draft_at_once(

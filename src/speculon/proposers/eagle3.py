@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NAME = "eagle3"
 NOT_READY = no_draft(Stop.NOT_READY)
-TAPS, FLAGS = "taps", ("norm_before_residual", "norm_output")
+TAPS, CONTEXT, FLAGS = "taps", "max_context", ("norm_before_residual", "norm_output")
 
 PROBE = (
     "Speculative decoding lets a small model draft what a large one will write. The large model reads all "
@@ -153,18 +153,21 @@ class Eagle3Drafter:
 
 def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:
     """What a config says wrongly, or not at all, as the user knows it: `taps`, outputs of 0-based target
-    layers, and the flags.
+    layers, `max_context` in positions, and the flags.
 
     Raises `ConfigError` for a value of another kind.
     """
-    given = {name: options[name] for name in (TAPS, *FLAGS) if name in options}
+    given = {name: options[name] for name in (TAPS, CONTEXT, *FLAGS) if name in options}
     for name, value in given.items():
-        good = type(value) is bool if name in FLAGS else are_layers(value) and len(value) == head_config.taps
+        if name == TAPS:
+            good = are_layers(value) and len(value) == head_config.taps
+            expected = f"a list of {head_config.taps} layers in rising order"
+        elif name == CONTEXT:
+            good, expected = type(value) is int and value > 0, "a number of positions"
+        else:
+            good, expected = type(value) is bool, "true or false"
         if not good:
-            wanted_type = (
-                "true or false" if name in FLAGS else f"a list of {head_config.taps} layers in rising order"
-            )
-            raise ConfigError(f"options.{name} = {value!r}: for {head_config.path} it is {wanted_type}")
+            raise ConfigError(f"options.{name} = {value!r}: for {head_config.path} it is {expected}")
     taps: dict[str, Any] = {"tap_ids": tuple(given.pop(TAPS)), "after": True} if TAPS in given else {}
     return replace(head_config, **given, **taps)
 

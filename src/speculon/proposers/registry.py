@@ -18,12 +18,13 @@ TABLE: dict[str, str] = {
     "prediction": "speculon.proposers.prediction:Prediction.build",
     "grammar": "speculon.proposers.grammar:Forced.build",
     "draft_model": "speculon.proposers.draft_model:DraftModel.build",
+    "pard": "speculon.proposers.pard:Pard.build",
     "eagle3": "speculon.proposers.eagle3:Eagle3Drafter.build",
     "dflash": "speculon.proposers.dflash:DFlashDrafter.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
-WITH_CHECKPOINT = ("draft_model", "eagle3", "dflash")  # methods that need a `draft`
+WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash")  # methods that need a `draft`
 _registered: dict[str, Factory] = {}
 
 

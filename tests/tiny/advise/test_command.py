@@ -158,9 +158,9 @@ def test_what_cannot_be_advised_on_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "other" in arguments:
-        from tests.tiny.checkpoint import write_checkpoint
+        from tests.tiny.checkpoint import write_stranger
 
-        write_checkpoint(tmp_path / "other")
+        write_stranger(tmp_path / "other")
     monkeypatch.setattr(advise_module, "time_rounds", lambda *_: pytest.fail("measured"))
     code, out, _ = cli(folder, *arguments, "--json")
     error = json.loads(out)["error"]
