@@ -294,4 +294,6 @@ def test_every_stop_is_seen_here_or_where_models_draft() -> None:
     seen = {case.values[3][2] for case in LOOKUPS}  # type: ignore[index]
     models = {Stop.CONFIDENCE, Stop.GRAMMAR, Stop.NOT_READY}  # tests/tiny/test_reasons.py, with a model
     assert seen | models == set(Stop) and not seen & models
-    assert {"ngram", "suffix", "prediction", "grammar", "synthetic", "draft_model", "eagle3"} == set(TABLE)
+    assert {"ngram", "suffix", "prediction", "grammar", "synthetic", "draft_model", "eagle3", "mtp"} == set(
+        TABLE
+    )
