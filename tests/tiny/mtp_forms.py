@@ -57,7 +57,6 @@ GLM = {
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
 }
-HYBRID = {"layer_types": DELTA["layer_types"]}
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,29 @@ class Form:
     hidden_first: bool = False
     one_plus: bool = False  # norms multiply by 1 + w
     own_head: bool = False
+    joined_experts: bool = False  # in the file
+    window: int | None = None  # of the modules' layers
 
     def path(self, module: int) -> str:
         numbered = self.layers + module if self.at.startswith("model.layers") else module
         return self.at.format(numbered)
 
 
+MELLUM = {
+    **MOE,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "mlp_layer_types": ["sparse", "sparse"],
+}
 deepseek = TINY["deepseek_v3"]
 FORMS: dict[str, Form] = {
     "deepseek": Form(*deepseek, DEEPSEEK, "model.layers.{}."),
     "deepseek, two modules": Form(*deepseek, DEEPSEEK, "model.layers.{}.", modules=2),
     "deepseek, own head": Form(*deepseek, DEEPSEEK, "model.layers.{}.", own_head=True),
-    "glm": Form("glm4_moe", GLM, DEEPSEEK, "model.layers.{}."),
+    "glm": Form("glm4_moe", GLM, DEEPSEEK, "model.layers.{}.", joined_experts=True),
     "qwen3_next": Form("qwen3_next", DELTA_MOE, QWEN, "mtp.", "layers.0.", layers=3, one_plus=True),
     "qwen3_5": Form("qwen3_5_text", DELTA, QWEN, "mtp.", "layers.0.", layers=3, one_plus=True),
+    "mellum": Form("mellum", MELLUM, QWEN, "mtp.", "layers.0.", window=5),
     "mimo": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", hidden_first=True),
     "mimo, three modules": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", modules=3, hidden_first=True),
 }
@@ -108,8 +116,15 @@ def extended(form: Form) -> PreTrainedModel:
     """The model with one more layer of full attention for each module."""
     settings = {**form.settings, "num_hidden_layers": form.layers + form.modules}
     if "layer_types" in settings:
-        settings["layer_types"] = [*settings["layer_types"], *["full_attention"] * form.modules]
-    return build(form.model_type, **settings)
+        added = ["sliding_attention" if form.window else "full_attention"] * form.modules
+        settings["layer_types"] = [*settings["layer_types"], *added]
+    if "mlp_layer_types" in settings:
+        settings["mlp_layer_types"] = [*settings["mlp_layer_types"], *["sparse"] * form.modules]
+    model, chance = build(form.model_type, **settings), torch.Generator().manual_seed(5)
+    for name, weight in model.named_parameters():
+        if form.one_plus and "norm" in name and not weight.data.any():  # they begin as zeros
+            weight.data = torch.randn(weight.shape, generator=chance) * 0.3
+    return model
 
 
 def write_mtp(folder: Path, form: Form) -> Written:
@@ -122,6 +137,8 @@ def write_mtp(folder: Path, form: Form) -> Written:
         old, new = f"model.layers.{form.layers + module}.", form.path(module)
         for name in [name for name in stored if name.startswith(old)]:
             stored[new + form.layer + name.removeprefix(old)] = stored.pop(name)
+        if form.joined_experts:
+            join_experts(stored, new + form.layer)
         tensors = {part: part_of(form, part, chance) for part in form.names.values()}
         stored |= {f"{new}{name}.weight": tensors[part] for name, part in form.names.items()}
         if form.at.startswith("model.layers"):  # copies of what the target has
@@ -133,6 +150,18 @@ def write_mtp(folder: Path, form: Form) -> Written:
     shorten(folder / "config.json", form)
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     return Written(form, folder, whole, made, stock.eval())
+
+
+def join_experts(stored: dict[str, Tensor], at: str) -> None:
+    """Stores the experts of one module side by side, as some checkpoints do."""
+    own = [name for name in stored if name.startswith(f"{at}mlp.experts.")]
+    of = {name: stored.pop(name) for name in own}
+    count = len(own) // 3
+    weights = [
+        [of[f"{at}mlp.experts.{i}.{n}_proj.weight"] for n in ("gate", "up", "down")] for i in range(count)
+    ]
+    stored[f"{at}mlp.experts.gate_up_proj"] = torch.stack([torch.cat(parts[:2]) for parts in weights])
+    stored[f"{at}mlp.experts.down_proj"] = torch.stack([parts[2] for parts in weights])
 
 
 def part_of(form: Form, part: str, chance: torch.Generator) -> Tensor:
@@ -179,8 +208,10 @@ def run_module(at: Written, module: int, tokens: list[int], states: Tensor) -> T
     pair = [rms_norm(form, embedded, parts["embed_norm"]), rms_norm(form, states, parts["state_norm"])]
     joined = torch.cat(pair[::-1] if form.hidden_first else pair, -1) @ parts["proj"].T
     n = len(tokens)
-    positions, mask = torch.arange(n)[None], torch.full((n, n), -1e30).triu(1)[None, None]
-    tables = model.rotary_emb(joined[None], positions)
+    positions, ages = torch.arange(n)[None], torch.arange(n)[:, None] - torch.arange(n)
+    mask = torch.zeros(n, n).masked_fill((ages < 0) | (ages >= (form.window or n)), -1e30)[None, None]
+    typed = {"layer_type": "sliding_attention"} if form.window else {}
+    tables = model.rotary_emb(joined[None], positions, **typed)
     layer = model.layers[form.layers + module]
     out = layer(joined[None], attention_mask=mask, position_ids=positions, position_embeddings=tables)
     return rms_norm(form, (out[0] if isinstance(out, tuple) else out)[0], parts["norm"])

@@ -150,7 +150,9 @@ UNSUPPORTED = (
         any_of(named("dflash", "museglimmerassistant"), has_key("dflash_config"), has_tensor("hidden_norm")),
     ),
     UnsupportedFamily(
-        "MTP", "prediction layers that belong to their target", any_of(named("mtp"), has_only("mtp"))
+        "MTP",
+        "prediction layers, which method mtp reads from their target's folder",
+        any_of(named("mtp"), has_only("mtp")),
     ),
     UnsupportedFamily(
         "Medusa",

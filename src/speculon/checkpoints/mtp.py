@@ -12,6 +12,7 @@ from typing import Any
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, read_header
 from speculon.errors import MissingWeights, ModelError, UnsupportedModel
 
+MTP = "mtp"  # the method
 PARTS = ("embed_norm", "state_norm", "proj", "norm")  # what each module needs beside its layer
 UNPACKED = ("F64", "F32", "F16", "BF16")
 WRAPPERS = r"(?:model\.|language_model\.)*"
@@ -109,6 +110,14 @@ def find_mtp(folder: str | Path) -> MtpConfig | None:
     if other := next((name for name in tensors if OTHERS.match(name)), None):
         raise UnsupportedModel(f"{checkpoint.path}: the layout of its MTP tensors ({other}) is not supported")
     return None
+
+
+def mtp_of(folder: str | Path) -> MtpConfig:
+    """The prediction modules in a model's folder. Raises `UnsupportedModel` where it has none."""
+    found = find_mtp(folder)
+    if found is None:
+        raise UnsupportedModel(f"{folder}: method {MTP} needs MTP layers, and this checkpoint has none")
+    return found
 
 
 def prefixes_of(layout: Layout, tensors: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:

@@ -80,7 +80,8 @@ class SpeculationConfig(Checked):
     """What drafts (`method`), how many drafts (`policy`, K), and the settings of the methods."""
 
     method: str = Field(
-        "auto", description="what drafts: auto | off | suffix | ngram | draft_model | eagle3, or a plug-in"
+        "auto",
+        description="what drafts: auto | off | suffix | ngram | draft_model | eagle3 | mtp, or a plug-in",
     )
     policy: PolicyName = Field(
         "goodput",
@@ -138,7 +139,7 @@ class SpeculationConfig(Checked):
         0.7, ge=0, le=1, description="synthetic: acceptance rate per position"
     )
     draft_min_confidence: float = Field(
-        0.0, ge=0, lt=1, description="draft_model, eagle3: stop drafting after a token below this"
+        0.0, ge=0, lt=1, description="draft_model, eagle3, mtp: stop drafting after a token below this"
     )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="a drafter beyond the memory limit: allow it, fallback to none, or fail"

@@ -88,7 +88,7 @@ def load_mtp(config: MtpConfig, target: Target, layers: tuple[LayerSpec, ...]) -
     head = MtpHead(modules, final_norm(target), rotary_of(target, layers))
     check_head(head, target, layers)
     shared = {target.embedding.data_ptr()}
-    own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module)}
+    own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module, target)}
     return head, sum(size for pointer, size in own.items() if pointer not in shared)
 
 
@@ -108,7 +108,16 @@ class Loader:
     def __init__(self, config: MtpConfig, target: Target, number: int, stored: Mapping[str, Tensor]):
         self.config, self.target, self.number = config, target, number
         names = config.modules[number]
-        self.tensors = {here: stored[name].to(target.device, target.dtype) for here, name in names.items()}
+        self.tensors = {
+            here: stored[name].to(target.device, self.dtype_of(name)) for here, name in names.items()
+        }
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The target's dtype, but for what its class always keeps in fp32."""
+        model, dtype = self.target.model, self.target.dtype
+        exact = set(model._keep_in_fp32_modules_strict or ())
+        exact |= set(model._keep_in_fp32_modules or ()) if dtype is torch.float16 else set()
+        return torch.float32 if any(part in name for part in exact) else dtype
 
     def module(self) -> Module:
         layer = self.layer()
@@ -133,9 +142,9 @@ class Loader:
         own = {
             name.removeprefix("layer."): t for name, t in self.tensors.items() if name.startswith("layer.")
         }
-        wanted = {name: tensor.shape for name, tensor in layer.state_dict().items()}
-        weights = {name: self.find(name, own) for name in wanted}
-        for name, shape in wanted.items():
+        shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+        weights = {name: self.find(name, own) for name in shapes}
+        for name, shape in shapes.items():
             if weights[name].shape != shape:
                 found = f"is {list(weights[name].shape)}, its class has {list(shape)}"
                 raise CorruptWeights(f"{self.config.path}: {name} of MTP module {self.number} {found}")
@@ -225,12 +234,13 @@ def rotary_of(target: Target, layers: tuple[LayerSpec, ...]) -> Callable[[Tensor
     return rotary
 
 
-def weights_of(module: Module) -> list[Tensor]:
+def weights_of(module: Module, target: Target) -> list[Tensor]:
     """Tensors of its own, and its embedding."""
-    parts = (module.layer, module.embed_norm, module.state_norm, module.proj, module.norm)
-    own = [t for part in parts for t in part.parameters()]
-    head = list(module.head.parameters()) if type(module.head) is nn.Linear else []
-    return [*own, *head, module.embed]
+    parts = [module.layer, module.embed_norm, module.state_norm, module.proj, module.norm]
+    if isinstance(module.head, nn.Module) and module.head is not target.head:
+        parts.append(module.head)
+    kept = (weight for part in parts for weight in (*part.parameters(), *part.buffers()))
+    return [*kept, module.embed]
 
 
 @torch.inference_mode()

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from speculon.checkpoints.locate import locate
-from speculon.checkpoints.mtp import MtpConfig, find_mtp
+from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
-from speculon.errors import ConfigError, UnsupportedModel
+from speculon.errors import ConfigError
 from speculon.models.mtp import MtpHead
 from speculon.models.mtp_load import load_mtp, mtp_needs
 from speculon.proposers.base import States, TargetFacts
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from speculon.kv.lease import DraftLease
 
-NAME = "mtp"
+NAME = MTP
 NOT_READY = no_draft(Stop.NOT_READY)
 
 log = logging.getLogger("speculon")
@@ -56,10 +56,7 @@ class Mtp:
         source = config.drafts.get(NAME) or target.model.source
         if not isinstance(source, str):
             raise ConfigError(f"{NAME} reads the target's checkpoint, and this target came from no folder")
-        folder = locate(source)
-        found = find_mtp(folder)
-        if found is None:
-            raise UnsupportedModel(f"{folder}: method {NAME} needs MTP layers, and its tensors have none")
+        found = mtp_of(locate(source))
         log.info("%s: %s", NAME, found.summary())
         return cls(found, target, config.draft_min_confidence)
 
