@@ -191,7 +191,7 @@ def test_the_estimate_counts_weights_pages_and_taps() -> None:
     found = find_mtp(written("mimo, three modules").folder)
     assert found is not None
     assert needs.bytes_fixed == 4 * found.num_parameters
-    assert [layer.kind for layer in needs.layers] == ["taps", *["attention"] * 3, *["taps"] * 2]
+    assert [(layer.k_dim, layer.v_dim) for layer in needs.layers] == [(H, 0), *[(8, 8)] * 3, *[(H, 0)] * 2]
     assert sum(layer.bytes_per_token for layer in needs.layers) == 4 * (3 * H + 3 * 2 * 2 * 8)
     assert needs.max_context == target.max_context
     with pytest.raises(MemoryExceeded):

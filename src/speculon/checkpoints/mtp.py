@@ -17,7 +17,7 @@ PARTS = ("embed_norm", "state_norm", "proj", "norm")  # what each module needs b
 UNPACKED = ("F64", "F32", "F16", "BF16")
 WRAPPERS = r"(?:model\.|language_model\.)*"
 # tensors that belong to prediction layers of any layout
-OTHERS = re.compile(rf"{WRAPPERS}(mtp|mtp_layers|mtp_dspark)\.")
+OTHERS = re.compile(rf"{WRAPPERS}mtp[._]")
 
 
 @dataclass(frozen=True, slots=True)
