@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a page each token": {"block_size": 1},
     "few pages": {"num_blocks": 24, "max_num_seqs": 8},
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
+    "stock layers": {"fuse": False},
 }
 
 

@@ -209,6 +209,22 @@ def test_copies_of_the_targets_tensors_are_shared() -> None:
     assert sizes == {"deepseek": 2 * table, "deepseek, own head": table}
 
 
+@pytest.mark.parametrize(
+    ("name", "fuse", "layer", "norm"),
+    [
+        pytest.param("mimo", True, "FusedLayer", "Fused", id="fused"),
+        pytest.param("mimo", False, "Qwen2DecoderLayer", "Qwen2RMSNorm", id="not asked for"),
+        pytest.param("glm", True, "Glm4MoeDecoderLayer", "Fused", id="the fused layer differs"),
+        pytest.param("qwen3_5", True, "Qwen3_5DecoderLayer", "Fused", id="the fused layer fails"),
+        pytest.param("deepseek", True, "DeepseekV3DecoderLayer", "Fused", id="no fused layer"),
+    ],
+)
+def test_layers_are_fused_where_the_result_is_equal(name: str, fuse: bool, layer: str, norm: str) -> None:
+    drafter: Any = make_engine(target_of(name), speculation=MTP, fuse=fuse).proposers.find("mtp")
+    (module,) = drafter.head.modules
+    assert (type(module.layer).__name__, type(module.norm).__name__) == (layer, norm)
+
+
 def test_inspect_names_them(tmp_path: Path) -> None:
     def line(folder: Path) -> Any:
         out = CliRunner().invoke(app, ["inspect", str(folder), "--no-load", "--json"])

@@ -14,20 +14,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from speculon.batch import Batch
 from speculon.checkpoints.mtp import MtpConfig
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
-from speculon.kv.store import PageStore, SpanView
 from speculon.models import attention
-from speculon.models.load_check import LOOSE, TOLERANCE
 from speculon.models.mtp import Module, MtpHead, Operation
+from speculon.models.mtp_check import check_head, relative
 from speculon.models.target import Target, scratch_bytes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 EXPERTS, GATE_UP, DOWN = "experts.", "experts.gate_up_proj", "experts.down_proj"
-TRIAL = 12  # rows of the check
 ROW_COPIES = 6  # of width H, beyond those of a layer: states, embeddings, both normed and joined
 
 
@@ -75,7 +72,9 @@ def attention_spec(target: Target, config: PreTrainedConfig, layer_type: str) ->
     return replace(spec, window=window, chunk=None) if typed else spec
 
 
-def load_mtp(config: MtpConfig, target: Target, layers: tuple[LayerSpec, ...]) -> tuple[MtpHead, int]:
+def load_mtp(
+    config: MtpConfig, target: Target, layers: tuple[LayerSpec, ...], fused: bool = True
+) -> tuple[MtpHead, int]:
     """The modules in the target's dtype, and the bytes of what they do not share with it.
 
     Raises `ModelError` for tensors that do not fit the target's layers, `UnsupportedModel` for a target whose
@@ -86,9 +85,9 @@ def load_mtp(config: MtpConfig, target: Target, layers: tuple[LayerSpec, ...]) -
     tensors = read_tensors(config)
     modules = [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
     head = MtpHead(modules, final_norm(target), rotary_of(target, layers))
-    check_head(head, target, layers)
     shared = {target.embedding.data_ptr()}
     own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module, target)}
+    check_head(head, target, layers, fused)
     return head, sum(size for pointer, size in own.items() if pointer not in shared)
 
 
@@ -241,59 +240,3 @@ def weights_of(module: Module, target: Target) -> list[Tensor]:
         parts.append(module.head)
     kept = (weight for part in parts for weight in (*part.parameters(), *part.buffers()))
     return [*kept, module.embed]
-
-
-@torch.inference_mode()
-def check_head(head: MtpHead, target: Target, layers: tuple[LayerSpec, ...]) -> None:
-    """Raises `UnsupportedModel` where the target's logits are not those of its final norm and head, or a
-    module over pages differs from its layer's eager attention.
-
-    Changes which taps the target captures.
-    """
-    device, n, last = target.device, TRIAL, len(target.layers) - 1
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (n,), generator=generator).to(device)
-    rows = torch.arange(n, device=device)
-    store = PageStore((*target.layers, *layers), 1, n, device)
-    target.capture((last,))
-    batch = Batch([], ids[None], rows[None], rows)
-    out = target.forward(batch, target.view_of_new(store, SpanView(0, n, slice(0, n), n)))
-    assert out.taps is not None
-    states, limit = head.final_norm(out.taps[last]), TOLERANCE.get(target.dtype, LOOSE)
-    if not (off := relative(target.head(states).float()[:, : target.vocab_size], out.logits)) <= limit:
-        raise UnsupportedModel(
-            f"{target.name}: its logits differ from head(norm(states)) by {off:.2g}, so MTP cannot read them"
-        )
-    view = store.view_of([SpanView(0, n - 1, slice(1, n), n - 1)], len(target.layers) + 1)
-    for number, module in enumerate(head.modules):
-        where = f"{target.name}: MTP module {number}"
-        try:
-            paged = head.run(number, ids[1:], states[:-1], rows[:-1], view)
-            eager = eager_run(head, module, ids[1:], states[:-1], rows[:-1], layers[1 + number].window)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise UnsupportedModel(f"{where} cannot run: {error}") from error
-        if not (off := relative(paged, eager)) <= limit:
-            raise UnsupportedModel(f"{where} over pages differs from its eager attention by {off:.2g}")
-
-
-def eager_run(
-    head: MtpHead, module: Module, ids: Tensor, states: Tensor, positions: Tensor, window: int | None
-) -> Tensor:
-    """The module over consecutive rows with transformers' own attention."""
-    ages = positions[:, None] - positions[None]
-    hidden = (ages < 0) | (ages >= (window or len(ids)))
-    mask = torch.zeros(hidden.shape, device=ids.device, dtype=states.dtype)
-    mask = mask.masked_fill(hidden, torch.finfo(states.dtype).min)[None, None]
-    configs = {id(m.config): m.config for m in module.layer.modules() if hasattr(m, "config")}
-    for config in configs.values():
-        config._attn_implementation = "eager"  # type: ignore[union-attr]
-    try:
-        return module(ids, states, head.rotary(states[None], positions[None]), positions, mask)
-    finally:
-        for config in configs.values():
-            config._attn_implementation = attention.NAME  # type: ignore[union-attr]
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((found - expected).abs().max() / expected.abs().max())

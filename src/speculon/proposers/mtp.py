@@ -45,6 +45,7 @@ class Mtp:
         assert target.model is not None
         self.config, self.target, self.min_confidence = config, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
+        self.fuse = target.fuse
         self.needs: Needs = mtp_needs(config, target.model, target.rows, target.scored)
         self.head: MtpHead
 
@@ -61,7 +62,7 @@ class Mtp:
         return cls(found, target, config.draft_min_confidence)
 
     def load(self) -> None:
-        self.head, own = load_mtp(self.config, self.target, self.needs.layers)
+        self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
         self.needs = replace(self.needs, bytes_fixed=own)
 
     def admit(self, seq: Sequence) -> None:
