@@ -14,6 +14,7 @@ from speculon.config import MAX_PREDICTION, SamplingParams
 from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.errors import SpeculonError
+from speculon.kv import slots
 from speculon.models.captured import Captured
 from speculon.models.compiled import Compiled
 from speculon.models.fuse import FusedLayer
@@ -52,6 +53,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "a draft model without memory": without_memory,
     "no tokenizer": without_tokenizer,
     "recurrent states": lambda: engine_of(recurrent_target("qwen3_next")),
+    "no snapshots": lambda: engine_of(recurrent_target("lfm2"), snapshot_memory_gb=0),
     "few pages": lambda: engine_of(num_blocks=8, prefix_cache=False, max_batch_tokens=8, max_num_seqs=2),
     "off": lambda: engine_of(speculation={"method": "off", "suffix_pools": 0, "policy": "solo"}),
     "ngram": lambda: engine_of(speculation={"method": "ngram", "num_speculative_tokens": 7}),
@@ -214,8 +216,12 @@ def has_effect(engine: Engine, name: str, value: Any) -> bool:
 
 def cached(engine: Engine, **params: Any) -> int:
     """Tokens that a request finds in the prefix cache after another one with its prompt."""
-    ask(engine)
-    return ask(engine, **{**params, "n": 1}).stats.cached_tokens
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slots, "ALONE", 1)  # a hit behind a snapshot pays, however few tokens it has
+        patched.setattr(slots, "FEWEST", 1)
+        for _ in range(2):  # the first prompt shows what is shared, the second leaves a snapshot there
+            ask(engine)
+        return ask(engine, **{**params, "n": 1}).stats.cached_tokens
 
 
 @cache

@@ -97,6 +97,15 @@ FORMS: dict[str, Form] = {
     "qwen3_5": Form("qwen3_5_text", DELTA, QWEN, "mtp.", "layers.0.", layers=3, one_plus=True),
     "mellum": Form("mellum", MELLUM, QWEN, "mtp.", "layers.0.", window=5),
     "mimo": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", hidden_first=True),
+    "windows": Form(
+        "mistral",
+        {"sliding_window": 5},
+        MIMO,
+        "model.mtp_layers.{}.",
+        modules=2,
+        hidden_first=True,
+        window=5,
+    ),
     "mimo, three modules": Form("qwen2", {}, MIMO, "model.mtp_layers.{}.", modules=3, hidden_first=True),
 }
 
@@ -210,7 +219,7 @@ def run_module(at: Written, module: int, tokens: list[int], states: Tensor) -> T
     n = len(tokens)
     positions, ages = torch.arange(n)[None], torch.arange(n)[:, None] - torch.arange(n)
     mask = torch.zeros(n, n).masked_fill((ages < 0) | (ages >= (form.window or n)), -1e30)[None, None]
-    typed = {"layer_type": "sliding_attention"} if form.window else {}
+    typed = {"layer_type": "sliding_attention"} if form.model_type == "mellum" else {}
     tables = model.rotary_emb(joined[None], positions, **typed)
     layer = model.layers[form.layers + module]
     out = layer(joined[None], attention_mask=mask, position_ids=positions, position_embeddings=tables)

@@ -134,7 +134,8 @@ def test_reasons_are_those_of_the_settings() -> None:
     assert "not configured" in few["methods.draft_model"].reason
     small = ENGINES["a draft model without memory"]().capabilities()["methods.draft_model"]
     assert small.reason.startswith("memory: estimate ") and small.reason.endswith("fallback: plain")
-    assert ENGINES["recurrent states"]().capabilities()["prefix_cache"].reason.startswith("recurrent states")
+    assert ENGINES["no snapshots"]().capabilities()["prefix_cache"].reason.startswith("recurrent states")
+    assert ENGINES["recurrent states"]().capabilities()["prefix_cache"].limits["snapshots"] > 0
     assert "draft_model" in with_draft().capabilities()["methods.auto"].reason
 
 

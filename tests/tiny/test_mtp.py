@@ -173,6 +173,29 @@ def test_a_prefix_hit_loses_no_row(form: str) -> None:
     assert texts[0] == texts[1]
 
 
+def test_pages_before_all_windows_are_released() -> None:
+    """Both modules' rows are those of the formula, but for the first after released ones: their windows are
+    cut, and so are those that module 1 reads.
+    """
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **GREEDY)
+    prompt = [random.Random(i).randrange(3, 96) for i in range(90)]
+    request = Request(prompt, params, OFF, "long")
+    alone = texts_of(write("windows", (request,), {"method": "off"}))
+    watch = watch_mtp(alone)
+    engine = make_engine(target_of("windows"), speculation=ask(4), prefix_cache=False)
+    engine.add_request(prompt, params, None, "long")
+    released, tokens = 0, list[int]()
+    while engine.has_work:
+        tokens += [token for event in engine.step() for token in event.tokens]
+        released = max([released, *(seq.released for seq in engine.scheduler.running)])
+    assert tokens == alone["long", 0]
+    assert released > 8
+    for rows in watch.rows[:2]:
+        assert rows.start == 21 + rows.module
+        rows.start, rows.states = rows.start + 8, rows.states[8:]
+    assert not wrong_rows(watch, written("windows"), {("long", 0): [*prompt, *tokens]})
+
+
 @pytest.mark.parametrize("acceptance", ["matching", "rejection"])
 def test_drafts_carry_their_distribution_where_it_is_used(acceptance: str) -> None:
     engine = make_engine(target_of("qwen3_5"), speculation=ask(3))

@@ -31,7 +31,7 @@ NO_TEXT = "none, token ids only"
 STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
 
 # the parts of a memory estimate, whose module needs torch
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 
 WORDS = {
     "path": "folder",

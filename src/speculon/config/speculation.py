@@ -35,7 +35,7 @@ def known_policy(name: str) -> str:
 
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
-Acceptance = Literal["auto", "matching", "rejection"]
+Acceptance = Literal["auto", "matching", "rejection", "block"]
 
 
 class AdaptiveConfig(Checked):
@@ -102,7 +102,7 @@ class SpeculationConfig(Checked):
     )
     acceptance: Acceptance = Field(
         "auto",
-        description="test of sampled drafts: matching | rejection | auto (rejection without a seed)",
+        description="test of sampled drafts: matching | rejection | block | auto (block without a seed)",
     )
     chained_drafts: bool | None = Field(
         None,

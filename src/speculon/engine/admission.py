@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
+# decisions/007: accepts the most drafts; the text depends on them
+WITHOUT_SEED: Literal["rejection", "block"] = "block"
 
 
 class Admission:
@@ -52,6 +54,7 @@ class Admission:
         pool: BlockPool,
         target: Target,
         max_context: int,
+        rows: int,
     ):
         self._config, self._proposers, self._grammars, self._tokenizer = (
             config,
@@ -59,7 +62,7 @@ class Admission:
             grammars,
             tokenizer,
         )
-        self._pool, self._max_context = pool, max_context
+        self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._ids = itertools.count()
 
@@ -80,6 +83,7 @@ class Admission:
             max_context=self._max_context,
             pages=self._pool.num_blocks,
             block_size=self._pool.block_size,
+            most=self._pool.most(self._max_context, self._rows),
             written=written,
         )
         if self._tokenizer is None:
@@ -176,12 +180,12 @@ class Admission:
 
     def _acceptance(
         self, speculation: RequestSpeculation, params: SamplingParams
-    ) -> Literal["matching", "rejection"]:
+    ) -> Literal["matching", "rejection", "block"]:
         """The rule for drafts that carry q; with a seed the text must not depend on the drafts."""
         rule = speculation.acceptance or self._config.acceptance
         if rule == "auto":
-            rule = "rejection" if params.seed is None else "matching"
-        return "rejection" if rule == "rejection" and not params.greedy else "matching"
+            rule = WITHOUT_SEED if params.seed is None else "matching"
+        return "matching" if params.greedy else rule
 
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])
@@ -272,11 +276,13 @@ def check_request(
     max_context: int,
     pages: int,
     block_size: int,
+    most: int | None = None,
     written: Seq[int] = (),
 ) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold.
 
-    `written` is output so far.
+    A sequence of any length holds at most `most` pages at once (None: those of all its tokens). `written` is
+    output so far.
     """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
@@ -286,8 +292,10 @@ def check_request(
     max_len = max_length(len(prompt), params.max_tokens, max_context)
     if len(prompt) + len(written) > max_len:
         raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens").about(CONTEXT)
-    if ceil_div(max_len, block_size) > pages:
-        needed = ceil_div(max_len, block_size)
+    needed = ceil_div(max_len, block_size)
+    if most is not None:
+        needed = min(needed, most)
+    if needed > pages:
         message = f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}"
         raise NeverFits(message).about("limits.pool")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

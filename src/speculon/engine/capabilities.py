@@ -116,7 +116,7 @@ def modes(engine: Engine) -> Rows:
     target, config = engine.target, engine.config
     yield "prefix_cache", prefix_cache(engine)
     fusion = target.fusion
-    why = "setting fuse is off" if not config.fuse else "layers with recurrent states are not fused"
+    why = "setting fuse is off" if not config.fuse else "of layers with recurrent states only norms are"
     fused = fusion is not None and (fusion.blocks > 0 or fusion.one_loop)
     yield "fusion", row("on" if fused else "off", str(fusion) if fusion is not None else why)
     for name in ("compiled", "captured"):
@@ -132,9 +132,12 @@ def modes(engine: Engine) -> Rows:
 
 def prefix_cache(engine: Engine) -> Capability:
     if engine.pool.prefix_cache:
-        return row("on", "full pages are found again by their content")
+        found = "full pages are found again by their content"
+        if snapshots := engine.pool.slots.snapshots:
+            return row("on", f"{found}, up to the last with a snapshot of the states", snapshots=snapshots)
+        return row("on", found)
     off = "setting prefix_cache is off" if not engine.config.prefix_cache else ""
-    return row("off", off or "recurrent states: no page has the states at its end")
+    return row("off", off or "recurrent states: there is no room for snapshots of them")
 
 
 def programs(name: str, target: Target, config: EngineConfig) -> Capability:
@@ -319,7 +322,7 @@ def limits(engine: Engine) -> Rows:
     yield "limits.vocab_size", row("on", "ids for which the model has a logit", tokens=target.vocab_size)
     yield "limits.pool", row("on", pool_reason(engine), pages=pool.num_blocks, tokens=room(engine))
     yield "limits.page", row("on", "block_size", tokens=pool.block_size)
-    states = f"; states take {engine.memory.states} bytes" if target.recurrent else ""
+    states = f"; states take {engine.memory.states} bytes" if engine.memory.states else ""
     waits = f"max_num_seqs; others wait{states}"
     yield "limits.max_num_seqs", row("on", waits, sequences=config.max_num_seqs)
     chunks = "max_batch_tokens; longer prompts are computed in chunks"

@@ -58,13 +58,14 @@ class Ready:
     pages: int
     page_tokens: int
     method: str  # that drafts for a request which names none
+    holds_context: bool = False  # whether the pages of its windows hold a sequence of `max_context`
     capabilities: Capabilities = field(default_factory=dict, repr=False)
 
     @property
     def note(self) -> str:
         """Says that the pages hold less than the context; empty where they hold one context."""
         room = self.pages * self.page_tokens
-        if room >= self.max_context:
+        if self.holds_context or room >= self.max_context:
             return ""
         return f"only {room} tokens fit into the {self.pages} KV pages, of a context of {self.max_context}"
 

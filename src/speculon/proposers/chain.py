@@ -11,7 +11,7 @@ import torch
 
 from speculon.core import Draft, Stop
 from speculon.grammar import LookAheadMatchers
-from speculon.sampling import Row, pick, weigh
+from speculon.sampling import Row, pick, stream_of, weigh
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -37,15 +37,20 @@ def draft_chain(
     while active:
         logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
-        rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
+        rows = [
+            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), stream_of(seqs[i]), bans.get(i))
+            for i in active
+        ]
         weights = weigh(logits, rows)
-        tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
+        tokens = pick(
+            weights, rows
+        )  # matching and rejection: with the target's noise, so that the two agree often
         chosen = torch.tensor(tokens, device=logits.device)[:, None]
         confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
             drafts[i].append(token)
             sure[i].append(share)
-            if seqs[i].request.acceptance == "rejection":
+            if seqs[i].request.needs_q:
                 probs[i].append(weights[row].softmax(-1))
             stops[i] = why_stop(len(drafts[i]) == budgets[i], ahead.go_on(i, token), share >= min_confidence)
         active = [i for i in active if stops[i] is None]
@@ -70,10 +75,11 @@ def catch_up(
     """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the
     rest.
 
-    Returns that rest, which holds each sequence's last token; positions below `first` are never read.
+    Returns that rest, which holds each sequence's last token; positions below `first` are never read, nor
+    those whose pages are released.
     """
     while True:
-        rest = [(seq, max(first, seq.drafted.get(method, 0)), len(seq.tokens)) for seq in seqs]
+        rest = [(seq, seq.begin(method, first), len(seq.tokens)) for seq in seqs]
         room, pieces = most, []
         if sum(end - start for _, start, end in rest) <= most:
             return rest
@@ -89,4 +95,6 @@ def catch_up(
 def mark(method: str, pieces: list[Piece]) -> None:
     """Notes how far the drafter has read now."""
     for seq, _, end in pieces:
+        if 0 < seq.released >= seq.drafted.get(method, 0):
+            seq.skipped.add(method)
         seq.drafted[method] = end

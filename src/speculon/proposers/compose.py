@@ -71,6 +71,12 @@ class Proposers:
         return [self._built[method].needs for method in self._first_layer]
 
     @property
+    def needs_of_states(self) -> dict[str, Needs]:
+        """Of those that keep recurrent states, by method."""
+        needs = {method: self._built[method].needs for method in self._first_layer}
+        return {method: one for method, one in needs.items() if one.states}
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The target's layers whose states any of them reads."""
         return tuple(sorted({layer for needs in self.needs for layer in needs.taps}))
@@ -154,12 +160,12 @@ class Proposers:
             return {}, None
         seqs, ks = [spans[i].seq for i in able], [limits[i] for i in able]
         reads = method in self._first_layer
-        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs) if reads else 0
+        unread = sum(len(seq.tokens) - seq.begin(method) - 1 for seq in seqs) if reads else 0
 
         def propose() -> list[Draft]:
             for seq in seqs:
                 self._admit(method, seq)
-            drafts = proposer.propose(seqs, ks, lease.of(self._first_layer.get(method, 0)))
+            drafts = proposer.propose(seqs, ks, lease.of(self._first_layer.get(method, 0), method))
             return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
 
         began = perf_counter()
@@ -208,7 +214,7 @@ class Proposers:
             self._lacking[method] = Reason.NO_DRAFTER
             return
         proposer = find_factory(method)(self._config, self._facts)
-        if proposer.needs.layers or proposer.needs.bytes_fixed:
+        if proposer.needs.layers or proposer.needs.bytes_fixed or proposer.needs.states:
             if self._closed or not self._has_room(method, proposer):
                 self._lacking[method] = Reason.NO_DRAFTER if self._closed else Reason.MEMORY
                 return

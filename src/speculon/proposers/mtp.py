@@ -90,13 +90,12 @@ class Mtp:
             if not step:
                 after = self._read([rest[i] for i in which], lease)
             else:
-                ends = [len(seqs[i].tokens) + step for i in which]
                 # a module's first draft also needs its rows of the drafts before it
                 rows = step if step <= self.head.last else 1
-                pieces = [(seqs[i], end - rows, end) for i, end in zip(which, ends, strict=True)]
-                ids = [token for i in which for token in drafts[i][-rows:]]
+                pieces = [piece_of(seqs[i], module, step, rows) for i in which]
+                ids = [t for i, (_, a, b) in zip(which, pieces, strict=True) for t in drafts[i][a - b :]]
                 before = None if step <= self.head.last else torch.stack([states[i] for i in which])
-                after = self._forward(module, pieces, ids, before, lease)[rows - 1 :: rows]
+                after = last_rows(self._forward(module, pieces, ids, before, lease), pieces)
             states.update(zip(which, after, strict=True))
             return self.head.logits(module, after, self.vocab_size)
 
@@ -106,15 +105,14 @@ class Mtp:
         """Rows of committed tokens through every module; the state of module 0 after each piece."""
         after = []
         for module in range(self.head.last + 1):
-            own = [(seq, max(start, module + 1), end) for seq, start, end in pieces]
+            own = [(seq, max(start, first_slot(seq, module)), end) for seq, start, end in pieces]
             own = [piece for piece in own if piece[1] < piece[2]]
             if not own:
                 break
             ids = [token for seq, start, end in own for token in seq.tokens[start:end]]
             after.append(self._forward(module, own, ids, None, lease))
         mark(NAME, pieces)
-        lengths = torch.tensor([end - start for _, start, end in pieces], device=after[0].device)
-        return after[0][lengths.cumsum(0) - 1]
+        return last_rows(after[0], pieces)
 
     @torch.inference_mode()
     def _forward(
@@ -136,3 +134,19 @@ class Mtp:
         """What a module reads for rows of these pieces, which lies one slot before each."""
         found = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
         return found if module else self.head.final_norm(found)
+
+
+def first_slot(seq: Sequence, module: int) -> int:
+    """Where the rows of a module begin: earlier ones would read states before the first, or released ones."""
+    return seq.released + module + 1
+
+
+def piece_of(seq: Sequence, module: int, drafts: int, rows: int) -> Piece:
+    """The last rows of a module, at most `rows`, when `drafts` tokens follow those of a sequence."""
+    end = len(seq.tokens) + drafts
+    return seq, max(end - rows, first_slot(seq, module)), end
+
+
+def last_rows(states: Tensor, pieces: list[Piece]) -> Tensor:  # [T, H] -> [B, H]
+    lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+    return states[lengths.cumsum(0) - 1]
