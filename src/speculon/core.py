@@ -295,6 +295,7 @@ class Needs:
     taps: tuple[int, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
     max_context: int | None = None
+    max_drafts: int | None = None  # of one round and sequence
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
     states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer

@@ -185,7 +185,7 @@ def check_parameter(engine: Engine, name: str, row: Capability) -> None:
 def is_changed(engine: Engine, name: str, value: Any) -> bool:
     """Whether speculation works otherwise for such a request."""
     plain, seq = resolved(engine), resolved(engine, **{name: value})
-    draws = rejections(engine) > 0
+    draws = judged(engine, "block") > 0
     return (
         (draws and seq.request.acceptance != plain.request.acceptance)
         or seq.request.limits != plain.request.limits
@@ -225,19 +225,19 @@ def cached(engine: Engine, **params: Any) -> int:
 
 
 @cache
-def rejections(engine: Engine) -> int:
-    """How many drafts have probabilities where a request asks for rejection sampling."""
+def judged(engine: Engine, rule: str) -> int:
+    """How many drafts have probabilities where a request asks for this rule."""
     calls: list[int] = []
-    original = verify.reject
+    original = verify.WITH_Q[rule]
 
     def counted(spans: list[Any], *more: Any) -> Any:
         calls.append(len(spans))
         return original(spans, *more)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(verify, "reject", counted)
+        patched.setitem(verify.WITH_Q, rule, counted)
         for method in known_methods():
-            ask(engine, speculation={"method": method, "acceptance": "rejection"}, max_tokens=12)
+            ask(engine, speculation={"method": method, "acceptance": rule}, max_tokens=12)
     return sum(calls)
 
 
@@ -250,7 +250,7 @@ def check_policy(engine: Engine, name: str, row: Capability) -> None:
 
 def check_acceptance(engine: Engine, name: str, row: Capability) -> None:
     assert resolved(engine, {"acceptance": name}).request.acceptance == name
-    used = name == "matching" or rejections(engine) > 0
+    used = name == "matching" or judged(engine, name) > 0
     assert row.status == ("on" if used else "off")
 
 

@@ -355,7 +355,7 @@ def inherited_theta(patch: pytest.MonkeyPatch) -> None:
 
 
 def absolute_ids(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(eagle_load, "ids_of", lambda config, offsets, device: offsets)
+    patch.setattr(eagle_load, "ids_of", lambda path, vocab, offsets, device: offsets)
 
 
 def pushed_aside(patch: pytest.MonkeyPatch) -> None:

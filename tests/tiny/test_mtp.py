@@ -154,7 +154,7 @@ def test_switched_off_and_on_it_continues_where_it_was(form: str) -> None:
     assert max(sizes[form.count("three") * 2 + 1 :]) > 8, f"drafting never paused: {sizes}"
 
 
-@pytest.mark.parametrize("form", ["deepseek, two modules", "mimo", "qwen3_5"])
+@pytest.mark.parametrize("form", ["deepseek, two modules", "mimo"])
 def test_a_prefix_hit_loses_no_row(form: str) -> None:
     """Rows of full pages are found again; those of a request that did not draft are read from its taps."""
     first, params = list(range(3, 60)), SamplingParams(max_tokens=8, ignore_eos=True, **GREEDY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculon.checkpoints.families import DRAFT_MODEL, EAGLE3
+from speculon.checkpoints.families import DFLASH, DRAFT_MODEL, EAGLE3
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.locate import locate
 from speculon.checkpoints.mtp import MTP, mtp_of
@@ -19,7 +19,7 @@ def check_drafts(config: EngineConfig) -> None:
     For method `mtp`, raises `ModelError` for a target without such layers.
     """
     method, drafts = config.speculation.method, config.speculation.drafts
-    if method in (DRAFT_MODEL, EAGLE3) and method not in drafts:
+    if method in (DRAFT_MODEL, EAGLE3, DFLASH) and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
     if method == MTP and method not in drafts:
         mtp_of(locate(config.model, trust_remote_code=config.trust_remote_code))

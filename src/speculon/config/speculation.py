@@ -81,7 +81,8 @@ class SpeculationConfig(Checked):
 
     method: str = Field(
         "auto",
-        description="what drafts: auto | off | suffix | ngram | draft_model | eagle3 | mtp, or a plug-in",
+        description="what drafts: auto | off | suffix | ngram | draft_model | eagle3 | dflash | mtp, "
+        "or a plug-in",
     )
     policy: PolicyName = Field(
         "goodput",
@@ -139,7 +140,7 @@ class SpeculationConfig(Checked):
         0.7, ge=0, le=1, description="synthetic: acceptance rate per position"
     )
     draft_min_confidence: float = Field(
-        0.0, ge=0, lt=1, description="draft_model, eagle3, mtp: stop drafting after a token below this"
+        0.0, ge=0, lt=1, description="models: stop drafting after a token below this"
     )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="a drafter beyond the memory limit: allow it, fallback to none, or fail"
@@ -155,7 +156,7 @@ class SpeculationConfig(Checked):
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong",
+        description="settings of a plug-in proposer, or of an eagle3 or dflash drafter whose config is wrong",
     )
 
     @property

@@ -138,7 +138,8 @@ class Admission:
             first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))
         most = speculation.num_speculative_tokens or GIVEN_DRAFTS
         methods = self._proposers.methods_of(first, name)
-        return {method: most if method in first else k for method in methods}, first, off
+        limits = {m: most if m in first else self._proposers.most(m, k) for m in methods}
+        return limits, first, off
 
     def _own_method(self, speculation: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""

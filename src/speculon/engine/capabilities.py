@@ -19,6 +19,7 @@ from speculon.config import (
     EngineConfig,
     SamplingParams,
 )
+from speculon.config.speculation import Acceptance
 from speculon.core import Reason, ceil_div
 from speculon.engine.admission import OF_VOCABULARY
 from speculon.errors import InvalidParameter, SpeculonError
@@ -181,7 +182,7 @@ def method(name: str, engine: Engine) -> Capability:
     if name in engine.admission.brings:
         return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
     what = "a lookup" if name in proposers.lookups((name,)) else "a model"
-    return row("on", what, drafts=config.most(), **most)
+    return row("on", what, drafts=proposers.most(name, config.most()), **most)
 
 
 def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
@@ -208,15 +209,16 @@ def policies(engine: Engine) -> Rows:
 
 def acceptance(engine: Engine) -> Rows:
     """The rules for drafts that carry probabilities, which lookups do not have."""
-    chosen = (
-        f"{engine.config.speculation.acceptance} where none is named; known are matching, rejection, auto"
-    )
+    known = get_args(Acceptance)
+    chosen = f"{engine.config.speculation.acceptance} where none is named; known are {', '.join(known)}"
     yield "parameters.acceptance", row("on", chosen)
     yield "acceptance.matching", row("on", "each row is sampled, and a draft is accepted while it is equal")
     models = with_probabilities(engine.proposers)
     where = f"sampled requests whose drafts have probabilities ({', '.join(models)})"
     none = "no method with a model is loaded, and drafts of lookups are matched"
-    yield "acceptance.rejection", row("on", where) if models else row("off", none)
+    for rule in known:
+        if rule not in ("auto", "matching"):
+            yield f"acceptance.{rule}", row("on", where) if models else row("off", none)
 
 
 def with_probabilities(proposers: Proposers) -> list[str]:
