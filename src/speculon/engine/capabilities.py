@@ -336,14 +336,22 @@ def limits(engine: Engine) -> Rows:
 
 
 def room(engine: Engine) -> int:
-    return engine.pool.num_blocks * engine.pool.block_size
+    """The most tokens of a request for which there are pages: any, where those of its windows suffice."""
+    pool = engine.pool
+    tokens = pool.num_blocks * pool.block_size
+    if pool.most(engine.max_context, engine.config.max_batch_tokens) <= pool.num_blocks:
+        return max(tokens, engine.max_context)
+    return tokens
 
 
 def pool_reason(engine: Engine) -> str:
-    config = engine.config
+    config, pool = engine.config, engine.pool
     if config.num_blocks is not None:
         return "set by num_blocks"
-    if engine.pool.num_blocks >= config.max_num_seqs * ceil_div(engine.max_context, config.block_size):
+    each = pool.most(engine.max_context, config.max_batch_tokens)
+    if config.prefix_cache:  # which keeps the pages before the windows, too
+        each = ceil_div(engine.max_context, config.block_size)
+    if pool.num_blocks >= config.max_num_seqs * each:
         return "a full context for each of max_num_seqs"
     return "set by kv_memory_gb" if config.kv_memory_gb else "a part of the memory that was free"
 
