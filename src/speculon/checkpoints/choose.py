@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import locate
+from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.checkpoints.pairing import AUTO, is_search, search
 from speculon.config import EngineConfig, ModelObject
-from speculon.errors import ModelNotFound, UnsupportedModel
+from speculon.errors import ModelError, ModelNotFound, UnsupportedModel
 
 log = logging.getLogger("speculon")
 
@@ -43,13 +45,27 @@ def by_method(draft: str) -> str | dict[str, str | ModelObject]:
 
 
 def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject]:
-    """Searches the folders around the target's, with a log line for every one."""
+    """Searches the target's own folder for MTP layers and those around it, with a log line for every one."""
     folder = locate(
         config.model, trust_remote_code=config.trust_remote_code, allow_pickle=config.allow_pickle
     )
     found = search(draft, read_checkpoint(folder))
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)
-    if not found.drafts:
+    drafts: dict[str, str | ModelObject] = {**own_layers(folder), **found.drafts}
+    if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
-    return dict(found.drafts)
+    return drafts
+
+
+def own_layers(folder: Path) -> dict[str, str]:
+    """`{"mtp": folder}` where the target's own checkpoint has prediction layers that can be used."""
+    try:
+        found = find_mtp(folder)
+    except ModelError as error:
+        log.info("draft %s: %s: MTP layers left out: %s", AUTO, folder, error)
+        return {}
+    if found is None:
+        return {}
+    log.info("draft %s: %s: %s: taken as %s", AUTO, folder, found.summary(), MTP)
+    return {MTP: str(folder)}

@@ -7,16 +7,22 @@ from pathlib import Path
 from speculon.checkpoints.families import DFLASH, DRAFT_MODEL, EAGLE3, PARD
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.locate import locate
+from speculon.checkpoints.mtp import MTP, mtp_of
 from speculon.checkpoints.spelling import compare
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, CorruptWeights, ModelError, WrongPair
 
 
 def check_drafts(config: EngineConfig) -> None:
-    """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that cannot fit."""
+    """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that cannot fit.
+
+    For method `mtp`, raises `ModelError` for a target without such layers.
+    """
     method, drafts = config.speculation.method, config.speculation.drafts
     if method in (DRAFT_MODEL, PARD, EAGLE3, DFLASH) and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
+    if method == MTP and method not in drafts:
+        mtp_of(locate(config.model, trust_remote_code=config.trust_remote_code))
     for draft in (drafts.get(DRAFT_MODEL), drafts.get(PARD)):
         if isinstance(draft, str):
             check_draft(draft, config)

@@ -158,7 +158,9 @@ UNSUPPORTED = (
     UnsupportedFamily("LiLiCorr", "a DFlash drafter with a lattice head", named("lilicorr")),
     UnsupportedFamily("Gemma 4 DSpark", "a DSpark drafter of layers with four norms", named("gemma4dspark")),
     UnsupportedFamily(
-        "MTP", "prediction layers that belong to their target", any_of(named("mtp"), has_only("mtp"))
+        "MTP",
+        "prediction layers, which method mtp reads from their target's folder",
+        any_of(named("mtp"), has_only("mtp")),
     ),
     UnsupportedFamily(
         "Medusa",

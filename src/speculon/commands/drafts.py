@@ -25,6 +25,7 @@ COLOURS: Mapping[str, str] = {
     "eagle3": "bright_blue",
     "pard": "bright_cyan",
     "dflash": "bright_magenta",
+    "mtp": "bright_green",
     "prediction": "magenta",
     "suffix": "yellow",
 }

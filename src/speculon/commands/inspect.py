@@ -14,6 +14,7 @@ from rich.text import Text
 from speculon.capabilities import as_json as as_json_table
 from speculon.checkpoints.families import family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
@@ -44,6 +45,7 @@ WORDS = {
     "num_parameters": "parameters",
     "num_bytes": "weight files",
     "quantization": "quantization",
+    "mtp": "MTP layers",
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
     "states": "recurrent states",
@@ -127,10 +129,20 @@ def headers(checkpoint: Checkpoint) -> Facts:
     facts = {name: getattr(checkpoint, name) for name in names}
     return {
         **facts,
+        "mtp": mtp_words(checkpoint),
         "path": str(checkpoint.path),
         "pickled": checkpoint.pickled,
         "remote_code": checkpoint.remote_code,
     }
+
+
+def mtp_words(checkpoint: Checkpoint) -> str | None:
+    """Prediction layers in its files, or why they cannot be used; None where it has none."""
+    try:
+        found = find_mtp(checkpoint.path)
+    except ModelError as error:
+        return f"not supported: {error}"
+    return f"{found.summary()}: method {MTP}" if found else None
 
 
 def loaded(target: Target) -> Facts:

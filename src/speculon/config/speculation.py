@@ -81,7 +81,7 @@ class SpeculationConfig(Checked):
 
     method: str = Field(
         "auto",
-        description="what drafts: auto | off | suffix | ngram | draft_model | pard | eagle3 | dflash, "
+        description="what drafts: auto | off | suffix | ngram | draft_model | pard | eagle3 | dflash | mtp, "
         "or a plug-in",
     )
     policy: PolicyName = Field(

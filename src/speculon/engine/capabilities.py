@@ -25,7 +25,7 @@ from speculon.engine.admission import OF_VOCABULARY
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.kv.states import KEPT_BYTES
 from speculon.proposers.base import Extending, Remembering
-from speculon.proposers.registry import AUTO, OFF, TABLE, WITH_CHECKPOINT, known_methods
+from speculon.proposers.registry import AUTO, OF_TARGET, OFF, TABLE, WITH_CHECKPOINT, known_methods
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
         return engine.proposers.refusals.get(name, "the memory limit")
     if name in WITH_CHECKPOINT and name not in engine.config.speculation.drafts:
         return "not configured: it needs draft = a checkpoint"
+    if name in OF_TARGET:
+        return f"its layers are in the target's checkpoint, if any; method = {name} at the start loads them"
     return f"it has layers or weights of its own, which only method = {name} at the start makes room for"
 
 

@@ -75,6 +75,7 @@ def load_target(
         model = load_model(checkpoint, config, precision, place, trust_remote_code)
         report("checking the model against its stock forward")
         target = make_target(model, str(path), max_context, fused=fused, compile=compile)
+        target.source = str(folder)
         if batch_invariant is not False:
             report("checking that logits do not depend on the batch")
             decide(target, batch_invariant)

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch, Runs
@@ -62,6 +62,8 @@ class Target:
         self.model, self.layers, self.name, self.vocab_size = model, layers, name, vocab_size
         self.max_context, self.eos_ids, self.notes = max_context, eos_ids, notes
         self.mixers = mixers  # recurrent ones, which have states beside the pages
+        self.layer_class = layer_class_of(model)  # of its stock layers, before they are fused
+        self.source = str(getattr(model, "name_or_path", "") or "") or None  # folder or hub id of its files
         self.device, self.dtype = model.device, model.dtype
         self.run: Run = partial(stock_forward, model)
         self.taps: Taps | None = None
@@ -188,6 +190,12 @@ def stock_forward(
             return model(**row, logits_to_keep=batch.score_rows).logits[0]
         model.base_model(**row)  # a prompt chunk without scored rows needs no head
     return None
+
+
+def layer_class_of(model: PreTrainedModel) -> type[nn.Module] | None:
+    """The class of its decoder layers; None where they have no usual place."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return type(layers[-1]) if isinstance(layers, nn.ModuleList) and len(layers) else None
 
 
 @cache

@@ -14,7 +14,15 @@ from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Proposal, Reason, Stop, Verdict
 from speculon.errors import MemoryExceeded
 from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
-from speculon.proposers.registry import AUTO, LOOKUPS, OFF, WITH_CHECKPOINT, check_method, find_factory
+from speculon.proposers.registry import (
+    AUTO,
+    LOOKUPS,
+    OF_TARGET,
+    OFF,
+    WITH_CHECKPOINT,
+    check_method,
+    find_factory,
+)
 from speculon.sequence import Sequence, Span
 
 if TYPE_CHECKING:
@@ -209,7 +217,8 @@ class Proposers:
     def _build(self, method: str) -> None:
         if method in self._built or method in self._lacking:
             return
-        if method in WITH_CHECKPOINT and method not in self._config.drafts:
+        missing = method in WITH_CHECKPOINT and method not in self._config.drafts
+        if missing or (self._closed and method in OF_TARGET):
             self._lacking[method] = Reason.NO_DRAFTER
             return
         proposer = find_factory(method)(self._config, self._facts)

@@ -21,10 +21,12 @@ TABLE: dict[str, str] = {
     "pard": "speculon.proposers.pard:Pard.build",
     "eagle3": "speculon.proposers.eagle3:Eagle3Drafter.build",
     "dflash": "speculon.proposers.dflash:DFlashDrafter.build",
+    "mtp": "speculon.proposers.mtp:Mtp.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
 WITH_CHECKPOINT = ("draft_model", "pard", "eagle3", "dflash")  # methods that need a `draft`
+OF_TARGET = ("mtp",)  # methods whose weights are in the target's checkpoint, where no `draft` is named
 _registered: dict[str, Factory] = {}
 
 

@@ -1,0 +1,152 @@
+"""Prediction layers in the target's own checkpoint draft token by token (MTP, DeepSeek-V3 2024).
+
+Draft position j is that of module j; the last module drafts all that follow, from its own states. What a
+module yields for committed tokens lies in pages, where the next one reads it, as the target's states do. So
+preemption, prefix hits and pauses need no code here. See `models.mtp` for which row lies where.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import torch
+
+from speculon.checkpoints.locate import locate
+from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
+from speculon.config import SpeculationConfig
+from speculon.core import Draft, Needs, Stop, Verdict, no_draft
+from speculon.errors import ConfigError
+from speculon.models.mtp import MtpHead
+from speculon.models.mtp_load import load_mtp, mtp_needs
+from speculon.proposers.base import States, TargetFacts
+from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
+from speculon.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from speculon.kv.lease import DraftLease
+
+NAME = MTP
+NOT_READY = no_draft(Stop.NOT_READY)
+
+log = logging.getLogger("speculon")
+
+
+class Mtp:
+    """One call of a module per draft position for all sequences of the round."""
+
+    def __init__(self, config: MtpConfig, target: TargetFacts, min_confidence: float = 0.0):
+        assert target.model is not None
+        self.config, self.target, self.min_confidence = config, target.model, min_confidence
+        self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
+        self.fuse = target.fuse
+        self.needs: Needs = mtp_needs(config, target.model, target.rows, target.scored)
+        self.head: MtpHead
+
+    @classmethod
+    def build(cls, config: SpeculationConfig, target: TargetFacts) -> Mtp:
+        """Raises `ConfigError` without a folder, `UnsupportedModel` where the folder has no such layers."""
+        if target.model is None:
+            raise ConfigError(f"{NAME} reads the target's states, and there is no target")
+        source = config.drafts.get(NAME) or target.model.source
+        if not isinstance(source, str):
+            raise ConfigError(f"{NAME} reads the target's checkpoint, and this target came from no folder")
+        found = mtp_of(locate(source))
+        log.info("%s: %s", NAME, found.summary())
+        return cls(found, target, config.draft_min_confidence)
+
+    def load(self) -> None:
+        self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
+        self.needs = replace(self.needs, bytes_fixed=own)
+
+    def admit(self, seq: Sequence) -> None:
+        """Nothing yet: the prompt is read with the first draft."""
+
+    def propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        """Nothing after a single token: there are no states before it."""
+        able = [len(seq.tokens) > 1 for seq in seqs]
+        drafts = iter(self._propose(list(compress(seqs, able)), list(compress(budgets, able)), lease))
+        return [next(drafts) if yes else NOT_READY for yes in able]
+
+    def observe(self, seqs: list[Sequence], verdicts: list[Verdict], taps: States) -> None:
+        """Nothing to learn: the rows of drafts are written again from the target's states."""
+
+    def release(self, seq: Sequence) -> None:
+        """Its pages go with the target's."""
+
+    def _propose(self, seqs: list[Sequence], budgets: list[int], lease: DraftLease) -> list[Draft]:
+        rest = catch_up(NAME, seqs, self.max_rows, partial(self._read, lease=lease), first=1)
+        states: dict[int, Tensor] = {}  # by index, of its last row [H]
+
+        def forward(which: list[int], drafts: list[list[int]]) -> Tensor:
+            step = len(drafts[which[0]])
+            module = min(step, self.head.last)
+            if not step:
+                after = self._read([rest[i] for i in which], lease)
+            else:
+                # a module's first draft also needs its rows of the drafts before it
+                rows = step if step <= self.head.last else 1
+                pieces = [piece_of(seqs[i], module, step, rows) for i in which]
+                ids = [t for i, (_, a, b) in zip(which, pieces, strict=True) for t in drafts[i][a - b :]]
+                before = None if step <= self.head.last else torch.stack([states[i] for i in which])
+                after = last_rows(self._forward(module, pieces, ids, before, lease), pieces)
+            states.update(zip(which, after, strict=True))
+            return self.head.logits(module, after, self.vocab_size)
+
+        return draft_chain(NAME, seqs, budgets, forward, self.min_confidence)
+
+    def _read(self, pieces: list[Piece], lease: DraftLease) -> Tensor:  # [B, H]
+        """Rows of committed tokens through every module; the state of module 0 after each piece."""
+        after = []
+        for module in range(self.head.last + 1):
+            own = [(seq, max(start, first_slot(seq, module)), end) for seq, start, end in pieces]
+            own = [piece for piece in own if piece[1] < piece[2]]
+            if not own:
+                break
+            ids = [token for seq, start, end in own for token in seq.tokens[start:end]]
+            after.append(self._forward(module, own, ids, None, lease))
+        mark(NAME, pieces)
+        return last_rows(after[0], pieces)
+
+    @torch.inference_mode()
+    def _forward(
+        self, module: int, pieces: list[Piece], ids: list[int], states: Tensor | None, lease: DraftLease
+    ) -> Tensor:  # [T, H]
+        """One call of a module; it reads `states` [T, H], or those before each row in the pages."""
+        own, modules = lease.after(1), self.head.last + 1
+        if states is None:
+            states = self._states(module, pieces, lease if module == 0 else own.after(modules + module - 1))
+        positions = [slot - 1 - module for _, start, end in pieces for slot in range(start, end)]
+        flat = torch.tensor([ids, positions], device=states.device)
+        view = own.view(pieces, first=module + 1)
+        out = self.head.run(module, flat[0], states, flat[1], view)
+        if module < self.head.last:
+            view.keep(modules + module, [out])
+        return out
+
+    def _states(self, module: int, pieces: list[Piece], lease: DraftLease) -> Tensor:
+        """What a module reads for rows of these pieces, which lies one slot before each."""
+        found = lease.taps([(seq, start - 1, end - 1) for seq, start, end in pieces])
+        return found if module else self.head.final_norm(found)
+
+
+def first_slot(seq: Sequence, module: int) -> int:
+    """Where the rows of a module begin: earlier ones would read states before the first, or released ones."""
+    return seq.released + module + 1
+
+
+def piece_of(seq: Sequence, module: int, drafts: int, rows: int) -> Piece:
+    """The last rows of a module, at most `rows`, when `drafts` tokens follow those of a sequence."""
+    end = len(seq.tokens) + drafts
+    return seq, max(end - rows, first_slot(seq, module)), end
+
+
+def last_rows(states: Tensor, pieces: list[Piece]) -> Tensor:  # [T, H] -> [B, H]
+    lengths = torch.tensor([end - start for _, start, end in pieces], device=states.device)
+    return states[lengths.cumsum(0) - 1]

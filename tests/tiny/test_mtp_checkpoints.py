@@ -1,0 +1,243 @@
+"""Where prediction layers are found, what is refused by name, and what they take of memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from speculon import LLM, SpeculativeDecoder
+from speculon.checkpoints.choose import with_drafts
+from speculon.checkpoints.mtp import find_mtp
+from speculon.cli.app import app
+from speculon.config import EngineConfig, SamplingParams
+from speculon.core import Reason
+from speculon.errors import ConfigError, MemoryExceeded, ModelError, SpeculonError
+from speculon.models.load import load_target
+from tests.tiny.conftest import build, tiny_target
+from tests.tiny.mtp_forms import FORMS, Form, H, target_of, write_mtp, written
+from tests.tiny.scripted import Request, drain, make_engine
+
+MIMO, QWEN, DEEPSEEK = FORMS["mimo"], FORMS["qwen3_5"], FORMS["deepseek"]
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+Tensors = dict[str, Tensor]
+
+
+def rewritten(folder: Path, change: Callable[[Tensors], object], form: Form = MIMO) -> Path:
+    """A checkpoint of a form after `change` has modified its tensors."""
+    write_mtp(folder, form)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "modules"),
+    [
+        ("deepseek, two modules", "DeepSeek", 2),
+        ("glm", "DeepSeek", 1),
+        ("qwen3_next", "Qwen", 1),
+        ("mimo, three modules", "MiMo", 3),
+    ],
+)
+def test_each_layout_is_found(name: str, family: str, modules: int) -> None:
+    found = find_mtp(written(name).folder)
+    assert found is not None
+    assert (found.family, len(found.modules), found.hidden) == (family, modules, H)
+    assert found.hidden_first == (family == "MiMo")
+
+
+def test_a_model_without_such_layers_has_none(tmp_path: Path) -> None:
+    build("qwen2").save_pretrained(tmp_path)
+    assert find_mtp(tmp_path) is None
+    with pytest.raises(ModelError, match="method mtp needs MTP layers, and this checkpoint has none"):
+        LLM(str(tmp_path), tokenizer=None, speculation=MTP, warmup=False)
+    with pytest.raises(ConfigError, match="this target came from no folder"):
+        make_engine(tiny_target("llama"), speculation=MTP)
+
+
+def numbered(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        tensors[name.replace("layers.2.", "layers.4.")] = tensors.pop(name)
+
+
+def renamed(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        tensors[name.replace("mtp.", "mtp.depth.")] = tensors.pop(name)
+
+
+def of_bytes(tensors: Tensors) -> None:
+    tensors["model.mtp_layers.0.mlp.up_proj.weight"] = tensors["model.mtp_layers.0.mlp.up_proj.weight"].to(
+        torch.float8_e4m3fn
+    )
+
+
+WRONG = {
+    "no norm": (
+        MIMO,
+        lambda t: t.pop("model.mtp_layers.0.final_layernorm.weight"),
+        "final_layernorm.weight is missing",
+    ),
+    "no layer": (
+        MIMO,
+        lambda t: t.pop("model.mtp_layers.0.mlp.up_proj.weight"),
+        "mlp.up_proj.weight of MTP module 0",
+    ),
+    "an expert less": (
+        DEEPSEEK,
+        lambda t: t.pop("model.layers.2.mlp.experts.1.up_proj.weight"),
+        "mlp.experts.gate_up_proj of MTP module 0 is missing",
+    ),
+    "one more": (
+        MIMO,
+        lambda t: t.update({"model.mtp_layers.0.mlp.sub_norm.weight": torch.ones(H)}),
+        "1 tensors that its class does not have, first mlp.sub_norm.weight",
+    ),
+    "one fc, two layers": (
+        QWEN,
+        lambda t: t.update({"mtp.layers.1.input_layernorm.weight": torch.ones(H)}),
+        "more than one MTP layer after one fc",
+    ),
+    "width": (
+        MIMO,
+        lambda t: t.update({"model.mtp_layers.0.input_proj.weight": torch.ones(H, H)}),
+        r"input_proj.weight is \[32, 32\], expected \[32, 64\]",
+    ),
+    "width of the layer": (
+        MIMO,
+        lambda t: t.update({"model.mtp_layers.0.mlp.up_proj.weight": torch.ones(H, H)}),
+        r"mlp.up_proj.weight of MTP module 0 is \[32, 32\], its class has \[48, 32\]",
+    ),
+    "numbers": (DEEPSEEK, numbered, r"numbered \[4\], not from 2 on"),
+    "another layout": (QWEN, renamed, r"layout of its MTP tensors \(mtp.depth"),
+    "quantised": (MIMO, of_bytes, "stored as F8_E4M3; quantised MTP layers are not supported"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_layers_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    form, change, message = WRONG[case]
+    folder = rewritten(tmp_path, change, form)
+    with pytest.raises(ModelError, match=message):
+        make_engine(load_target(folder, dtype="float32", device="cpu"), speculation=MTP)
+
+
+def test_a_folder_alone_is_enough(tmp_path: Path) -> None:
+    folder = str(written("qwen3_5").folder)
+    params, prompt = GREEDY, [5, 6, 7, 8]
+    texts = []
+    for speculation in ({"method": "off"}, {**MTP, "policy": "fixed"}):
+        with LLM(folder, tokenizer=None, dtype="float32", speculation=speculation, warmup=False) as llm:
+            out = llm.generate([prompt], params)[0]
+            texts.append(out.token_ids)
+    assert texts[0] == texts[1]
+    assert out.speculation is not None
+    assert out.speculation.by_source["mtp"]["drafted"] > 0
+
+
+def test_a_model_object_is_read_from_its_folder() -> None:
+    model = AutoModelForCausalLM.from_pretrained(written("mimo").folder, dtype=torch.float32)
+    decoder = SpeculativeDecoder(model, method="mtp", num_speculative_tokens=3)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert decoder.generate([5, 6, 7, 8], GREEDY).token_ids == plain[0, 4:].tolist()
+
+
+def test_auto_takes_them_where_they_are(tmp_path: Path) -> None:
+    folder = str(written("mimo").folder)
+    chosen = with_drafts(EngineConfig(model=folder, speculation={"draft": f"auto:{tmp_path}"}))
+    assert chosen.speculation.drafts == {"mtp": folder}
+    engine = make_engine(target_of("mimo"), speculation={"draft": chosen.speculation.draft})
+    assert engine.proposers.chain("auto") == ("suffix", "mtp")
+    build("qwen2").save_pretrained(tmp_path / "bare")
+    chosen = with_drafts(EngineConfig(model=str(tmp_path / "bare"), speculation={"draft": "auto"}))
+    assert chosen.speculation.drafts == {}
+
+
+def test_layers_that_cannot_be_used_do_not_stop_auto(tmp_path: Path) -> None:
+    folder = rewritten(tmp_path / "model", renamed, QWEN)
+    chosen = with_drafts(EngineConfig(model=str(folder), speculation={"draft": "auto"}))
+    assert chosen.speculation.drafts == {}
+
+
+@pytest.mark.parametrize("name", ["mimo", "llama"])
+def test_a_request_cannot_load_them(name: str) -> None:
+    engine = make_engine(
+        tiny_target(name) if name == "llama" else target_of(name), speculation={"method": "off"}
+    )
+    assert engine.proposers.lacking("mtp") is Reason.NO_DRAFTER
+    row = engine.capabilities()["methods.mtp"]
+    assert (row.status, row.reason.split(":")[0]) == ("off", "no_drafter")
+    request = Request([5, 6, 7], GREEDY, MTP)
+    engine.add_request(request.prompt, request.params, request.speculation, request.id)
+    assert set(drain(engine)["r", 0].stats.reasons) == {Reason.NO_DRAFTER}
+
+
+def test_the_estimate_counts_weights_pages_and_taps() -> None:
+    """Three layers of keys and values, three of states: the taps, and what two modules yield."""
+    target = target_of("mimo, three modules")
+    engine = make_engine(target, speculation=MTP)
+    (needs,) = engine.proposers.needs
+    found = find_mtp(written("mimo, three modules").folder)
+    assert found is not None
+    assert needs.bytes_fixed == 4 * found.num_parameters
+    assert [(layer.k_dim, layer.v_dim) for layer in needs.layers] == [(H, 0), *[(8, 8)] * 3, *[(H, 0)] * 2]
+    assert sum(layer.bytes_per_token for layer in needs.layers) == 4 * (3 * H + 3 * 2 * 2 * 8)
+    assert needs.max_context == target.max_context
+    with pytest.raises(MemoryExceeded):
+        make_engine(target, speculation={**MTP, "memory_policy": "fail", "memory_limit_gb": 1e-3})
+
+
+def test_copies_of_the_targets_tensors_are_shared() -> None:
+    sizes = {}
+    for name in ("deepseek", "deepseek, own head"):
+        (needs,) = make_engine(target_of(name), speculation=MTP).proposers.needs
+        found = find_mtp(written(name).folder)
+        assert found is not None
+        sizes[name] = 4 * found.num_parameters - needs.bytes_fixed
+    table = 4 * 96 * H
+    assert sizes == {"deepseek": 2 * table, "deepseek, own head": table}
+
+
+@pytest.mark.parametrize(
+    ("name", "fuse", "layer", "norm"),
+    [
+        pytest.param("mimo", True, "FusedLayer", "Fused", id="fused"),
+        pytest.param("mimo", False, "Qwen2DecoderLayer", "Qwen2RMSNorm", id="not asked for"),
+        pytest.param("glm", True, "Glm4MoeDecoderLayer", "Fused", id="the fused layer differs"),
+        pytest.param("qwen3_5", True, "Qwen3_5DecoderLayer", "Fused", id="the fused layer fails"),
+        pytest.param("deepseek", True, "DeepseekV3DecoderLayer", "Fused", id="no fused layer"),
+    ],
+)
+def test_layers_are_fused_where_the_result_is_equal(name: str, fuse: bool, layer: str, norm: str) -> None:
+    drafter: Any = make_engine(target_of(name), speculation=MTP, fuse=fuse).proposers.find("mtp")
+    (module,) = drafter.head.modules
+    assert (type(module.layer).__name__, type(module.norm).__name__) == (layer, norm)
+
+
+def test_inspect_names_them(tmp_path: Path) -> None:
+    def line(folder: Path) -> Any:
+        out = CliRunner().invoke(app, ["inspect", str(folder), "--no-load", "--json"])
+        return json.loads(out.stdout)["mtp"]
+
+    assert line(written("mimo").folder).startswith("MTP, 1 module named as MiMo's")
+    assert "not supported: " in line(rewritten(tmp_path / "model", renamed, QWEN))
+
+
+def test_a_target_whose_logits_are_scaled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head would read states that the target's does not."""
+    target = target_of("mimo")
+    run = target.run
+    monkeypatch.setattr(target, "run", lambda *args: run(*args) * 0.5)
+    with pytest.raises(SpeculonError, match=r"its logits differ from head\(norm\(states\)\)"):
+        make_engine(target, speculation=MTP)
