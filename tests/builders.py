@@ -50,7 +50,7 @@ def make_sequence(
 def draft_once(proposers: Proposers, seq: Sequence, asks: dict[str, int]) -> tuple[Attempt, Drafting]:
     """What a round proposes for one sequence, with the lease of proposers that have no layers."""
     decision = Decision.of(Ask(method, k) for method, k in asks.items())
-    lease: Any = SimpleNamespace(granted=[decision.k], refusals=[None], of=lambda first_layer: None)
+    lease: Any = SimpleNamespace(granted=[decision.k], refusals=[None], of=lambda first_layer, method: None)
     drafting = Drafting.of(proposers, Fixed(), lease, [Span(seq, len(seq.tokens) - 1, 1)], [decision])
     drafting.ask_lookups()
     drafting.ask_models()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from speculon.errors import InvalidParameter
+
+# types of validation errors of a value beyond a limit, or not among those that are known
+BEYOND = ("less_than_equal", "too_long", "literal_error")
 
 
 class Checked(BaseModel):
@@ -17,11 +20,16 @@ class Checked(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    features: ClassVar[str] = ""  # under which the capability table has limits of these fields, if it has
+
     def __init__(self, /, **values: Any):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise invalid_parameter(error, type(self)) from None
+            refusal = invalid_parameter(error, type(self))
+            if self.features and error.errors(include_url=False)[0]["type"] in BEYOND:
+                refusal.about(f"{self.features}.{refusal.name.partition('.')[0]}")
+            raise refusal from None
 
 
 def invalid_parameter(error: ValidationError, model: type[BaseModel] | None = None) -> InvalidParameter:

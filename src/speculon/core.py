@@ -13,6 +13,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from speculon.config import MAX_DRAFTS
+
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
@@ -272,6 +274,18 @@ class LayerSpec:
     def bytes_per_token(self) -> int:
         return self.heads * (self.k_dim + self.v_dim) * self.dtype.itemsize
 
+    @property
+    def reach(self) -> int | None:
+        """Positions before a row that it may read, or one more; None: all."""
+        match self:
+            case LayerSpec("other"):
+                return 0
+            case LayerSpec("taps"):
+                return 1  # a drafter pairs the states of a position with the token after it
+        if self.chunk is not None:
+            return self.chunk
+        return None if self.window is None else self.window + self.padding.keys - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
@@ -283,6 +297,9 @@ class Needs:
     max_context: int | None = None
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
+    states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
+    spare_states: int = 0  # of a draft model: slots beyond `kv.draft_slots.PER_SEQUENCE` for each sequence
+    bytes_snapshot: int = 0  # of one snapshot of these states
     bytes_scratch: int = 0  # intermediate results of its largest forward
 
 
@@ -315,3 +332,26 @@ class Load:
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[LayerSpec] = ()) -> int | None:
+    """Positions before the committed ones that a row of any of these layers may read; None: all, or no
+    layer is in pages, which then only count tokens.
+
+    A drafter reads the accepted drafts of a round in the next one.
+    """
+    behind = [(layer.reach, 0) for layer in target] + [(layer.reach, MAX_DRAFTS) for layer in drafters]
+    most = 0
+    for reach, lag in behind:
+        if reach is None:
+            return None
+        most = max(most, reach + lag)
+    return most or None
+
+
+def most_pages(length: int, rows: int, reach: int | None, block_size: int) -> int:
+    """The most pages that a sequence holds at once while it grows to `length` tokens, `rows` at most in a
+    step, of which each reads `reach` positions before it (None: all).
+    """
+    pages = ceil_div(length, block_size)
+    return pages if reach is None else min(pages, ceil_div(reach + rows - 1, block_size) + 1)

@@ -22,7 +22,7 @@ from speculon.core import Draft, Verdict
 from speculon.engine.admission import check_draft, check_room, read_ids
 from speculon.engine.drafting import Drafting
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.errors import ConfigError, InvalidParameter, NeverFits
 from speculon.models.load import wrap_model
 from speculon.outputs import Completion, RequestOutput, StepResult, absorb
 from speculon.proposers.registry import OFF, WITH_CHECKPOINT
@@ -218,7 +218,8 @@ class SpeculativeDecoder:
         with self._last_span(ids, params, prompt_len) as span:
             check_room(span.seq, k)
             with self.engine.leases.reserve(Plan.alone(span), [k]) as lease:
-                assert lease.granted == [k], "no other sequence holds pages"
+                if lease.granted != [k]:  # the pages of a window may be all that there are
+                    raise NeverFits(f"{k} drafts after {len(span.seq.tokens)} tokens: no pages for them")
                 span.draft = draft
                 _, (verdict,) = self.engine.ask_target([span], lease, Stopwatch())
         return verdict
@@ -397,15 +398,15 @@ class SpeculativeDecoder:
         With `goes_on` the policy is to know it by the name it had, if it is the last step's.
         """
         engine, seq = self.engine, self._prepare(ids, params, prompt_len, k)
-        if goes_on:
-            seq = self._continued(seq)
+        seq = self._continued(seq) if goes_on else seq
         engine.pool.attach(seq)
         try:
-            most = self.config.max_batch_tokens
+            pool, most = engine.pool, self.config.max_batch_tokens
             # a drafter that reads states waits for them
-            beside = 1 if engine.target.taps else min(most, engine.pool.block_size)
+            beside = 1 if engine.target.taps else min(most, pool.block_size)
             while seq.pending > beside:
-                engine.round(Plan([Span(seq, seq.committed, min(most, seq.pending - 1))]))
+                rows = pool.chunk(seq, min(most, seq.pending - 1))
+                engine.round(Plan([Span(seq, seq.committed, rows)]))
             yield Span(seq, seq.committed, seq.pending)
         finally:
             engine.proposers.release(seq)

@@ -27,7 +27,7 @@ SpeculonError
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from speculon.logs import without_text
 
@@ -36,6 +36,12 @@ class SpeculonError(Exception):
     """Base of everything raised on purpose."""
 
     logged: str | None = None  # in the server's log, where the message has a client's text
+    feature: str | None = None  # the row of the capability table that denies what was asked
+
+    def about(self, feature: str) -> Self:
+        """The same error, with the row of the capability table that it is about."""
+        self.feature = feature
+        return self
 
     @property
     def for_log(self) -> str:
@@ -63,6 +69,12 @@ class InvalidParameter(InvalidRequest):
     def __init__(self, name: str, value: Any, limit: str):
         self.name, self.value, self.limit = name, value, limit
         super().__init__(f"{name} = {shorten(value)}: {limit}")
+
+    def renamed(self, name: str) -> InvalidParameter:
+        """The same refusal, under the name of another field."""
+        found = InvalidParameter(name, self.value, self.limit)
+        found.feature = self.feature
+        return found
 
     @property
     def for_log(self) -> str:

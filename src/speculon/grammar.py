@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from speculon.text import Tokenizer
 
+FEATURE = "parameters.structured"  # in the capability table
 KEPT = 64  # compiled grammars; requests of one program ask for the same few
 # llguidance allows 2,000, which an object of 500 optional keys exceeds; MAX_GRAMMAR has room for 7,000
 MAX_ROW = 30_000
@@ -150,9 +151,8 @@ class Grammars:
 
         known = getattr(self._tokenizer and self._tokenizer.inner, "backend_tokenizer", None)
         if not isinstance(known, Backend):
-            raise InvalidParameter(
-                "structured", type(known).__name__, "needs a tokenizer of the tokenizers library (a fast one)"
-            )
+            limit = "needs a tokenizer of the tokenizers library (a fast one)"
+            raise InvalidParameter("structured", type(known).__name__, limit).about(FEATURE)
         backend = Backend.from_str(known.to_str())
         backend.no_padding()
         backend.no_truncation()
@@ -165,9 +165,8 @@ class Grammars:
         try:
             self._inner = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self.ends))
         except ValueError as error:
-            raise InvalidParameter(
-                "structured", None, f"llguidance cannot read this tokenizer: {error}"
-            ) from None
+            limit = f"llguidance cannot read this tokenizer: {error}"
+            raise InvalidParameter("structured", None, limit).about(FEATURE) from None
         self._executor = LLExecutor(self._threads)
         return self._inner
 

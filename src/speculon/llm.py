@@ -72,7 +72,7 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's. Raises `InvalidParameter` where the model was loaded without one."""
         if self.engine.tokenizer is None:
-            raise InvalidParameter("tokenizer", None, NO_TOKENIZER)
+            raise InvalidParameter("tokenizer", None, NO_TOKENIZER).about("tokenizer")
         return self.engine.tokenizer
 
     def generate(
@@ -223,7 +223,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.engine.tokenizer is None:
-                raise InvalidParameter("prompt", prompt, NO_TOKENIZER)
+                raise InvalidParameter("prompt", prompt, NO_TOKENIZER).about("tokenizer")
             return self.tokenizer.encode(prompt)
         if not is_list(prompt) or not all(isinstance(token, int) for token in prompt):
             raise InvalidParameter("prompt", prompt, "a string or a list of token ids")

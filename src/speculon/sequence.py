@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from speculon.grammar import Matcher
 
 
+GONE = -1  # in a page table: a page that was given back
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """`SamplingParams` resolved once per request against the vocabulary."""
@@ -99,7 +102,9 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request. Between steps: `tokens[:committed]` have their K and V in `table`'s pages."""
+    """One sample of a request. Between steps: `tokens[released:committed]` have their K and V in `table`'s
+    pages.
+    """
 
     id: int
     request: Request
@@ -115,7 +120,9 @@ class Sequence:
     # drafting method -> tokens whose K and V it has in the same pages
     drafted: dict[str, int] = field(default_factory=dict)
     prompt_scored: int = 0  # prompt positions whose log-probabilities have been given out
-    table: list[int] = field(default_factory=list)  # page numbers, in order
+    table: list[int] = field(default_factory=list)  # page numbers, in order; GONE for those of `released`
+    released: int = 0  # first tokens whose pages were given back: no layer reads them again
+    skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
     noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
 
     @property
@@ -134,6 +141,10 @@ class Sequence:
     def pending(self) -> int:
         """Tokens whose K and V are not in pages yet; 1 while decoding."""
         return len(self.tokens) - self.committed
+
+    def begin(self, method: str, first: int = 0) -> int:
+        """Where a drafting method reads next; positions below `first`, and those released, it cannot read."""
+        return max(self.drafted.get(method, 0), self.released + first)
 
     @property
     def num_output(self) -> int:

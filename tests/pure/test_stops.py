@@ -23,7 +23,7 @@ from speculon.sequence import Sequence
 from tests.builders import draft_once, make_sequence
 
 FACTS = TargetFacts(vocab_size=1000, max_context=4096)
-LEASE = cast(Any, SimpleNamespace(of=lambda first_layer: None))
+LEASE = cast(Any, SimpleNamespace(of=lambda first_layer, method: None))
 TEN = list(range(1, 11))
 Outcome = tuple[int, int, Stop | None]  # drafts, tokens matched, why it ended
 NO_MATCH = (0, 0, Stop.NO_MATCH)
@@ -229,7 +229,7 @@ class Fixed:
 
     def __getattr__(self, name: str) -> Any:
         return (
-            SimpleNamespace(layers=(), bytes_fixed=0, max_context=None, taps=())
+            SimpleNamespace(layers=(), states=(), bytes_fixed=0, max_context=None, taps=())
             if name == "needs"
             else lambda *_: None
         )

@@ -51,11 +51,11 @@ class ThreadProcess:
 
 
 class ThreadEngine(AsyncEngine):
-    """`AsyncEngine` over a scripted engine in a thread."""
+    """`AsyncEngine` over a scripted engine, or over another one, in a thread."""
 
-    def __init__(self, settings: dict[str, Any], on_stage: Any = None, **script: Any):
+    def __init__(self, settings: dict[str, Any], on_stage: Any = None, over: Any = None, **script: Any):
         super().__init__(settings, on_stage)
-        self.inner = ScriptedEngine(EngineConfig(**settings), **script)
+        self.inner = over or ScriptedEngine(EngineConfig(**settings), **script)
 
     def _launch(self) -> tuple[Any, Connection]:
         ours, theirs = Pipe()
@@ -106,13 +106,14 @@ def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
 
 @contextmanager
 def served(
-    template: str = "{{ messages }}", script: dict[str, Any] | None = None, **serve: Any
+    template: str = "{{ messages }}", script: dict[str, Any] | None = None, over: Any = None, **serve: Any
 ) -> Iterator[Inside]:
-    """A server of these settings; `script` are the scripted engine's own."""
+    """A server of these settings; `script` are the scripted engine's, and `over` is one in its place."""
     max_num_seqs = serve.pop("max_num_seqs", 32)
     settings: dict[str, Any] = {"model": "scripted", "max_num_seqs": max_num_seqs, "serve": serve}
-    engine = ThreadEngine(settings, **(script or {}))
-    state = AppState(settings, engine=engine, tokenizer=lambda: Tokenizer(Bytes(template)))
+    engine = ThreadEngine(settings, over=over, **(script or {}))
+    tokenizer = over.tokenizer if over else Tokenizer(Bytes(template))
+    state = AppState(settings, engine=engine, tokenizer=lambda: tokenizer)
     listener = listen("127.0.0.1", 0)
     http = HttpServer(create_app(state, "0"), state.config, 5)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))

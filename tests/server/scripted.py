@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from speculon.capabilities import Capability
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core import Finish, Load, Reason, TokenLogprobs
 from speculon.engine.messages import Ready
@@ -111,6 +112,9 @@ class ScriptedEngine:
     def facts(self) -> Ready:
         return Ready(VOCAB, CONTEXT, self.config.max_num_seqs, PAGES, 16, "ngram")
 
+    def capabilities(self) -> dict[str, Capability]:
+        return {"limits.max_context": Capability("on", "of the script", {"tokens": CONTEXT})}
+
     def add_request(
         self,
         prompt: list[int],
@@ -122,7 +126,8 @@ class ScriptedEngine:
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:
-            raise InvalidParameter("prompt", wrong, f"token ids go from 0 to {VOCAB - 1}")
+            limit = f"token ids go from 0 to {VOCAB - 1}"
+            raise InvalidParameter("prompt", wrong, limit).about("limits.vocab_size")
         if len(prompt) + (params.max_tokens or 0) > CONTEXT:
             raise TooLong(f"prompt {len(prompt)} + max_tokens {params.max_tokens} > context {CONTEXT}")
         text = bytes(token for token in prompt if token < EOS)

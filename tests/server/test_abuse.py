@@ -33,7 +33,7 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.headers["content-type"] == "application/json" and response.headers["x-request-id"]
     (name,) = response.json()
     error: dict[str, Any] = response.json()[name]
-    assert name == "error" and set(error) == {"message", "type", "param", "code"}
+    assert name == "error" and set(error) - {"feature"} == {"message", "type", "param", "code"}
     assert error["message"] and isinstance(error["type"], str)
     return error
 
@@ -67,6 +67,8 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
     "a number for truth": ('{"prompt": "x", "stream": 1}', "stream"),
     "half a surrogate": ('{"prompt": "\\ud800"}', "prompt"),
     "half a surrogate to stop at": ('{"prompt": "x", "stop": ["\\ud800"]}', "stop"),
+    "half a surrogate to choose": ('{"prompt": "x", "guided_choice": ["a\\ud800"]}', "guided_choice"),
+    "half a surrogate in a schema": ('{"prompt": "x", "guided_json": {"const": "\\ud800"}}', "guided_json"),
     "half a surrogate as a name": ('{"prompt": "x", "\\ud800": 1}', None),
     "10,000 stop strings": (json.dumps({"prompt": "x", "stop": ["s"] * 10_000}), "stop"),
     "a huge stop string": (json.dumps({"prompt": "x", "stop": "s" * 100_000}), "stop"),
@@ -291,8 +293,9 @@ def test_unknown_routes_are_not_found(inside: Inside, caplog: pytest.LogCaptureF
 METHODS = [
     ("GET", "/v1/completions", "POST"),
     ("PUT", "/v1/chat/completions", "POST"),
-    ("POST", "/v1/models", "GET"),
-    ("DELETE", "/health", "GET"),
+    ("POST", "/v1/models", "GET, HEAD"),
+    ("DELETE", "/health", "GET, HEAD"),
+    ("POST", "/v1/speculation/capabilities", "GET, HEAD"),
 ]
 
 
@@ -361,7 +364,8 @@ def test_only_the_key_opens() -> None:
             assert inside.client.get("/v1/models", headers={"authorization": right}).status_code == 200
         for path in ("/health", "/ready", "/live"):
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 200
-        for path in ("/metrics", "/v1/nothing", "/openapi.json", "/docs"):
+        closed = ("/metrics", "/v1/nothing", "/openapi.json", "/docs", "/v1/speculation/capabilities")
+        for path in closed:
             assert inside.client.get(path, headers={"authorization": ""}).status_code == 401
         assert inside.metric('speculon_http_requests_total{route="/v1/models",status="401"}') == 8
 

@@ -41,6 +41,7 @@ OPERATIONS = {
     "/detokenize": "post",
     "/v1/models/{model}": "get",
     "/v1/models": "get",
+    "/v1/speculation/capabilities": "get",
     "/health": "get",
     "/ready": "get",
     "/live": "get",

@@ -43,7 +43,9 @@ def use_draft(model: Any) -> list[DraftModel]:
     made: list[DraftModel] = []
 
     def build(config: Any, target: Any) -> DraftModel:
-        made.append(DraftModel(lambda: model, model.needs(1, 1), target, config.draft_min_confidence))
+        made.append(
+            DraftModel(lambda: model, model.needs(1, 1), target, config.draft_min_confidence, config.most())
+        )
         return made[-1]
 
     register(NAME, build)

@@ -21,6 +21,7 @@ from speculon.kv.store import PageStore, SpanView
 from speculon.models import compiled as compiling
 from speculon.models import compiled_layers, linear, programs
 from speculon.models.block import CannotReplace
+from speculon.models.fuse import fuse
 from speculon.models.linear import Layout, Linear, packed
 from speculon.models.load import wrap_model
 from speculon.models.load_check import paged_logits
@@ -383,3 +384,14 @@ def test_a_model_object_reports_why_it_is_not_compiled() -> None:
     assert isinstance(drafter, DraftModel)
     for target in (decoder.engine.target, drafter.model):
         assert "not compiled: the weights of a model object stay where they are" in reasons(target)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_attention_in_chunks_is_not_compiled(chunk: int | None, uncompiled: None) -> None:
+    """The loop runs as it is; the same layers without chunks are compiled."""
+    target = wrap_model(tiny_model("llama"), share=False, fused=False)
+    target.layers = tuple(replace(layer, chunk=chunk) for layer in target.layers)
+    fuse(target, share=False, compile=True)
+    assert target.fusion is not None and target.fusion.one_loop
+    assert target.fusion.compiled == (chunk is None)
+    assert target.fusion.refused["not compiled: attention in chunks"] == (chunk is not None)

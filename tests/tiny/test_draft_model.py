@@ -425,5 +425,5 @@ def test_layers_of_the_target_under_the_draft_are_seen(monkeypatch: pytest.Monke
     """A draft that wrote into the target's layers would change the text."""
     use_draft(tiny_target("llama", 1))
     of = DraftLease.__init__
-    monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer: of(self, store, 0))
+    monkeypatch.setattr(DraftLease, "__init__", lambda self, store, first_layer, states: of(self, store, 0))
     assert texts(write(drafted_requests("greedy", "draft_model"))) != plain("greedy")

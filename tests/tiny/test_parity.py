@@ -66,14 +66,22 @@ def plain(mode: str, shared: int = 0) -> Texts:
     return texts
 
 
-def gap(request: Request, output: list[int], number: int = 0, name: str = "llama") -> float:
-    """How far the stock model's best next token is ahead of the second, noise included; nat."""
+def gap(
+    request: Request,
+    output: list[int],
+    number: int = 0,
+    name: str = "llama",
+    model: PreTrainedModel | None = None,
+) -> float:
+    """How far the stock model's best next token is ahead of the second, noise included; nat. The stock model
+    is that of the name unless given.
+    """
     seq = make_sequence(
         request.prompt, output=output, params=request.params, sample=number, seed=request.params.seed or 0
     )
     rules = Rules.of(request.params)
     with torch.inference_mode():
-        logits = tiny_model(name)(torch.tensor([seq.tokens])).logits[0, -1:].log_softmax(-1)
+        logits = (model or tiny_model(name))(torch.tensor([seq.tokens])).logits[0, -1:].log_softmax(-1)
     if request.params.greedy:
         best = logits[0].topk(2).values
         return float(best[0] - best[1])

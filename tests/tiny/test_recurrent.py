@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,13 @@ from speculon import SpeculativeDecoder
 from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
-from speculon.errors import ConfigError, ModelError, UnsupportedModel
+from speculon.errors import ConfigError, UnsupportedModel
 from speculon.events import read
 from speculon.kv.budget import Budget
-from speculon.models import recurrent
-from speculon.models.load import wrap_model
+from speculon.kv.states import StateSpan, StateStep
+from speculon.models import convolution, recurrent
+from speculon.models.fuse import Fused
+from speculon.models.load import context_limit, wrap_model
 from speculon.proposers import registry
 from speculon.sequence import Plan
 from tests.tiny.checkpoint import byte_tokenizer
@@ -98,6 +101,17 @@ def test_logits_of_verify_rows_are_the_stock_models(name: str) -> None:
 def test_how_a_state_is_continued_is_measured(name: str) -> None:
     mixers = recurrent_target(name).mixers
     assert mixers and {mixer.continues for mixer in mixers} == {name not in ROW_BY_ROW}
+    assert {mixer.alone is not None and mixer.alone < recurrent.ANY for mixer in mixers} == {
+        name not in ROW_BY_ROW
+    }
+
+
+def test_one_sequence_has_a_limit_of_its_own() -> None:
+    mixer = replace(recurrent_target("mamba2").mixers[0], by_row=9, alone=3)
+    store = recurrent_target("mamba2").states(6)
+    assert store is not None
+    spans = [StateSpan(4 * i, 4 * i + 4, 2 * i, 2 * i + 1, fresh=i == 2) for i in range(3)]
+    assert [mixer.limit(StateStep(store, part)) for part in (spans, spans[1:], spans[:1])] == [9, 3, 3]
 
 
 WAYS = {
@@ -114,6 +128,7 @@ def force(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent, "KEPT_BYTES", kept_bytes)
     for mixer in recurrent_target(name).mixers:
         monkeypatch.setattr(mixer, "by_row", by_row)
+        monkeypatch.setattr(mixer, "alone", None)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +227,6 @@ def wrong_taps(engine: Engine, name: str, taps: tuple[int, ...]) -> float:
     return worst
 
 
-def test_a_recurrent_draft_model_is_refused_by_name() -> None:
-    draft = {"method": "draft_model", "draft": recurrent_model("mamba2"), "num_speculative_tokens": 4}
-    with pytest.raises(UnsupportedModel, match="Mamba2Mixer of layer 0 keeps a recurrent state"):
-        make_engine(recurrent_target("qwen3_next"), speculation=draft)
-
-
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
@@ -255,17 +264,27 @@ def test_compiled_steps_are_refused() -> None:
         wrap_model(recurrent_model("mamba2"), compile=True)
 
 
+def test_a_model_without_a_context_length_takes_the_one_that_is_set() -> None:
+    model = build("mamba", **RECURRENT["mamba"][1], max_position_embeddings=None)
+    target = wrap_model(model)
+    assert target.max_context == 1 << 17 and "131072 is assumed, unless max_context" in target.notes[0]
+    for length in (64, 1 << 18):
+        target = wrap_model(model, max_context=length)
+        assert target.max_context == length and not any("assumed" in note for note in target.notes)
+    assert context_limit(model, attends=True)[0] == 4096
+    with pytest.raises(ConfigError, match="max_context = 129: .* reaches 128"):
+        wrap_model(recurrent_model("mamba"), max_context=129)
+
+
 def test_states_are_part_of_the_memory_estimate() -> None:
     target = recurrent_target("falcon_h1")
-    engine = make_engine(target, max_num_seqs=3)
+    engine = make_engine(target, max_num_seqs=3, snapshot_memory_gb=0)
     states = engine.leases._states
     assert states is not None
     held = sum(state.nbytes for layer in states.states for state in layer)
     assert engine.memory.states == held == 6 * target.state_bytes > 0
-    assert engine.memory.total == sum(
-        getattr(engine.memory, part)
-        for part in ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
-    )
+    parts = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
+    assert engine.memory.total == sum(getattr(engine.memory, part) for part in parts)
 
 
 def test_states_that_do_not_fit_name_the_number_of_sequences() -> None:
@@ -318,13 +337,41 @@ def test_inspect_says_how_states_are_restored(tmp_path: Path) -> None:
         "bytes_per_sequence": 2 * target.state_bytes,
         "single_rows": {"JambaMambaMixer": None},
     }
-    assert any("no prefix cache" in note for note in facts["notes"])
+    assert any("recurrent state" in note for note in facts["notes"])
     table = CliRunner().invoke(app, ["inspect", str(folder)]).output
     assert "recurrent states" in table and "JambaMambaMixer goes row by row" in table
 
 
-def test_a_folder_of_a_recurrent_draft_is_refused_by_name(tmp_path: Path) -> None:
-    draft = folder_of("mamba", tmp_path / "mamba")
-    speculation = {"method": "draft_model", "draft": str(draft), "num_speculative_tokens": 4}
-    with pytest.raises(ModelError, match="MambaMixer of layer 0 keeps a recurrent state"):
-        Engine(recurrent_target("lfm2"), None, EngineConfig(speculation=speculation))
+# the convolution of single rows
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_convolution_of_single_rows_is_exchanged(name: str) -> None:
+    """In every mixer with one, and in no file of transformers: the stock model keeps its own."""
+    for mixer in recurrent_target(name).mixers:
+        assert mixer.stock.__func__.__globals__[convolution.NAME] is convolution.update
+        assert vars(sys.modules[type(mixer.module).__module__])[convolution.NAME] is not convolution.update
+
+
+def test_another_convolution_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
+
+    monkeypatch.setattr(convolution, "update", wrong)
+    for mixer in wrap_model(recurrent_model("falcon_h1")).mixers:
+        assert mixer.stock.__func__ is type(mixer.module).forward
+
+
+def test_norms_of_which_a_layer_reads_more_are_left() -> None:
+    """Nemotron-H's blocks read the dtype of a norm's weight."""
+    assert not any(isinstance(module, Fused) for module in recurrent_target("nemotron_h").model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2"])
+def test_norms_outside_of_mixers_are_fused(name: str) -> None:
+    target = recurrent_target(name)
+    inside = {part for mixer in target.mixers for part in mixer.module.modules()}
+    fused = {module for module in target.model.modules() if isinstance(module, Fused)}
+    assert len(fused) > 2 * len(target.layers) and not fused & inside
+    plain = wrap_model(recurrent_model(name), fused=False)
+    assert not any(isinstance(module, Fused) for module in plain.model.modules())

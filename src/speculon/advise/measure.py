@@ -13,7 +13,7 @@ from speculon.bench.measure import in_place, measure
 from speculon.bench.workloads import Case
 from speculon.control.cost import Costs
 from speculon.control.policy import Policy
-from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Timing, Verdict, ceil_div
+from speculon.core import NO_DRAFT, Ask, Decision, Draft, Load, Proposal, Reason, Timing, Verdict
 from speculon.errors import BenchError, NeverFits, TooLong
 from speculon.proposers.registry import OFF
 from speculon.sequence import Sequence as Request
@@ -274,6 +274,7 @@ def endless(case: Case, tokens: int, context: int) -> Case:
 def check_room(llm: LLM, cases: list[Case]) -> None:
     """Raises where a batch does not fit into the page pool."""
     pool = llm.engine.pool
-    pages = sum(ceil_div(len(case.prompt) + (case.params.max_tokens or 0), pool.block_size) for case in cases)
+    rows = llm.config.max_batch_tokens
+    pages = sum(pool.most(len(case.prompt) + (case.params.max_tokens or 0), rows) for case in cases)
     if pages > pool.num_blocks:
         raise NeverFits(f"{len(cases)} sequences need {pages} KV pages, the pool has {pool.num_blocks}")

@@ -19,7 +19,8 @@ TABLE = "speculation"
 HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
 # settings that the measurement does not depend on
-UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "prefix_cache", "warmup"}
+UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "warmup"}
+UNRELATED |= {"prefix_cache", "snapshot_memory_gb"}
 
 
 def settings(

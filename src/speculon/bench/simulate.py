@@ -52,6 +52,10 @@ class SimulatedSequence:
     written: int = 0
     tokens: list[int] = field(default_factory=lambda: [ACCEPTED])  # prompt included
 
+    def begin(self, method: str) -> int:
+        """Tokens that a method has read; no page is released here."""
+        return self.drafted.get(method, 0)
+
     @property
     def num_output(self) -> int:
         return self.written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,12 +10,18 @@ from transformers import PreTrainedConfig
 
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import locate
-from speculon.core import LayerSpec, Needs
+from speculon.core import LayerSpec, Needs, StateSpec
 from speculon.models.captured import RECORDERS, capture_bytes
 from speculon.models.linear import head_is_copied
 from speculon.models.load import load_config
+from speculon.models.mixers import expected_states
+from speculon.models.probe import RECURRENT_LAYERS
 from speculon.models.quiet import quiet
 from speculon.models.target import scratch_bytes
+
+WITHOUT_ATTENTION = RECURRENT_LAYERS - {"hybrid", "hybrid_sliding"}  # layers that keep nothing in pages
+
+log = logging.getLogger("speculon")
 
 
 def model_needs(
@@ -44,7 +51,20 @@ def model_needs(
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
         bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),
+        states=states_of(config, dtype),
     )
+
+
+def states_of(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tuple[StateSpec, ...], ...]:
+    """The recurrent states of each mixer, where the config names recurrent layers."""
+    if not RECURRENT_LAYERS & set(getattr(config, "layer_types", None) or ()):
+        return ()
+    try:
+        with quiet():
+            return expected_states(config, dtype)
+    except Exception as error:  # of any model code; the engine judges again what was loaded
+        log.info("the states of %s are unknown before it is loaded: %s", type(config).__name__, error)
+        return ()
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -70,13 +90,15 @@ def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, d
 
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:
-    """The shapes of each layer's K and V that the config implies."""
+    """The shapes of the K and V of each layer that attends, as the config implies."""
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None:  # purely recurrent: loading says why it cannot draft
+    if heads is None:  # purely recurrent
         return ()
     if getattr(config, "kv_lora_rank", None):  # latent attention: pages hold the expanded heads
         k_dim, v_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     else:
         heads = getattr(config, "num_key_value_heads", None) or heads
         k_dim = v_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return (LayerSpec("attention", heads, k_dim, v_dim, dtype),) * int(config.num_hidden_layers)
+    types = getattr(config, "layer_types", None) or ()
+    silent = sum(kind in WITHOUT_ATTENTION for kind in types)
+    return (LayerSpec("attention", heads, k_dim, v_dim, dtype),) * (int(config.num_hidden_layers) - silent)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from speculon.capabilities import as_json as as_json_table
 from speculon.checkpoints.families import family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.commands import inspect_drafter
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, loading, output, print_json
-from speculon.errors import MemoryExceeded, SpeculonError
+from speculon.errors import MemoryExceeded, ModelError, SpeculonError
 from speculon.kv.slots import PER_SEQUENCE
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
+NO_TEXT = "none, token ids only"
+STYLES = {"on": "green", "changed": "yellow", "off": "yellow", "refused": "red"}
+
 # the parts of a memory estimate, whose module needs torch
-MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")
+MEMORY = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 
 WORDS = {
     "path": "folder",
@@ -43,10 +47,12 @@ WORDS = {
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",
     "states": "recurrent states",
+    "tokenizer": "tokenizer",
     "fused": "fused",
     "batch_invariant": "batch-invariant",
     "notes": "notes",
     "supported": "supported",
+    "engine": "engine",
     "draft_fits": "draft fits",
     "memory": "memory with the draft",
 }
@@ -65,7 +71,12 @@ def run(
             tell("importing torch")
             found, refusal = examine(model, speculation, fuse, tell)
         facts |= found
-    print_json(facts) if as_json else output().print(as_table(facts))
+    if as_json:
+        print_json(facts)
+    else:
+        output().print(as_table(facts))
+        if table := facts.get("capabilities"):
+            output().print("", rows_of(table), sep="\n")
     if refusal:
         raise typer.Exit(EXIT_REFUSED)
 
@@ -73,22 +84,33 @@ def run(
 def examine(
     model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]
 ) -> tuple[Facts, SpeculonError | None]:
-    """What loading shows, and the error where something is refused: the target, or the drafter alone."""
+    """What loading shows, and the error where something is refused: the target, or its engine alone."""
     from speculon.models.load import load_target
 
-    refusal: SpeculonError | None = None
-    draft: Facts = {}
-    if speculation:
-        try:
-            return with_drafter(model, speculation, fuse, tell), None
-        except MemoryExceeded as error:
-            return {"memory": error.memory.to_dict(), **as_json_error(error)}, error
-        except SpeculonError as error:
-            refusal, draft = error, {"draft_fits": False, **as_json_error(error)}
+    text = tokenizer_of(model)
     try:
-        return loaded(load_target(model, fused=fuse, batch_invariant=None, progress=tell)) | draft, refusal
+        return {**text, **with_engine(model, speculation, fuse, tell, text["tokenizer"] != NO_TEXT)}, None
+    except MemoryExceeded as error:
+        return {"memory": error.memory.to_dict(), **as_json_error(error)}, error
+    except SpeculonError as error:
+        refusal = error
+    try:
+        target = load_target(model, fused=fuse, batch_invariant=None, progress=tell)
     except SpeculonError as error:
         return {"supported": False, **as_json_error(error)}, error
+    missing = "draft_fits" if speculation else "engine"
+    return {**text, **loaded(target), missing: False, **as_json_error(refusal)}, refusal
+
+
+def tokenizer_of(model: str) -> Facts:
+    """What reads and writes texts; where nothing can, the engine takes token ids alone."""
+    from speculon.models.tokenizer import load_tokenizer
+
+    try:
+        found = load_tokenizer(model)
+    except ModelError as error:
+        return {"tokenizer": NO_TEXT, "tokenizer_error": str(error)}
+    return {"tokenizer": f"{type(found).__name__}, {len(found)} tokens"}
 
 
 def folder_of(model: str) -> Path:
@@ -125,12 +147,20 @@ def loaded(target: Target) -> Facts:
     }
 
 
-def with_drafter(model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None]) -> Facts:
-    """The pair as an engine holds it, with the memory estimate."""
+def with_engine(
+    model: str, speculation: Facts, fuse: bool, tell: Callable[[str], None], texts: bool
+) -> Facts:
+    """The model as an engine holds it, with what it can do; with a drafter, also the memory estimate."""
     from speculon.llm import LLM
 
-    engine = LLM(model, speculation=speculation, fuse=fuse, progress=tell, warmup=False).engine
-    return loaded(engine.target) | {"draft_fits": True, "memory": engine.memory.to_dict()}
+    chosen: Facts = {"speculation": speculation} if speculation else {}
+    tokenizer: Literal["auto"] | None = "auto" if texts else None
+    nothing_kept: Facts = {"warmup": False, "events": None, "state": None}
+    engine = LLM(model, fuse=fuse, progress=tell, tokenizer=tokenizer, **nothing_kept, **chosen).engine
+    facts = loaded(engine.target) | {"capabilities": as_json_table(engine.capabilities())}
+    if speculation:
+        facts |= {"draft_fits": True, "memory": engine.memory.to_dict()}
+    return facts
 
 
 def state_facts(target: Target) -> Facts | None:
@@ -168,7 +198,7 @@ def as_table(facts: Facts) -> Table:
 
 def in_words(name: str, facts: Facts) -> Text:
     value = facts[name]
-    if name in ("supported", "draft_fits") and not value:
+    if name in ("supported", "draft_fits", "engine") and not value:
         return Text(f"no: {facts['error']['message']}", style="red")
     if name == "supported":
         return Text("yes: equal to its stock forward", style="green")
@@ -177,6 +207,28 @@ def in_words(name: str, facts: Facts) -> Text:
     if name == "memory":
         return Text(memory_words(value), style="green" if value["fits"] else "red")
     return Text(plain_words(name, facts))
+
+
+def rows_of(capabilities: Facts) -> Table:
+    """The table of capabilities; parameters of one reason share a row."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    alike = Counter(row["reason"] for row in capabilities.values() if is_plain(row))
+    for feature, row in capabilities.items():
+        shared = is_plain(row) and alike[row["reason"]] > 1
+        if not shared:
+            most = ", ".join(f"{name} {limit:,}" for name, limit in row["limits"].items())
+            reason = row["reason"] + f" ({most})" * bool(most)
+            table.add_row(feature, Text(row["status"], style=STYLES[row["status"]]), reason)
+    for reason in (reason for reason, count in alike.items() if count > 1):
+        names = [name for name, row in capabilities.items() if is_plain(row) and row["reason"] == reason]
+        group = names[0].partition(".")[0]
+        listed = ", ".join(name.removeprefix(f"{group}.") for name in names)
+        table.add_row(f"other {group}", Text("on", style=STYLES["on"]), f"{reason}: {listed}")
+    return table
+
+
+def is_plain(row: Facts) -> bool:
+    return row["status"] == "on" and not row["limits"]
 
 
 def plain_words(name: str, facts: Facts) -> str:

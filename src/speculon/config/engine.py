@@ -67,6 +67,13 @@ class EngineConfig(BaseSettings):
         allow_inf_nan=False,
         description="memory of the KV pages; None: at most 30 % of what is free",
     )
+    snapshot_memory_gb: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="memory of snapshots of recurrent states, where cached prefixes end; 0: none; None: at "
+        "most 5 % of what is free",
+    )
     prefix_cache: bool = Field(True, description="keep full pages for prompts that begin alike")
     events: Path | None = Field(
         None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -57,6 +57,9 @@ class Structured(Checked):
     def _not_huge(cls, value: Any) -> Any:
         try:
             size = len(json.dumps(value))
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("has half of a surrogate pair, which no text has") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from None
         if size > MAX_GRAMMAR:
@@ -75,6 +78,8 @@ class SamplingParams(Checked):
 
     >>> SamplingParams(temperature=0.0, max_tokens=64)
     """
+
+    features: ClassVar[str] = "parameters"
 
     temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0: greedy")
     top_p: float = Field(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import AfterValidator, Field, InstanceOf, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from speculon.checked import Checked
 from speculon.errors import InvalidParameter
@@ -28,7 +29,7 @@ USUAL_DRAFTS: Mapping[str, Callable[[SpeculationConfig], int]] = {
 
 def known_policy(name: str) -> str:
     if name not in USUAL_DRAFTS:
-        raise ValueError(f"known are {', '.join(USUAL_DRAFTS)}")
+        raise PydanticCustomError("literal_error", "known are {names}", {"names": ", ".join(USUAL_DRAFTS)})
     return name
 
 
@@ -194,6 +195,8 @@ class SpeculationConfig(Checked):
 class RequestSpeculation(Checked):
     """What one request may set of its own speculation."""
 
+    features: ClassVar[str] = "parameters"
+
     method: str | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_DRAFTS)
     policy: PolicyName | None = None
@@ -215,4 +218,6 @@ class RequestSpeculation(Checked):
         ids = isinstance(value, list | tuple) and all(isinstance(token, int) for token in value)
         if value is None or ((ids or isinstance(value, str)) and len(value) <= MAX_PREDICTION):
             return value
-        raise ValueError(f"a string or a list of token ids, at most {MAX_PREDICTION} long")
+        known = "too_long" if ids or isinstance(value, str) else "value_error"
+        limit = f"a string or a list of token ids, at most {MAX_PREDICTION} long"
+        raise PydanticCustomError(known, "{limit}", {"limit": limit})

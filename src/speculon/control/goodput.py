@@ -95,7 +95,7 @@ class Running:
         return min(self.seq.request.limits[method], self.seq.room - 1)
 
     def unread(self, method: str) -> int:
-        return len(self.seq.tokens) - self.seq.drafted.get(method, 0) - 1
+        return len(self.seq.tokens) - self.seq.begin(method) - 1
 
     def left(self) -> float:
         """Tokens that it may yet generate without lookups."""

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.control.gates import shape_of
 from speculon.core import Draft, PromptShape, Reason, ceil_div
-from speculon.errors import EmptyPrompt, InvalidParameter, NeverFits, TooLong
+from speculon.errors import (
+    EmptyPrompt,
+    EngineError,
+    InvalidParameter,
+    NeverFits,
+    SpeculonError,
+    TooLong,
+    UnknownMethod,
+)
 from speculon.proposers.registry import OFF
 from speculon.sequence import Ending, Request, Rules, Sequence
 from speculon.telemetry import RequestStats
@@ -25,11 +33,15 @@ if TYPE_CHECKING:
     from speculon.models.target import Target
     from speculon.proposers.compose import Proposers
 
+CONTEXT = "limits.max_context"  # in the capability table
+OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
 
 
 class Admission:
     """Admits requests to one engine, or refuses them by name."""
+
+    brings = ("grammar", "prediction")  # methods that draft from what a request brings along
 
     def __init__(
         self,
@@ -40,6 +52,7 @@ class Admission:
         pool: BlockPool,
         target: Target,
         max_context: int,
+        rows: int,
     ):
         self._config, self._proposers, self._grammars, self._tokenizer = (
             config,
@@ -47,7 +60,7 @@ class Admission:
             grammars,
             tokenizer,
         )
-        self._pool, self._max_context = pool, max_context
+        self._pool, self._max_context, self._rows = pool, max_context, rows  # rows of a step at most
         self._vocab_size, self._eos_ids = target.vocab_size, target.eos_ids
         self._ids = itertools.count()
 
@@ -68,6 +81,7 @@ class Admission:
             max_context=self._max_context,
             pages=self._pool.num_blocks,
             block_size=self._pool.block_size,
+            most=self._pool.most(self._max_context, self._rows),
             written=written,
         )
         if self._tokenizer is None:
@@ -77,7 +91,8 @@ class Admission:
         own = self._own_method(speculation)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
         grammar = self._grammars.matcher(params, written)
-        limits, brought, off = self._methods(speculation, own, {"grammar": grammar, "prediction": prediction})
+        found = dict(zip(self.brings, (grammar, prediction), strict=True))
+        limits, brought, off = self._methods(speculation, own, found)
         rules, ending = self._sampling(params)
         request = Request(
             id=request_id,
@@ -129,10 +144,23 @@ class Admission:
         own_k, usual_k = speculation.num_speculative_tokens, self._config.most(speculation.policy)
         k = usual_k if own_k is None else own_k
         if name != OFF and k:
-            lacking = self._proposers.lacking(name)
+            lacking = self._lacking(name)
             return (None, 0, lacking) if lacking else (name, k, None)
         by_request = speculation.method is not None if name == OFF else own_k is not None
         return None, 0, Reason.OFF_REQUEST if by_request else Reason.OFF_CONFIG
+
+    def _lacking(self, name: str) -> Reason | None:
+        """Why nothing drafts under this name. Raises `EngineError` for a plug-in that cannot be made."""
+        try:
+            return self._proposers.lacking(name)
+        except UnknownMethod:
+            raise
+        except SpeculonError as error:
+            error.about(f"methods.{name}")
+            raise
+        except Exception as error:
+            fault = EngineError(f"method {name} cannot be made: {type(error).__name__}")
+            raise fault.about(f"methods.{name}") from error
 
     def _sampling(self, params: SamplingParams) -> tuple[Rules, Ending]:
         text = self._tokenizer
@@ -198,7 +226,7 @@ def refuse_text(params: SamplingParams) -> None:
     """Raises by name what only a tokenizer can read."""
     for name in ("stop", "bad_words", "structured"):
         if asked := getattr(params, name):
-            raise InvalidParameter(name, asked, NO_TOKENIZER)
+            raise InvalidParameter(name, asked, NO_TOKENIZER).about(f"parameters.{name}")
 
 
 def read_prediction(
@@ -210,12 +238,11 @@ def read_prediction(
     if not isinstance(prediction, str):
         wrong = next((t for t in prediction or () if not 0 <= t < vocab_size), None)
         if wrong is not None:
-            raise InvalidParameter("prediction", wrong, f"token ids go from 0 to {vocab_size - 1}")
+            raise not_a_token("prediction", wrong, vocab_size)
         return prediction or ()
     if tokenizer is None:
-        raise InvalidParameter(
-            "prediction", prediction, "this is a string, which needs a tokenizer; token ids do not"
-        )
+        limit = "this is a string, which needs a tokenizer; token ids do not"
+        raise InvalidParameter("prediction", prediction, limit).about("parameters.prediction.text")
     ids = tokenizer.encode(prediction, add_special_tokens=False, name="prediction")
     # the target has no logit for others, so it never writes them
     return tuple(token for token in ids if token < vocab_size)
@@ -224,12 +251,19 @@ def read_prediction(
 def max_length(prompt_len: int, max_tokens: int | None, max_context: int) -> int:
     """The most tokens of a sequence, prompt and output; raises `TooLong` beyond the context."""
     if prompt_len > max_context:
-        raise TooLong(f"prompt {prompt_len} > context {max_context} tokens")
+        raise TooLong(f"prompt {prompt_len} > context {max_context} tokens").about(CONTEXT)
     if max_tokens is None:
         return max_context
     if prompt_len + max_tokens > max_context:
-        raise TooLong(f"prompt {prompt_len} + max_tokens {max_tokens} > context {max_context}")
+        message = f"prompt {prompt_len} + max_tokens {max_tokens} > context {max_context}"
+        raise TooLong(message).about(CONTEXT)
     return prompt_len + max_tokens
+
+
+def not_a_token(name: str, token: int, vocab_size: int) -> InvalidParameter:
+    """The refusal of an id for which there is no logit."""
+    limit = f"token ids go from 0 to {vocab_size - 1}"
+    return InvalidParameter(name, token, limit).about("limits.vocab_size")
 
 
 def check_request(
@@ -240,31 +274,38 @@ def check_request(
     max_context: int,
     pages: int,
     block_size: int,
+    most: int | None = None,
     written: Seq[int] = (),
 ) -> int:
     """Raises by name what cannot be served; returns the most tokens the sequence may hold.
 
-    `written` is output so far.
+    A sequence of any length holds at most `most` pages at once (None: those of all its tokens). `written` is
+    output so far.
     """
     if not prompt:
         raise EmptyPrompt("the prompt has no tokens")
     bad = next((t for t in (*prompt, *written) if not 0 <= t < vocab_size), None)
     if bad is not None:
-        raise InvalidParameter("prompt", bad, f"token ids go from 0 to {vocab_size - 1}")
+        raise not_a_token("prompt", bad, vocab_size)
     max_len = max_length(len(prompt), params.max_tokens, max_context)
     if len(prompt) + len(written) > max_len:
-        raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens")
-    if ceil_div(max_len, block_size) > pages:
-        needed = ceil_div(max_len, block_size)
-        raise NeverFits(f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}")
+        raise TooLong(f"prompt {len(prompt)} + {len(written)} written > {max_len} tokens").about(CONTEXT)
+    needed = ceil_div(max_len, block_size)
+    if most is not None:
+        needed = min(needed, most)
+    if needed > pages:
+        message = f"{max_len} tokens need {needed} KV pages of {block_size}, the pool owns {pages}"
+        raise NeverFits(message).about("limits.pool")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         wrong = next((t for t in ids if not 0 <= t < vocab_size), None)
         if wrong is not None:
-            raise InvalidParameter(name, wrong, f"token ids go from 0 to {vocab_size - 1}")
+            raise not_a_token(name, wrong, vocab_size)
     for token, bias in params.logit_bias.items():
         if isnan(bias):
             raise InvalidParameter("logit_bias", {token: bias}, "must be a number")
-    for name, top in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+    for name in OF_VOCABULARY:
+        top = getattr(params, name)
         if top is not None and top > vocab_size:
-            raise InvalidParameter(name, top, f"the vocabulary has {vocab_size} tokens")
+            limit = f"the vocabulary has {vocab_size} tokens"
+            raise InvalidParameter(name, top, limit).about(f"parameters.{name}")
     return max_len

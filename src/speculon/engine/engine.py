@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculon.batch import Batch
+from speculon.capabilities import Capability
 from speculon.config import MAX_DRAFTS, EngineConfig, RequestSpeculation, SamplingParams
 from speculon.control.policies import Policies
-from speculon.core import Load, Verdict
+from speculon.core import Load, Needs, Verdict, joint_reach
 from speculon.engine.accounts import account
 from speculon.engine.admission import Admission
+from speculon.engine.capabilities import capabilities_of
 from speculon.engine.drafting import Drafting
 from speculon.engine.events import Events
 from speculon.engine.messages import Ready
@@ -26,8 +28,10 @@ from speculon.errors import InvalidParameter
 from speculon.grammar import Grammars
 from speculon.kv.blocks import BlockPool
 from speculon.kv.budget import Budget
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.lease import Lease, Leases
 from speculon.kv.slots import StateSlots
+from speculon.kv.states import StateStore
 from speculon.kv.store import PageStore
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
@@ -70,6 +74,7 @@ class Engine:
             tokenizer=tokenizer,
             rows=config.max_batch_tokens + drafts,
             scored=config.max_num_seqs + drafts,
+            sequences=config.max_num_seqs,
             fuse=config.fuse,
             compile=config.compile,
             batch_invariant=target.batch_invariant,
@@ -85,18 +90,28 @@ class Engine:
         drafters = self.proposers.needs
         self.memory = budget.estimate(drafters)
         target.capture(self.proposers.taps)
-        layers = (*target.layers, *(layer for needs in drafters for layer in needs.layers))
-        pages = budget.pages(drafters)
-        slots = StateSlots(config.max_num_seqs if target.recurrent else 0)
-        prefix_cache = config.prefix_cache and not target.recurrent  # no page has the states of its end
-        self.pool = BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart)
-        store = PageStore(layers, pages, config.block_size, target.device)
-        self.leases = Leases(self.pool, store, drafts, target.states(slots.count))
+        own = tuple(layer for needs in drafters for layer in needs.layers)
+        snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
+        reach = joint_reach(target.layers, own)
+        if self.proposers.needs_of_states:  # a draft's states may have to be read from the beginning again
+            reach = None
+        self.pool = pool_of(target, config, pages, snapshots, reach)
+        store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
+        draft_states = self._draft_states(self.proposers.needs_of_states)
+        states = target.states(self.pool.slots.count)
+        self.leases = Leases(self.pool, store, drafts, states, draft_states)
         self.scheduler = Scheduler(self.pool, config.max_num_seqs, config.max_batch_tokens)
         self.policy = Policies(config.speculation)
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_ids, config.threads)
         self.admission = Admission(
-            config.speculation, self.proposers, self.grammars, tokenizer, self.pool, target, self.max_context
+            config.speculation,
+            self.proposers,
+            self.grammars,
+            tokenizer,
+            self.pool,
+            target,
+            self.max_context,
+            config.max_batch_tokens,
         )
         self.counters = EngineCounters()
         self.events = Events.of(
@@ -106,6 +121,15 @@ class Engine:
         self._facts = facts
         self._requests: dict[str, _Request] = {}
         self._names = itertools.count()
+
+    def _draft_states(self, of: dict[str, Needs]) -> dict[str, StateStore]:
+        """The states of drafters that have any, by method; their slots are the pool's."""
+        stores = {}
+        for method, needs in of.items():
+            its = DraftSlots(method, self.config.max_num_seqs, needs.spare_states)
+            self.pool.draft_slots[method] = its
+            stores[method] = StateStore(needs.states, its.count, self.target.device)
+        return stores
 
     @property
     def has_work(self) -> bool:
@@ -130,7 +154,13 @@ class Engine:
             pages=self.pool.num_blocks,
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
+            holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
+            <= self.pool.num_blocks,
         )
+
+    def capabilities(self) -> dict[str, Capability]:
+        """What it does and what a request may ask of it, by feature, with the reasons."""
+        return capabilities_of(self)
 
     def add_request(
         self,
@@ -307,3 +337,11 @@ class Engine:
 
     def _count_pools(self) -> None:
         self.counters.pools, self.counters.pool_tokens = self.proposers.remembered
+
+
+def pool_of(target: Target, config: EngineConfig, pages: int, snapshots: int, reach: int | None) -> BlockPool:
+    """The owner of so many pages, and of the slots and snapshots of recurrent states."""
+    sequences = config.max_num_seqs if target.recurrent else 0
+    slots = StateSlots(sequences, snapshots, config.max_batch_tokens, target.by_row)
+    prefix_cache = config.prefix_cache and (snapshots > 0 or not target.recurrent)
+    return BlockPool(pages, config.block_size, prefix_cache, slots, target.prompts_apart, reach)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from speculon.capabilities import Capabilities
 from speculon.config import RequestSpeculation, SamplingParams
 from speculon.core import Load
 from speculon.errors import SpeculonError
@@ -57,12 +58,14 @@ class Ready:
     pages: int
     page_tokens: int
     method: str  # that drafts for a request which names none
+    holds_context: bool = False  # whether the pages of its windows hold a sequence of `max_context`
+    capabilities: Capabilities = field(default_factory=dict, repr=False)
 
     @property
     def note(self) -> str:
         """Says that the pages hold less than the context; empty where they hold one context."""
         room = self.pages * self.page_tokens
-        if room >= self.max_context:
+        if self.holds_context or room >= self.max_context:
             return ""
         return f"only {room} tokens fit into the {self.pages} KV pages, of a context of {self.max_context}"
 

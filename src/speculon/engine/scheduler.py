@@ -45,7 +45,7 @@ class Scheduler:
         order = deque(sorted(self.running, key=lambda seq: seq.pending > 1))
         while order and budget:
             seq = order.popleft()
-            span = Span(seq, seq.committed, min(seq.pending, budget))
+            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
             missing = self.pool.missing(seq, span.end)
             while missing > self.pool.available - reserved:
                 victim = order.pop() if order else seq
@@ -59,14 +59,14 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             found = self.pool.attach(seq)
-            missing = self.pool.missing(seq, len(seq.tokens))
+            missing = self.pool.most(len(seq.tokens), self.max_batch_tokens) - self.pool.held(seq)
             if missing > self.pool.available - reserved:
                 self.pool.release(seq)
                 break
             if not seq.stats.preemptions:  # what it finds when it comes back was its own
                 seq.stats.cached_tokens = found
             self.running.append(self.waiting.popleft())
-            span = Span(seq, seq.committed, min(seq.pending, budget))
+            span = Span(seq, seq.committed, self.pool.chunk(seq, budget))
             reserved += missing
             budget -= span.length
             spans.append(span)

@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Protocol
 
+from speculon.capabilities import Capabilities
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams
 from speculon.core import Load
 from speculon.engine.messages import (
@@ -85,6 +87,7 @@ class ServedEngine(Protocol):
     @property
     def open_requests(self) -> list[str]: ...
     def facts(self) -> Ready: ...
+    def capabilities(self) -> Capabilities: ...
     def add_request(
         self,
         prompt: list[int],
@@ -111,7 +114,7 @@ class Worker:
 
     def run(self) -> None:
         engine = self.engine
-        self._pipe.send(engine.facts())
+        self._pipe.send(replace(engine.facts(), capabilities=engine.capabilities()))
         self._send_statistics()
         while self._read_messages():
             if engine.has_work:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from speculon.core import ceil_div
+from speculon.core import ceil_div, most_pages
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.slots import StateSlots
-from speculon.sequence import Sequence
+from speculon.sequence import GONE, Sequence
 
 FREE, CLAIMED, TAKEN = 0, 1, 2
 ROOT = 0  # the content id before the first page
@@ -24,8 +25,10 @@ Key = tuple[int, tuple[int, ...], int]  # content id before, tokens, those of a 
 class BlockPool:
     """Page ownership, prefix index and eviction for `num_blocks` pages of `block_size` tokens.
 
-    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs.
+    `slots` has the slots of recurrent states, which a sequence holds while it has committed tokens or runs;
+    `draft_slots` has those of recurrent draft models, by method.
     With `prompts_apart` a prompt does not find pages of generated tokens: their bits may be others.
+    A row reads at most `reach` positions before it (None: all), so a sequence keeps no page before these.
     """
 
     def __init__(
@@ -35,9 +38,11 @@ class BlockPool:
         prefix_cache: bool = True,
         slots: StateSlots | None = None,
         prompts_apart: bool = False,
+        reach: int | None = None,
     ):
-        self.prompts_apart = prompts_apart
+        self.prompts_apart, self.reach = prompts_apart, reach
         self.slots = slots or StateSlots()
+        self.draft_slots: dict[str, DraftSlots] = {}
         self.num_blocks, self.block_size, self.prefix_cache = num_blocks, block_size, prefix_cache
         self._state = bytearray(num_blocks)  # FREE | CLAIMED | TAKEN (used or cached)
         self._refs = [0] * num_blocks
@@ -63,12 +68,39 @@ class BlockPool:
         """Pages to take before positions below `end` can be written. Does not modify the pool."""
         return max(0, ceil_div(end, self.block_size) - len(seq.table))
 
+    def held(self, seq: Sequence) -> int:
+        """Pages that a sequence has now."""
+        return len(seq.table) - seq.released // self.block_size
+
+    def most(self, length: int, rows: int) -> int:
+        """The most pages of a sequence at once while it grows to `length` tokens by `rows` at most."""
+        return most_pages(length, rows, self.reach, self.block_size)
+
     def attach(self, seq: Sequence) -> int:
         """Gives a sequence without pages the longest cached prefix of its tokens; returns the tokens found.
 
-        At least one token is left to compute, because its logits are needed.
+        At least one token is left to compute, because its logits are needed. Where there are recurrent
+        states, the prefix ends at a page that has a snapshot of these.
         """
         assert not seq.table and seq.committed == 0
+        found, size = self._find(seq), self.block_size
+        seq.table = found[: self.slots.begin(seq, found, size)]
+        for page in seq.table:
+            self._hold(page)
+        content = self._content[seq.table[-1]] if seq.table else ROOT
+        self._sealed[seq.id] = (len(seq.table), content)
+        seq.committed = len(seq.table) * size
+        held = [self._drafters.get(page, set()) for page in seq.table]
+        for method in held[0] if held else ():
+            lacking = (i for i, methods in enumerate(held) if method not in methods)
+            seq.drafted[method] = size * next(lacking, len(held))
+        self._release_unread(seq)
+        self._claim(seq)
+        return seq.committed
+
+    def _find(self, seq: Sequence) -> list[int]:
+        """The indexed pages of its first tokens, all but the last token at most."""
+        pages: list[int] = []
         content, size = ROOT, self.block_size
         if self.prefix_cache and seq.request.prefix_cache and not seq.wants_prompt_logprobs:
             for start in range(0, (len(seq.tokens) - 1) // size * size, size):
@@ -76,16 +108,19 @@ class BlockPool:
                 if page is None:
                     break
                 content = self._content[page]
-                self._hold(page)
-                seq.table.append(page)
-        self._sealed[seq.id] = (len(seq.table), content)
-        seq.committed = len(seq.table) * size
-        held = [self._drafters.get(page, set()) for page in seq.table]
-        for method in held[0] if held else ():
-            lacking = (i for i, methods in enumerate(held) if method not in methods)
-            seq.drafted[method] = size * next(lacking, len(held))
-        self._claim(seq)
-        return seq.committed
+                pages.append(page)
+        return pages
+
+    def chunk(self, seq: Sequence, most: int) -> int:
+        """Rows of its next span, at most `most`.
+
+        With snapshots, a span that does not reach the last token ends at a page boundary if it can.
+        """
+        rows = min(seq.pending, most)
+        if rows < seq.pending and self.slots.snapshots:
+            aligned = (seq.committed + rows) // self.block_size * self.block_size - seq.committed
+            return aligned if aligned > 0 else rows
+        return rows
 
     def extend(self, seq: Sequence, end: int) -> None:
         """Takes the pages for positions below `end`; the caller has made sure that they are available."""
@@ -97,12 +132,18 @@ class BlockPool:
             seq.table.append(page)
 
     def trim(self, seq: Sequence) -> None:
-        """Gives back the pages beyond the committed tokens, last first; without any, the states too."""
+        """Gives back the pages beyond the committed tokens, last first, and those that no layer reads again;
+        without any tokens, the states too.
+        """
         keep = ceil_div(seq.committed, self.block_size)
         while len(seq.table) > keep:
-            self._drop(seq.table.pop(), claimed_by=seq)
+            if (page := seq.table.pop()) != GONE:
+                self._drop(page, claimed_by=seq)
+        self.slots.trim(seq)
         if not seq.committed:
-            self.slots.release(seq)
+            seq.released = 0
+            seq.skipped.clear()
+        self._release_unread(seq)
 
     def seal(self, seq: Sequence) -> None:
         """Indexes the full committed pages, so that a later prompt can find them."""
@@ -119,16 +160,17 @@ class BlockPool:
                 self._next_content += 1
             content = self._content[page]
             self._sealed[seq.id] = (i + 1, content)
+            self.slots.keep(seq, (i + 1) * self.block_size, page)
 
     def release(self, seq: Sequence) -> None:
         """Takes all pages from a sequence; it may be attached again later.
 
-        What drafters have in them stays known.
+        What drafters have in them stays known, except of those with states, which go.
         """
-        for method, done in seq.drafted.items():
-            for page in seq.table[: done // self.block_size]:
-                if page in self._key:
-                    self._drafters.setdefault(page, set()).add(method)
+        for slots in self.draft_slots.values():
+            slots.release(seq)
+            seq.drafted.pop(slots.method, None)
+        self._note_drafters(seq, len(seq.table))
         seq.committed = 0
         seq.drafted.clear()
         self._unclaim(seq)
@@ -139,11 +181,16 @@ class BlockPool:
         """Raises AssertionError unless every page is used, cached or free, as the live sequences say."""
         refs, live = [0] * self.num_blocks, list(live)
         self.slots.check_integrity(live)
+        for slots in self.draft_slots.values():
+            slots.check_integrity(live)
         for seq in live:
             assert len(seq.table) >= ceil_div(seq.committed, self.block_size), (
                 f"sequence {seq.id}: tokens without pages"
             )
-            for page in seq.table:
+            assert seq.released == self._unread(seq), f"sequence {seq.id}: {seq.released} tokens released"
+            gone = seq.released // self.block_size
+            assert seq.table[:gone] == [GONE] * gone, f"sequence {seq.id}: a page that no layer reads"
+            for page in seq.table[gone:]:
                 refs[page] += 1
         assert refs == self._refs, "page owners differ from the reference counts"
         taken = {page for page, state in enumerate(self._state) if state == TAKEN}
@@ -152,6 +199,7 @@ class BlockPool:
         assert len(taken) == self._num_taken
         assert set(self._index.values()) == set(self._key) == set(self._content) >= set(self._drafters)
         assert all(self._index[key] == page for page, key in self._key.items())
+        assert self.slots.pages <= set(self._key), "a snapshot without its page"
 
     def _key_of(self, seq: Sequence, start: int, content: int) -> Key:
         """Of the full page of a sequence that begins at `start`, after a page of this content."""
@@ -169,14 +217,38 @@ class BlockPool:
         self._state[page] = TAKEN
         self._num_taken += 1
 
-    def _drop(self, page: int, claimed_by: Sequence) -> None:
+    def _unread(self, seq: Sequence) -> int:
+        """Tokens of its first pages that no layer reads again: a commit is never taken back."""
+        before = 0 if self.reach is None else max(0, seq.committed - self.reach)
+        return before // self.block_size * self.block_size
+
+    def _release_unread(self, seq: Sequence) -> None:
+        """Gives back the pages of these tokens, last first; indexed ones stay cached."""
+        first, last = (tokens // self.block_size for tokens in (seq.released, self._unread(seq)))
+        if last <= first:
+            return
+        self._note_drafters(seq, last)
+        for i in reversed(range(first, last)):
+            self._drop(seq.table[i])
+            seq.table[i] = GONE
+        seq.released = last * self.block_size
+
+    def _note_drafters(self, seq: Sequence, pages: int) -> None:
+        """Remembers of its first pages which methods fill them; not of those that have left out tokens."""
+        first = seq.released // self.block_size
+        for method, done in seq.drafted.items():
+            for page in seq.table[first : min(pages, done // self.block_size)]:
+                if page in self._key and method not in seq.skipped:
+                    self._drafters.setdefault(page, set()).add(method)
+
+    def _drop(self, page: int, claimed_by: Sequence | None = None) -> None:
         self._refs[page] -= 1
         if self._refs[page]:
             return
         if page in self._key:
             self._cached[page] = None
             return
-        claim = self._claims.get(claimed_by.id, range(0))
+        claim = range(0) if claimed_by is None else self._claims.get(claimed_by.id, range(0))
         self._state[page] = CLAIMED if page in claim else FREE
         self._num_taken -= 1
 
@@ -197,6 +269,7 @@ class BlockPool:
         page, _ = self._cached.popitem(last=False)
         del self._index[self._key.pop(page)], self._content[page]
         self._drafters.pop(page, None)
+        self.slots.forget(page)
         self._state[page] = FREE
         self._num_taken -= 1
         return page

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 from speculon.config import EngineConfig
-from speculon.core import Needs, ceil_div
+from speculon.core import LayerSpec, Needs, joint_reach, most_pages
 from speculon.errors import ConfigError
 
-PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "additional")  # of an estimate
+# of an estimate
+PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
+SHARE_OF_SNAPSHOTS = 0.05  # guess: a few per sequence where states are large
 
 
 def free_memory(device: torch.device) -> int:
@@ -59,6 +61,7 @@ class MemoryEstimate:
     remembered: int  # earlier answers, with full pools
     pages: int  # K and V of target and drafters
     states: int  # recurrent states of all sequences
+    snapshots: int  # of these states, for later prompts
     additional: int  # set aside by the user
     limit: int
     policy: str
@@ -92,9 +95,7 @@ class Budget:
     """The memory of one engine, measured when only its target is loaded."""
 
     def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
-        self._config, self._target = config, target
-        # pages that full contexts need
-        self._useful = config.max_num_seqs * ceil_div(max_context, config.block_size)
+        self._config, self._target, self._max_context = config, target, max_context
         self._held = held_memory(device)
         self._free, answers = free_memory(device), self._for_answers()
         self._remembered = answers if device.type == "cpu" else 0  # they are always on the CPU
@@ -120,7 +121,8 @@ class Budget:
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
             pages=self._count(drafters) * self._page_bytes(drafters),
-            states=self._target.bytes_states,
+            states=self._states(drafters),
+            snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
             policy=settings.memory_policy,
@@ -130,7 +132,7 @@ class Budget:
         """Pages of the pool. Raises `ConfigError` where free or given memory is too small for them."""
         config, count, page_bytes = self._config, self._count(drafters), self._page_bytes(drafters)
         name = "kv_memory_gb" if config.num_blocks is None else "num_blocks"
-        if (states := self._target.bytes_states) and self._left(drafters) <= 0:
+        if (states := self._states(drafters)) and self._left(drafters) <= 0:
             reason = f"the recurrent states of so many sequences take {states} bytes, {self._free} are free"
             raise ConfigError(f"max_num_seqs = {config.max_num_seqs}: {reason}")
         if count < 1:
@@ -139,27 +141,64 @@ class Budget:
         if count * config.block_size < SHORTEST:
             few = f"{count} pages of {config.block_size} tokens"
             raise ConfigError(f"{name}: {few} hold no request, which has at least {SHORTEST} tokens")
-        free = self._left(drafters)
+        free = self._left(drafters) - self._for_snapshots(drafters)
         if count * page_bytes > free:
             needed = f"the page pool needs {count * page_bytes} bytes, {free} are free"
             raise ConfigError(f"{name} = {getattr(config, name)}: {needed}")
         return count
 
+    def snapshots(self, drafters: list[Needs]) -> int:
+        """Snapshots of recurrent states. Raises `ConfigError` where given memory is too small or not free."""
+        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        needed = self._for_snapshots(drafters)
+        if given and each and self._config.prefix_cache:
+            if not needed:
+                raise ConfigError(f"snapshot_memory_gb = {given}: one snapshot takes {each} bytes")
+            if needed > (free := self._left(drafters)):
+                reason = f"the snapshots need {needed} bytes, {free} are free"
+                raise ConfigError(f"snapshot_memory_gb = {given}: {reason}")
+        return needed // each if each else 0
+
+    def _for_snapshots(self, drafters: list[Needs]) -> int:
+        """Bytes of whole snapshots, one for each page at most."""
+        each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb
+        if not each or not self._config.prefix_cache:
+            return 0
+        share = max(0, self._left(drafters)) * SHARE_OF_SNAPSHOTS
+        room = share if given is None else given * 2**30
+        return each * min(int(room // each), self._config.num_blocks or self._useful(drafters))
+
     def _count(self, drafters: list[Needs]) -> int:
-        """`num_blocks`, or the pages of `max_num_seqs` full contexts within given or free memory."""
+        """`num_blocks`, or what `max_num_seqs` full contexts need, within given or free memory."""
         set_count = self._config.num_blocks
-        return set_count or min(self._useful, self._for_pages(drafters) // self._page_bytes(drafters))
+        return set_count or min(
+            self._useful(drafters), self._for_pages(drafters) // self._page_bytes(drafters)
+        )
+
+    def _useful(self, drafters: list[Needs]) -> int:
+        """Pages of full contexts; of their windows alone, where no prefix cache keeps the others."""
+        config = self._config
+        stays = config.prefix_cache or any(needs.states for needs in drafters)
+        reach = None if stays else joint_reach(self._target.layers, self._layers(drafters))
+        each = most_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
+        return config.max_num_seqs * each
 
     def _for_pages(self, drafters: list[Needs]) -> int:
         if self._config.kv_memory_gb:
             return int(self._config.kv_memory_gb * 2**30)
-        return max(0, int(self._left(drafters) * SHARE_OF_FREE))
+        return max(0, int((self._left(drafters) - self._for_snapshots(drafters)) * SHARE_OF_FREE))
+
+    def _states(self, drafters: list[Needs]) -> int:
+        return sum(needs.bytes_states for needs in (self._target, *drafters))
 
     def _left(self, drafters: list[Needs]) -> int:
         weights = sum(needs.bytes_fixed for needs in drafters)
-        return self._free - self._remembered - self._target.bytes_states - weights
+        return self._free - self._remembered - self._states(drafters) - weights
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
-        layers = [layer for needs in (self._target, *drafters) for layer in needs.layers]
         # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens
+        layers = (*self._target.layers, *self._layers(drafters))
         return max(1, self._config.block_size * sum(layer.bytes_per_token for layer in layers))
+
+    def _layers(self, drafters: list[Needs]) -> list[LayerSpec]:
+        return [layer for needs in drafters for layer in needs.layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -13,6 +14,7 @@ from speculon.batch import Batch
 from speculon.config import MAX_DRAFTS
 from speculon.core import Reason, Verdict
 from speculon.kv.blocks import BlockPool
+from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.states import StateSpan, StateStep, StateStore
 from speculon.kv.store import PageStore, SpanView, View, tail_of
 from speculon.sequence import Plan, Sequence, Span
@@ -28,11 +30,13 @@ class Lease:
         spans: list[Span],
         granted: list[int],
         states: StateStore | None = None,
+        draft_states: Mapping[str, StateStore] | None = None,
     ):
         self.granted = granted  # drafts of each decoding span, as far as pages and memory allow
         self.refusals: list[Reason | None] = [None] * len(granted)  # why none, where some were requested
         self.repair_ms = 0.0  # what the commit took to restore recurrent states after rejected drafts
         self._pool, self._store, self._spans, self._states = pool, store, spans, states
+        self._draft_states = draft_states or {}
         self._step: StateStep | None = None
 
     def view(self, batch: Batch) -> View:
@@ -43,12 +47,23 @@ class Lease:
         return view
 
     def _state_span(self, span: Span) -> StateSpan:
-        held, drafted = self._pool.slots.of(span.seq), bool(span.draft.tokens)
-        return StateSpan(span.row, span.row + span.rows, held.committed, held.next, not span.start, drafted)
+        slots, drafted = self._pool.slots, bool(span.draft.tokens)
+        held, cut = slots.of(span.seq), None if drafted else slots.cut(span.seq, span.end)
+        return StateSpan(
+            span.row,
+            span.row + span.rows,
+            held.committed,
+            held.next,
+            fresh=not span.start,
+            drafted=drafted,
+            cut=cut and (cut[0] - span.start, cut[1]),
+        )
 
-    def of(self, first_layer: int) -> DraftLease:
-        """The same claim as a drafter sees it whose layers begin at `first_layer`."""
-        return DraftLease(self._store, first_layer)
+    def of(self, first_layer: int, method: str = "") -> DraftLease:
+        """The same claim as the drafter of a method sees it whose layers begin at `first_layer`."""
+        store = self._draft_states.get(method)
+        states = None if store is None else DraftStates(self._pool.draft_slots[method], store)
+        return DraftLease(self._store, first_layer, states)
 
     def commit(self, verdicts: list[Verdict]) -> None:
         """Keeps the K and V of each span and of its accepted drafts, and appends the verdict's tokens."""
@@ -74,7 +89,7 @@ class Lease:
         began = perf_counter()
         kept = [end - span.start for span, end in zip(self._spans, ends, strict=True)]
         for i, (span, verdict) in enumerate(zip(self._spans, verdicts, strict=True)):
-            if verdict.finish:  # nobody reads its state again
+            if verdict.finish and ends[i] % self._pool.block_size:  # nobody reads its state again
                 kept[i] = span.rows
         if self._step.keep(kept):
             self.repair_ms = (perf_counter() - began) * 1e3
@@ -89,7 +104,26 @@ class Lease:
     ) -> None:
         for seq in (span.seq for span in self._spans):
             seq.drafted = {method: min(done, seq.committed) for method, done in seq.drafted.items()}
+            for slots in self._pool.draft_slots.values():
+                slots.settle(seq)
             self._pool.trim(seq)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStates:
+    """The recurrent states of a draft model: who owns which slot, and their bytes."""
+
+    slots: DraftSlots
+    store: StateStore
+
+    def begin(self, pieces: list[tuple[Sequence, int, int]]) -> StateStep:
+        """What a forward over one flat row of (sequence, start, end) pieces reads and writes."""
+        spans, row = [], 0
+        for seq, start, end in pieces:
+            rows, (read, write) = end - start, self.slots.begin(seq, start, end)
+            spans.append(StateSpan(row, row + rows, read, write, fresh=not start))
+            row += rows
+        return StateStep(self.store, spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +132,28 @@ class DraftLease:
 
     store: PageStore
     first_layer: int
+    states: DraftStates | None = None  # of a recurrent draft model
 
     def view(self, pieces: list[tuple[Sequence, int, int]], first: int = 0) -> View:
         """For one flat row of (sequence, start, end) pieces, positions end to end; nobody sees positions
-        below `first`.
+        below `first`, nor `first` ones after those that are released: the drafter may not have read them.
         """
         spans, row = [], 0
         for seq, start, end in pieces:
-            where, context = self.store.where(seq.table, end), end - first
-            spans.append(SpanView(row, row + end - start, tail_of(where, context), context))
+            hidden = seq.released + first
+            where, context = self.store.where_of(seq, end), end - hidden
+            spans.append(SpanView(row, row + end - start, tail_of(where, context), context, hidden))
             row += end - start
-        return self.store.view_of(spans, self.first_layer)
+        view = self.store.view_of(spans, self.first_layer)
+        if self.states is not None:
+            view.states = self.states.begin(pieces)
+        return view
+
+    def done(self, pieces: list[tuple[Sequence, int, int]], ids: list[list[int]]) -> None:
+        """The forward over the pieces of the last view has run, with these tokens."""
+        if self.states is not None:
+            for (seq, _, _), tokens in zip(pieces, ids, strict=True):
+                self.states.slots.done(seq, tokens)
 
     def after(self, layers: int) -> DraftLease:
         """The same without its first `layers`."""
@@ -117,13 +162,21 @@ class DraftLease:
     def taps(self, pieces: list[tuple[Sequence, int, int]]) -> Tensor:  # [T, n * D]
         """What its first layer holds of the target's states at these positions."""
         states = self.store.k[self.first_layer].flatten(1)
-        found = [states[tail_of(self.store.where(seq.table, end), end - start)] for seq, start, end in pieces]
+        found = [states[tail_of(self.store.where_of(seq, end), end - start)] for seq, start, end in pieces]
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class Leases:
-    def __init__(self, pool: BlockPool, store: PageStore, max_drafts: int, states: StateStore | None = None):
+    def __init__(
+        self,
+        pool: BlockPool,
+        store: PageStore,
+        max_drafts: int,
+        states: StateStore | None = None,
+        draft_states: Mapping[str, StateStore] | None = None,
+    ):
         self._pool, self._store, self._max_drafts, self._states = pool, store, max_drafts, states
+        self._draft_states = draft_states
 
     def reserve(self, plan: Plan, requested: list[int]) -> Lease:
         """Takes the pages of the plan, all or none, then those of the drafts `requested` by decoding spans.
@@ -135,7 +188,8 @@ class Leases:
         pool = self._pool
         needed = sum(pool.missing(span.seq, span.start + span.length) for span in plan.spans)
         assert needed <= pool.available, (needed, pool.available)
-        lease = Lease(pool, self._store, plan.spans, share(requested, self._max_drafts), self._states)
+        granted = share(requested, self._max_drafts)
+        lease = Lease(pool, self._store, plan.spans, granted, self._states, self._draft_states)
         for span in plan.spans:
             pool.slots.claim(span.seq)
             pool.extend(span.seq, span.start + span.length)

@@ -2,16 +2,22 @@
 
 A sequence holds two slots: one has the state after its committed tokens, the other takes the state after the
 span of the step. A commit exchanges them, so a step that is not committed changes nothing.
+
+A snapshot is a slot with the state at the end of an indexed page, from which a later sequence goes on. It is
+no copy: sequences and snapshots may hold the same slot, which is then read and never written.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from speculon.sequence import Sequence
 
 PER_SEQUENCE = 2
+FEWEST = 4  # guess: pages for whose states a span is cut; fewer save less than the cut costs
+ALONE = 8  # measured, 3 to 8.4 (031): a row on its own takes as long as so many rows of a long chunk
 
 
 @dataclass(slots=True)
@@ -21,21 +27,70 @@ class Held:
     committed: int
     next: int
     position: int = 0  # tokens that the committed state has seen
+    expected: tuple[int, ...] = ()  # positions from which others are expected to go on, in rising order
+    cut: tuple[int, int] | None = None  # (position, slot) of the state that this step keeps inside its span
+    latest: tuple[int, int] | None = None  # (position, page) of its latest snapshot at another position
 
 
 class StateSlots:
-    """Slots for `sequences` sequences at a time; with 0 no sequence holds any."""
+    """Slots for `sequences` sequences at a time, and for `snapshots`; with 0 sequences none holds any.
 
-    def __init__(self, sequences: int = 0):
-        self.count = PER_SEQUENCE * sequences
+    The model takes up to `chunk` first rows of a sequence in one call, and up to `by_row` later ones in one
+    call each.
+    """
+
+    def __init__(self, sequences: int = 0, snapshots: int = 0, chunk: int = 0, by_row: int = 0):
+        self.count, self.snapshots = PER_SEQUENCE * sequences + snapshots, snapshots
+        self._chunk, self._by_row = chunk, by_row
         self._free = list(range(self.count))
+        self._holders = [0] * self.count  # sequences and snapshots that hold a slot
         self._held: dict[int, Held] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()  # page -> slot of its snapshot, oldest use first
+
+    @property
+    def pages(self) -> set[int]:
+        """The pages that have a snapshot."""
+        return set(self._kept)
 
     def claim(self, seq: Sequence) -> None:
         """Gives a sequence its slots, if it has none. At most `max_num_seqs` run, so there are enough."""
         if self.count and seq.id not in self._held:
             assert seq.committed == 0, f"sequence {seq.id}: {seq.committed} tokens, and no state"
-            self._held[seq.id] = Held(self._free.pop(), self._free.pop())
+            self._held[seq.id] = Held(self._take(), self._take())
+
+    def begin(self, seq: Sequence, pages: list[int], size: int) -> int:
+        """Gives a sequence its slots, whose first tokens are in these pages of `size` tokens.
+
+        Returns how many of the pages precede the state that it goes on from. Without slots, all.
+        """
+        if not self.count:
+            return len(pages)
+        usable = [n for n, page in enumerate(pages, 1) if page in self._kept and self._pays(seq, n * size)]
+        found = max(usable, default=0)
+        if not found:
+            self.claim(seq)
+        else:
+            page = pages[found - 1]
+            self._kept.move_to_end(page)
+            self._held[seq.id] = Held(self._share(self._kept[page]), self._take(), found * size)
+        self._held[seq.id].expected = self._expected(seq, found * size, len(pages) * size, size)
+        return found
+
+    def _pays(self, seq: Sequence, position: int) -> bool:
+        """Whether the rows after `position` take less time than all rows from the beginning."""
+        tokens = len(seq.tokens)
+        first = min(tokens, self._chunk)
+        return tokens - position > self._by_row or ALONE * (first - position) <= first
+
+    def _expected(self, seq: Sequence, found: int, shared: int, size: int) -> tuple[int, ...]:
+        """Up to where another sequence has had the same tokens, and, if there are several samples, the last
+        page boundary that these can go on from.
+        """
+        expected = {shared}
+        if seq.request.params.n > 1:
+            expected.add((seq.request.prompt_len - 1) // size * size)
+        least = max(found + size, FEWEST * size)
+        return tuple(sorted(at for at in expected if at >= least and self._pays(seq, at)))
 
     def of(self, seq: Sequence) -> Held:
         """Its slots. The state must have seen exactly the committed tokens."""
@@ -43,21 +98,102 @@ class StateSlots:
         assert held.position == seq.committed, (seq.id, held.position, seq.committed)
         return held
 
+    def cut(self, seq: Sequence, end: int) -> tuple[int, int] | None:
+        """(position, slot) of a state to keep inside the span that goes on to `end`; None: there is none.
+
+        The slot is a snapshot's, whose least recently used one is dropped where there are too many.
+        """
+        held = self.of(seq)
+        position = next((at for at in held.expected if held.position < at < end), None)
+        if position is not None and seq.request.prefix_cache and self._make_room():
+            held.cut = position, self._take()
+        return held.cut
+
     def commit(self, seq: Sequence, position: int) -> None:
         """The state that this step has written, after `position` tokens, becomes the committed one."""
         held = self._held[seq.id]
-        held.committed, held.next, held.position = held.next, held.committed, position
+        written = held.next
+        if self._holders[held.committed] == 1:
+            held.next = held.committed
+        else:  # a snapshot has it, too
+            self._drop(held.committed)
+            held.next = self._take()
+        held.committed, held.position = written, position
+
+    def keep(self, seq: Sequence, position: int, page: int) -> None:
+        """Makes the sequence's state after `position` tokens, if it has it, the snapshot of this page.
+
+        Where nobody is expected to go on from there, it replaces the sequence's former one: one in the
+        prompt, one in the output.
+        """
+        held = self._held.get(seq.id)
+        if held is None or page in self._kept:
+            return
+        if held.cut is not None and held.cut[0] == position:
+            self._kept[page] = held.cut[1]
+            held.cut = None
+        elif held.position == position:
+            if position not in held.expected:
+                self._replace(held, position, page, seq.request.prompt_len)
+            if self._make_room():
+                self._kept[page] = self._share(held.committed)
+
+    def _replace(self, held: Held, position: int, page: int, prompt: int) -> None:
+        if held.latest is not None and (held.latest[0] < prompt) == (position < prompt):
+            self.forget(held.latest[1])
+        held.latest = position, page
+
+    def forget(self, page: int) -> None:
+        """Drops the snapshot of a page; one without is left alone."""
+        if (slot := self._kept.pop(page, None)) is not None:
+            self._drop(slot)
+
+    def trim(self, seq: Sequence) -> None:
+        """Gives back what the step has not kept; the slots, too, of a sequence without committed tokens."""
+        if (held := self._held.get(seq.id)) is not None and held.cut is not None:
+            self._drop(held.cut[1])
+            held.cut = None
+        if not seq.committed:
+            self.release(seq)
 
     def release(self, seq: Sequence) -> None:
         """Takes its slots from a sequence; one without is left alone."""
         if held := self._held.pop(seq.id, None):
-            self._free += (held.committed, held.next)
+            self._drop(held.committed)
+            self._drop(held.next)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless every slot is free, or held once by a live sequence."""
+        """Raises AssertionError unless every slot is free, or held by live sequences and by snapshots."""
         positions = {seq.id: seq.committed for seq in live}
-        slots = [*self._free, *(slot for held in self._held.values() for slot in (held.committed, held.next))]
-        assert sorted(slots) == list(range(self.count)), "a slot of states leaked"
+        holders = Counter(self._kept.values())
         for number, held in self._held.items():
             assert number in positions, f"sequence {number} has ended and holds states"
             assert held.position == positions[number], f"sequence {number}: state at {held.position}"
+            assert held.cut is None, f"sequence {number}: a state inside a span that has ended"
+            assert self._holders[held.next] == 1, f"sequence {number} writes a state that others read"
+            holders += Counter((held.committed, held.next))
+        assert holders == Counter(dict(enumerate(self._holders))), "holders differ from their counts"
+        assert sorted([*self._free, *holders]) == list(range(self.count)), "a slot of states leaked"
+        assert len(self._kept) <= self.snapshots, "more snapshots than there is room for"
+
+    # slots, one by one
+
+    def _make_room(self) -> bool:
+        """Whether a snapshot can be added, once the least recently used one is dropped where it must be."""
+        added = len(self._kept) + sum(held.cut is not None for held in self._held.values())
+        if added == self.snapshots and self._kept:
+            self.forget(next(iter(self._kept)))
+            return True
+        return added < self.snapshots
+
+    def _take(self) -> int:
+        return self._share(self._free.pop())
+
+    def _share(self, slot: int) -> int:
+        self._holders[slot] += 1
+        return slot
+
+    def _drop(self, slot: int) -> None:
+        self._holders[slot] -= 1
+        if not self._holders[slot]:
+            self._free.append(slot)

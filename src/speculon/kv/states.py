@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,17 +24,19 @@ KEPT_BYTES = 256 << 20  # guess: of states after single rows, kept within a step
 
 
 class StateStore:
-    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected."""
+    """The states of all mixers in all slots. `restore` is called for spans of which rows are rejected; a
+    draft model's have none.
+    """
 
     def __init__(
         self,
         mixers: tuple[tuple[StateSpec, ...], ...],
         slots: int,
         device: torch.device | str,
-        restore: Callable[[StateStep, list[Rejected]], None],
+        restore: Callable[[StateStep, list[Rejected]], None] | None = None,
     ):
         self.device, self.restore = torch.device(device), restore
-        self.slot_bytes = sum(spec.num_bytes for specs in mixers for spec in specs)
+        self.slot_bytes = slot_bytes(mixers)
         # of each mixer: its states [slots, ...]
         self.states = [
             [torch.zeros(slots, *spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -51,6 +53,11 @@ class StateStore:
             state.index_copy_(0, slots, new.to(state.dtype))
 
 
+def slot_bytes(mixers: tuple[tuple[StateSpec, ...], ...]) -> int:
+    """Of the states of all mixers after one sequence."""
+    return sum(spec.num_bytes for specs in mixers for spec in specs)
+
+
 @dataclass(frozen=True, slots=True)
 class StateSpan:
     """One span's rows in the flat batch, and the slots of its sequence."""
@@ -61,10 +68,18 @@ class StateSpan:
     write: int
     fresh: bool = False  # whether it begins its sequence, so that there is no state to read
     drafted: bool = False
+    cut: tuple[int, int] | None = None  # (rows, slot): the state after so many rows goes to this slot, too
 
     @property
     def rows(self) -> int:
         return self.last - self.first
+
+    def split(self) -> tuple[StateSpan, StateSpan]:
+        """Its rows before and after the cut."""
+        assert self.cut is not None and 0 < self.cut[0] < self.rows and not self.drafted, self
+        (rows, slot), uncut = self.cut, replace(self, cut=None)
+        before = replace(uncut, last=self.first + rows, write=slot)
+        return before, replace(uncut, first=before.last, read=slot, fresh=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,11 @@ class Group:
     read: Tensor  # [B]
     write: Tensor  # [B]
     first: bool = False  # whether these are the first rows of the batch, in order
+
+    @property
+    def drafted(self) -> bool:
+        """Whether rows of it may be rejected."""
+        return any(span.drafted for span in self.spans)
 
 
 @dataclass(slots=True)
@@ -113,13 +133,18 @@ class StateStep:
         return found
 
     def groups(self, ragged: int) -> list[Group]:
-        """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together."""
+        """Groups of equal length; spans of up to `ragged` rows that continue a sequence form one together.
+
+        The rows before a cut are a group's, and come first.
+        """
         if ragged not in self.memo:
-            sorts: defaultdict[tuple[bool, int], list[StateSpan]] = defaultdict(list)
-            for span in self.spans:
+            sorts: defaultdict[tuple[bool, bool, int], list[StateSpan]] = defaultdict(list)
+            pieces = [span.split() if span.cut else (None, span) for span in self.spans]
+            before = [(False, span) for span, _ in pieces if span is not None]
+            for last, span in [*before, *((True, span) for _, span in pieces)]:
                 together = not span.fresh and span.rows <= ragged
-                sorts[span.fresh, 0 if together else span.rows].append(span)
-            self.memo[ragged] = [self._group(fresh, spans) for (fresh, _), spans in sorts.items()]
+                sorts[last, span.fresh, 0 if together else span.rows].append(span)
+            self.memo[ragged] = [self._group(fresh, spans) for (_, fresh, _), spans in sorts.items()]
         found: list[Group] = self.memo[ragged]
         return found
 
@@ -148,6 +173,7 @@ class StateStep:
                 rejected.append(Rejected(span, rows, row))
             row += span.rows if span.drafted else 0
         if rejected:
+            assert self.store.restore is not None
             self.store.restore(self, rejected)
         return bool(rejected)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from speculon.batch import as_tensor
 from speculon.core import LayerSpec, ceil_div
 from speculon.kv.states import StateStep
-from speculon.sequence import Span
+from speculon.sequence import Sequence, Span
 
 GATHER_BYTES = {"cpu": 4 << 20}  # a buffer that is still in cache when it is read
 GATHER_BYTES_ELSEWHERE = 64 << 20
@@ -62,7 +62,7 @@ class PageStore:
     def view(self, spans: list[Span]) -> View:
         """What one forward over `spans` writes and reads. Does not modify the store."""
         return self.view_of(
-            [SpanView(s.row, s.row + s.rows, self.where(s.seq.table, s.end), s.end) for s in spans]
+            [SpanView(s.row, s.row + s.rows, self.where_of(s.seq, s.end), s.end) for s in spans]
         )
 
     def view_of(self, spans: list[SpanView], first_layer: int = 0) -> View:
@@ -85,8 +85,12 @@ class PageStore:
             pools[name] = torch.index_select(pool, 0, slots, out=room[: len(slots)])
         return pools["k"], pools["v"]
 
+    def where_of(self, seq: Sequence, end: int) -> Where:
+        """The slots of its positions up to `end`, from the first whose page it has."""
+        return self.where(seq.table[seq.released // self.block_size :], end - seq.released)
+
     def where(self, table: list[int], length: int) -> Where:
-        """The slots of a sequence's first `length` positions."""
+        """The slots of the first `length` positions in these pages."""
         size, pages = self.block_size, table[: ceil_div(length, self.block_size)]
         assert len(pages) * size >= length, f"{length} positions in {len(pages)} pages of {size}"
         first = pages[0]
@@ -109,12 +113,16 @@ class PageStore:
 
 @dataclass(slots=True)
 class SpanView:
-    """One span's rows in the flat batch, and the slots of every position its last row may see."""
+    """One span's rows in the flat batch, and the slots of every position its last row may see.
+
+    These are the last positions of its context: where all layers have windows, earlier ones are released.
+    """
 
     first: int
     last: int
     where: Where
     context: int  # S = start + rows
+    hidden: int = 0  # positions before the context, which no row sees
 
     @property
     def rows(self) -> int:
@@ -122,17 +130,24 @@ class SpanView:
 
     def part(self, begin: int, end: int) -> SpanView:
         """Its rows from `begin` to `end` as a span of their own."""
-        context, where = self.context - self.rows + end, self.where
-        seen = slice(where.start, where.start + context) if isinstance(where, slice) else where[:context]
-        return SpanView(self.first + begin, self.first + end, seen, context)
+        left, where = self.rows - end, self.where
+        seen = (
+            slice(where.start, where.stop - left) if isinstance(where, slice) else where[: len(where) - left]
+        )
+        return SpanView(self.first + begin, self.first + end, seen, self.context - left, self.hidden)
 
     def in_chunks(self, chunk: int | None) -> list[SpanView]:
         """Its rows in each chunk of `chunk` positions, which see the slots of that chunk alone."""
         if chunk is None:
             return [self]
-        start = self.context - self.rows
-        ends = [start, *range((start // chunk + 1) * chunk, self.context, chunk), self.context]
-        parts = [(self.part(a - start, b - start), b - a // chunk * chunk) for a, b in pairwise(ends)]
+        end = self.hidden + self.context
+        start = end - self.rows
+        ends = [start, *range((start // chunk + 1) * chunk, end, chunk), end]
+        firsts = [max(begin // chunk * chunk, self.hidden) for begin in ends]
+        parts = [
+            (self.part(a - start, b - start), b - first)
+            for (a, b), first in zip(pairwise(ends), firsts, strict=False)
+        ]
         return [SpanView(part.first, part.last, part.tail(seen), seen) for part, seen in parts]
 
     def tail(self, length: int) -> Where:
@@ -214,9 +229,11 @@ def zeros(slots: int, heads: int, width: int, dtype: torch.dtype, device: torch.
 
 def tail_of(where: Where, length: int) -> Where:
     """The last `length` of these slots."""
-    return (
-        slice(where.stop - length, where.stop) if isinstance(where, slice) else where[len(where) - length :]
-    )
+    if isinstance(where, slice):
+        assert length <= where.stop - where.start, f"{length} positions of {where}"
+        return slice(where.stop - length, where.stop)
+    assert length <= len(where), f"{length} positions of {len(where)}"
+    return where[len(where) - length :]
 
 
 def by_span(slots: Tensor, spans: int) -> Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from speculon.models.compiled import Compiled, Step
 
 Place = tuple[nn.Module, str]  # a module's parent, and its name there
+OF_NORMS = 3e-5  # of the largest logit: a third of what the load check allows
 # what the modules of an unknown architecture raise
 UNKNOWN = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -163,9 +164,32 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
         raise CannotReplace(f"{type(stock).__name__} computes something else")
 
 
-def replace_norms(target: Target) -> None:
-    """Replaces the norms outside of blocks: the last one, and those of layers that are not fused."""
-    for parent in list(target.model.modules()):
+@torch.inference_mode()
+def fuse_norms(target: Target) -> None:
+    """Fuses the norms of a target whose layers stay stock ones; none, if these read more of a norm."""
+    trial = Trial.of(target)
+    expected = stock_forward(target.model, trial.batch, trial.view)
+    stock = replace_norms(target)
+    try:
+        found = stock_forward(target.model, trial.batch, trial.view)
+    except UNKNOWN:
+        found = None
+    assert expected is not None
+    # in other dtypes, norms that agree up to a rounding give other logits
+    limit = OF_NORMS * expected.abs().max() if target.dtype is torch.float32 else torch.inf
+    if found is None or bool((found - expected).abs().max() > limit):
+        for (parent, name), norm in stock:
+            setattr(parent, name, norm)
+
+
+def replace_norms(target: Target) -> list[tuple[Place, nn.Module]]:
+    """Replaces the norms outside of blocks and mixers: the last one, and those of stock layers.
+
+    Returns those that were replaced.
+    """
+    inside = {id(part) for mixer in target.mixers for part in mixer.module.modules()}
+    replaced: list[tuple[Place, nn.Module]] = []
+    for parent in [module for module in target.model.modules() if id(module) not in inside]:
         for name, child in list(parent.named_children()):
             try:
                 norm = norm_of(child)
@@ -174,6 +198,8 @@ def replace_norms(target: Target) -> None:
             # in another dtype than the model's it was compared on rows that it never gets
             if norm.weight.dtype is target.dtype:
                 setattr(parent, name, Fused(norm))
+                replaced.append(((parent, name), child))
+    return replaced
 
 
 def unmap_file(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from speculon.errors import (
     UnsupportedModel,
 )
 from speculon.models import attention
-from speculon.models.fuse import fuse
+from speculon.models.fuse import fuse, fuse_norms
 from speculon.models.invariant import decide
 from speculon.models.load_check import check_logits, stock_logits
 from speculon.models.probe import discover, use_attention
@@ -39,8 +39,9 @@ from speculon.models.target import Target
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
 OWN_BUFFER = 1 << 16
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-DEFAULT_CONTEXT = 4096  # guess, for a config without a limit
-RECURRENT = "it keeps a recurrent state: no prefix cache, and its layers are not fused"
+# guesses, for a config without a limit: where keys and values take memory per token, and where nothing does
+DEFAULT_CONTEXT, WITHOUT_ATTENTION = 4096, 1 << 17
+RECURRENT = "it keeps a recurrent state: its layers are not fused, except norms"
 
 Progress = Callable[[str], None]  # called with the name of each stage as it begins
 
@@ -121,7 +122,7 @@ def make_target(
     model.eval()
     layers, vocab_size, mixers = discover(model)
     decide_continuation(mixers)
-    limit, notes = context_limit(model)
+    limit, notes = context_limit(model, max_context, any(layer.heads for layer in layers))
     if max_context is not None and max_context > limit:
         raise ConfigError(f"max_context = {max_context}: {name} reaches {limit}")
     target = Target(
@@ -140,7 +141,9 @@ def make_target(
         mixer.install()
     if fused and compile and mixers:
         raise UnsupportedModel(f"{name}: compile is not supported for recurrent models ({mixers[0].where})")
-    if fused and not mixers:
+    if fused and mixers:
+        fuse_norms(target)
+    elif fused:
         fuse(target, share=share, compile=compile)
     check_logits(target, expected)
     return target
@@ -233,11 +236,19 @@ def native_bf16() -> bool:
     return any(capabilities.get(flag) for flag in BF16_FLAGS)
 
 
-def context_limit(model: PreTrainedModel) -> tuple[int, tuple[str, ...]]:
-    """The longest context of this model here, and notes for the user."""
+def context_limit(
+    model: PreTrainedModel, given: int | None = None, attends: bool = True
+) -> tuple[int, tuple[str, ...]]:
+    """The longest context of this model here, and notes for the user, who may have `given` one.
+
+    Where the config has none, it is the given one, else an assumed one.
+    """
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    notes = [] if limit else [f"the config has no context length; {DEFAULT_CONTEXT} is assumed"]
-    limit = limit or DEFAULT_CONTEXT
+    assumed = DEFAULT_CONTEXT if attends else WITHOUT_ATTENTION
+    notes = []
+    if not (limit or given):
+        notes = [f"the config has no context length; {assumed} is assumed, unless max_context is set"]
+    limit = limit or given or assumed
     for rope_type, length in rope_limits(model):
         if length < limit:
             # The library scales by the longest position of a batch: one sequence would change the others.

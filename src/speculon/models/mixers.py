@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from speculon.core import StateSpec
@@ -81,6 +83,19 @@ def watching(model: PreTrainedModel) -> Iterator[Watched]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.inference_mode()
+def expected_states(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[tuple[StateSpec, ...], ...]:
+    """The states of each mixer that a config implies, from one forward without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+        model.set_experts_implementation("batched_mm")  # which needs no numbers
+        if (argument := cache_argument(model)) is None:
+            return ()
+        with watching(model) as cache:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=True, **{argument: cache})
+    return tuple(mixer.specs for mixer in cache.found.values())
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:

@@ -20,7 +20,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from speculon.batch import as_tensor
 from speculon.core import StateSpec
 from speculon.errors import UnsupportedModel
-from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep
+from speculon.kv.states import KEPT_BYTES, STEP, Group, Rejected, StateSpan, StateStep, StateStore
+from speculon.models.compare import EXACT
+from speculon.models.convolution import exchanged
 
 Key = tuple[str, int]  # `conv` or `recurrent`, and the number that the cache knows the state by
 TOLERANCE = 1e-4  # of the largest output
@@ -28,7 +30,9 @@ LOOSE = 1e-2  # between a chunk from zero and single rows: a lost state gives fa
 CUT, LENGTH = 5, 12  # rows of the trial before the cut, and in all
 ANY = 1 << 30
 CALLS_OF_ONE = 2  # of several rows in one call: the span, and its accepted rows once more
-TIMED, SEQUENCES, TRIALS = (2, 3, 5, 9, 17, 33), 4, 2  # rows, sequences and trials of what is timed
+TIMED, TRIALS = (2, 3, 5, 9, 17, 33), 4  # rows and trials of what is timed
+SEQUENCES = 8, 1  # a chunk's cost grows with their number, that of single rows hardly: two limits
+LARGE = 16384  # bytes of a state: from here `index_copy_` took twice the time of single copies on a CPU
 SECONDS = 0.5  # of these trials, roughly: chunks take seconds in plain PyTorch where states are large
 
 
@@ -63,13 +67,14 @@ class Mixer:
     row: str  # the argument with a row per token
     width: int  # D of these rows
     number: int = 0  # among the mixers of its model
-    by_row: int = ANY  # up to so many rows of a sequence that has a state are one call each
+    by_row: int = ANY  # up to so many rows of sequences that have a state are one call each
+    alone: int | None = None  # the same where one sequence has a state; None: no other number
     tupled: bool = False  # whether it returns a tuple that begins with its output
     stock: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.stock = self.module.forward
-        self.signature = inspect.signature(self.stock)
+        self.names = tuple(inspect.signature(self.stock).parameters)
 
     @property
     def where(self) -> str:
@@ -99,27 +104,27 @@ class Mixer:
         return (out, None) if self.tupled else out
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        bound = self.signature.bind(*args, **kwargs)
-        more = next((n for n, p in self.signature.parameters.items() if str(p).startswith("**")), "")
-        named = {**bound.arguments, **bound.arguments.get(more, {})}
-        named = {name: value for name, value in named.items() if name not in (more, self.argument)}
-        rows = next(v.shape[1] for v in named.values() if isinstance(v, Tensor))
-        by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, rows)}
+        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        named.pop(self.argument, None)
+        total = named[self.row].shape[1]
+        by_row = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.shape[:2] == (1, total)}
         return Call(by_row, {k: v for k, v in named.items() if k not in by_row})
 
     def run(self, step: StateStep, call: Call) -> Tensor:  # [1, T, D]
         """The outputs of all rows; the states after each span go to its slot."""
         out: Tensor | None = None
-        total = next(iter(call.rows.values())).shape[1]
-        for group in step.groups(self.by_row):
+        total = call.rows[self.row].shape[1]
+        limit = self.limit(step)
+        for group in step.groups(limit):
             whole = group.first and len(group.rows) == total
             part = call if whole else call.take(group.rows)
-            old = [] if group.fresh else step.store.read(self.number, group.read)
+            old = self.read(step.store, group)
             kept = self.room_for(step, group)
-            found, states = self.advance(part, group.lengths, old, kept)
+            each = not group.fresh and 1 < group.lengths[0] <= limit
+            found, states = self.advance(part, group.lengths, old, kept, each)
             if kept:
                 step.kept[self.number] = kept
-            step.store.write(self.number, group.write, states)
+            self.write(step.store, group, old, states)
             if whole:
                 return found
             if out is None:
@@ -128,39 +133,75 @@ class Mixer:
         assert out is not None
         return out
 
+    def read(self, store: StateStore, group: Group) -> list[Tensor]:  # [B, ...] each
+        """The states that a group continues, for a call to change; one sequence's are in its slot already."""
+        if group.fresh:
+            return []
+        if len(group.spans) > 1:
+            return store.read(self.number, group.read)
+        span, states = group.spans[0], store.states[self.number]
+        found = [state[span.write : span.write + 1] for state in states]
+        for new, state in zip(found, states, strict=True):
+            new.copy_(state[span.read : span.read + 1])
+        return found
+
+    def write(self, store: StateStore, group: Group, old: list[Tensor], states: list[Tensor]) -> None:
+        """Puts the states after a group into their slots, unless `old` are these and were changed there."""
+        for number, (state, new) in enumerate(zip(store.states[self.number], states, strict=True)):
+            if len(group.spans) == 1 and old and new is old[number]:
+                continue
+            if new[0].nbytes < LARGE or new.device.type != "cpu":
+                state.index_copy_(0, group.write, new.to(state.dtype))
+                continue
+            for span, one in zip(group.spans, new, strict=True):
+                state[span.write].copy_(one)
+
+    def limit(self, step: StateStep) -> int:
+        """Up to how many rows of a sequence that has a state are one call each in this step."""
+        single = sum(not span.fresh for span in step.spans) == 1
+        return self.alone if single and self.alone is not None else self.by_row
+
     def room_for(self, step: StateStep, group: Group) -> list[list[Tensor]] | None:
         """Where to keep the states after each row of a group; None where none is read, or there are many."""
-        needed = step.drafted is not None and not group.fresh and group.lengths[0] > 1
+        needed = group.drafted and not group.fresh and group.lengths[0] > 1
         return [] if needed and len(group.rows) * step.store.slot_bytes <= KEPT_BYTES else None
 
     def advance(
-        self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
+        self,
+        call: Call,
+        lengths: tuple[int, ...],
+        states: list[Tensor],
+        kept: list[list[Tensor]] | None,
+        each: bool,
     ) -> tuple[Tensor, list[Tensor]]:
         """Outputs [1, T, D] of B spans, and the states [B, ...] after them. No states: they begin.
 
-        States after single rows are added to `kept`, if given.
+        With `each`, rows are one call each, and states after them are added to `kept`, if given.
         """
-        if not states or lengths[0] == 1 or lengths[0] > self.by_row:
-            out, states = self.ask(call.by_span(len(lengths)), states)
-            return out.reshape(1, -1, out.shape[-1]), states
-        return self.row_by_row(call, lengths, states, kept)
+        if each:
+            return self.row_by_row(call, lengths, states, kept)
+        out, states = self.ask(call.by_span(len(lengths)), states)
+        return out.reshape(1, -1, out.shape[-1]), states
 
     def row_by_row(
         self, call: Call, lengths: tuple[int, ...], states: list[Tensor], kept: list[list[Tensor]] | None
     ) -> tuple[Tensor, list[Tensor]]:
         """The same in one call for each row of the longest span; the spans come longest first."""
-        device = states[0].device
-        lengths_ = torch.tensor(lengths, device=device)
-        starts, out = lengths_.cumsum(0) - lengths_, None
+        lengths_ = torch.tensor(lengths, device=states[0].device)
+        starts, out, after = lengths_.cumsum(0) - lengths_, None, states
         for row in range(lengths[0]):
             count = sum(length > row for length in lengths)
             at = starts[:count] + row
-            now = [state[:count].clone() for state in states]
+            now = [state[:count] for state in after]
+            if kept is not None:
+                now = [state.clone() for state in now]
             found, after = self.ask(call.take(at).by_span(count), now)
             if kept is not None:
                 kept.append(after)
-            for state, new in zip(states, after, strict=True):
-                state[:count] = new
+            longer = sum(length > row + 1 for length in lengths)
+            for state, given, new in zip(states, now, after, strict=True):
+                if kept is not None or new is not given:  # else it was changed there
+                    state[longer:count] = new[longer:]
             out = found.new_empty(1, sum(lengths), found.shape[-1]) if out is None else out
             out.index_copy_(1, at, found.reshape(1, count, -1))
         assert out is not None
@@ -191,9 +232,9 @@ def load(layer: LinearAttentionLayer, states: dict[Key, Tensor]) -> None:
 
 def restore(mixers: tuple[Mixer, ...], step: StateStep, rejected: list[Rejected]) -> None:
     """Writes the states after the accepted rows: those kept, else what these rows yield once more."""
-    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}
+    plans: dict[tuple[int, bool], tuple[list[Pick], StateStep]] = {}  # by limit, and whether states are kept
     for mixer in mixers:
-        key = mixer.by_row, mixer.number in step.kept
+        key = mixer.limit(step), mixer.number in step.kept
         if key not in plans:
             plans[key] = plan_of(step, rejected, *key)
         picks, again = plans[key]
@@ -215,12 +256,13 @@ class Pick:
 
 
 def plan_of(
-    step: StateStep, rejected: list[Rejected], by_row: int, kept: bool
+    step: StateStep, rejected: list[Rejected], limit: int, kept: bool
 ) -> tuple[list[Pick], StateStep]:
     """Which states are among those kept, and the rows that run again for the others."""
     places: dict[StateSpan, int] = {}
     if kept:
-        group = next(g for g in step.groups(by_row) if not g.fresh and g.spans[0].rows <= by_row)
+        groups = step.groups(limit)
+        group = next(g for g in groups if g.drafted and not g.fresh and g.spans[0].rows <= limit)
         places = {span: place for place, span in enumerate(group.spans)}
     by_kept: defaultdict[int, list[StateSpan]] = defaultdict(list)
     again = []
@@ -249,25 +291,45 @@ def decide(mixers: tuple[Mixer, ...]) -> None:
 
     Raises `UnsupportedModel` where not even a row at a time is exact.
     """
-    known: dict[type[nn.Module], int] = {}
+    known: dict[type[nn.Module], tuple[int, int]] = {}
+    exchange: dict[type[nn.Module], bool] = {}
     for mixer in mixers:
         cls = type(mixer.module)
         if cls not in known:
-            known[cls] = faster_by_row(mixer) if exact_in_one_call(mixer) else ANY
-        mixer.by_row = known[cls]
+            exact = exact_in_one_call(mixer)
+            exchange[cls] = exchange_convolution(mixer)
+            several, one = (faster_by_row(mixer, n) if exact else ANY for n in SEQUENCES)
+            known[cls] = several, one
+        elif exchange[cls]:
+            mixer.stock = exchanged(mixer.module) or mixer.stock
+        mixer.by_row, mixer.alone = known[cls]
 
 
 @torch.inference_mode()
-def faster_by_row(mixer: Mixer) -> int:
-    """Up to how many rows of a few sequences row by row takes less time than one call."""
+def exchange_convolution(mixer: Mixer) -> bool:
+    """Gives a mixer the short convolution of single rows, if its outputs are the same with it."""
+    if (made := exchanged(mixer.module)) is None:
+        return False
+    rows = random_rows(mixer, 2, CUT + 3).to(next(mixer.module.parameters()))
+    stock, lengths = mixer.stock, (CUT, 1, 1, 1)
+    expected, mixer.stock = outputs(mixer, rows, lengths), made
+    try:
+        same = difference(outputs(mixer, rows, lengths), expected) <= EXACT
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        same = False
+    mixer.stock = made if same else stock
+    return same
+
+
+@torch.inference_mode()
+def faster_by_row(mixer: Mixer, sequences: int) -> int:
+    """Up to how many rows of so many sequences row by row takes less time than one call."""
     weight = next(mixer.module.parameters())
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(SEQUENCES, max(TIMED), mixer.width, generator=generator).to(weight)
+    rows = random_rows(mixer, sequences, max(TIMED)).to(weight)
     _, states = mixer.ask({mixer.row: rows[:, :1]}, [])
     found, began = 1, perf_counter()
     for n in TIMED:
-        calls = ((n,), (1,) * n)
-        one, each = (fastest(mixer, rows[:, :n], lengths, states) for lengths in calls)
+        one, each = fastest(mixer, rows[:, :n], ((n,), (1,) * n), states)
         if CALLS_OF_ONE * one <= each:
             break
         found = n
@@ -276,16 +338,19 @@ def faster_by_row(mixer: Mixer) -> int:
     return found
 
 
-def fastest(mixer: Mixer, rows: Tensor, lengths: tuple[int, ...], states: list[Tensor]) -> float:
-    """The least seconds of a few trials."""
-    times = []
+def fastest(
+    mixer: Mixer, rows: Tensor, ways: tuple[tuple[int, ...], ...], states: list[Tensor]
+) -> list[float]:
+    """The least seconds of each way to cut the rows, of a few trials in turns."""
+    times: list[list[float]] = [[] for _ in ways]
     for _ in range(TRIALS):
-        began = perf_counter()
-        outputs(mixer, rows, lengths, [state.clone() for state in states])
-        if rows.device.type == "cuda":
-            torch.cuda.synchronize(rows.device)
-        times.append(perf_counter() - began)
-    return min(times)
+        for lengths, found in zip(ways, times, strict=True):
+            began = perf_counter()
+            outputs(mixer, rows, lengths, [state.clone() for state in states])
+            if rows.device.type == "cuda":
+                torch.cuda.synchronize(rows.device)
+            found.append(perf_counter() - began)
+    return [min(found) for found in times]
 
 
 @torch.inference_mode()
@@ -293,7 +358,7 @@ def exact_in_one_call(mixer: Mixer) -> bool:
     """Whether one call of several rows continues the states exactly, in fp32. A single row must."""
     module = copy.deepcopy(mixer.module).float()
     trial, device = replace(mixer, module=module), next(module.parameters()).device
-    rows = torch.randn(2, LENGTH, mixer.width, generator=torch.Generator().manual_seed(0)).to(device)
+    rows = random_rows(mixer, 2, LENGTH).to(device)
     expected = outputs(trial, rows, (CUT, *[1] * (LENGTH - CUT)))
     # chunks add in another order, and decays of a long chunk lose digits; the logits are compared later
     if (error := difference(outputs(trial, rows, (LENGTH,)), expected)) > LOOSE:
@@ -305,6 +370,10 @@ def exact_in_one_call(mixer: Mixer) -> bool:
     except (RuntimeError, ValueError, IndexError, TypeError):
         return False
     return difference(found, expected) <= TOLERANCE
+
+
+def random_rows(mixer: Mixer, spans: int, rows: int) -> Tensor:  # [B, n, D]
+    return torch.randn(spans, rows, mixer.width, generator=torch.Generator().manual_seed(0))
 
 
 def outputs(

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from speculon.batch import Batch, Runs
-from speculon.core import NO_PADDING, LayerSpec, Needs
+from speculon.core import NO_PADDING, LayerSpec, Needs, StateSpec
 from speculon.errors import ConfigError
 from speculon.kv.slots import PER_SEQUENCE
-from speculon.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, stepping
+from speculon.kv.states import KEPT_BYTES, StateSpan, StateStep, StateStore, slot_bytes, stepping
 from speculon.kv.store import PageStore, SpanView, View, gather_bytes
 from speculon.models.attention import running
 from speculon.models.fusion import Fusion
@@ -84,20 +84,29 @@ class Target:
 
     @property
     def recurrent(self) -> bool:
-        """Whether it keeps states that no page has, so that prefixes are not found again."""
+        """Whether it keeps states that no page has: prefixes are found again where these have a snapshot."""
         return bool(self.mixers)
 
     @property
+    def state_specs(self) -> tuple[tuple[StateSpec, ...], ...]:
+        """Of each mixer."""
+        return tuple(mixer.specs for mixer in self.mixers)
+
+    @property
     def state_bytes(self) -> int:
-        """Of one slot of states; a sequence holds two."""
-        return sum(spec.num_bytes for mixer in self.mixers for spec in mixer.specs)
+        """Of one slot of states; a sequence holds two, a snapshot one."""
+        return slot_bytes(self.state_specs)
+
+    @property
+    def by_row(self) -> int:
+        """Up to so many rows of a sequence that has a state, a mixer takes one by one."""
+        return max((mixer.by_row for mixer in self.mixers), default=0)
 
     def states(self, slots: int) -> StateStore | None:
         """A store for its recurrent states; None where it has none."""
         if not self.mixers:
             return None
-        specs = tuple(mixer.specs for mixer in self.mixers)
-        return StateStore(specs, slots, self.device, partial(restore, self.mixers))
+        return StateStore(self.state_specs, slots, self.device, partial(restore, self.mixers))
 
     def view_of_new(self, store: PageStore, span: SpanView) -> View:
         """What a forward reads and writes over one sequence from its beginning; its states are lost."""
@@ -135,18 +144,22 @@ class Target:
             self.taps.watch(self.model)
 
     def needs(self, rows: int, scored: int, sequences: int = 0) -> Needs:
-        """Its needs, when T = `rows` and R = `scored` in its largest forward over `sequences` sequences."""
+        """Its needs, when T = `rows` and R = `scored` in its largest forward over `sequences` sequences; a
+        draft model, whose rows are never rejected within a forward, gives 0 of them.
+        """
         config = self.model.config.get_text_config()
         scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
-        # the inputs of drafted rows are recorded, and states after them kept; these rows are scored
-        scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
-        scratch += min(scored * self.state_bytes, KEPT_BYTES)
+        if sequences:  # the inputs of drafted rows are recorded, and states after them kept; all are scored
+            scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
+            scratch += min(scored * self.state_bytes, KEPT_BYTES)
         return Needs(
             layers=self.layers,
             max_context=self.max_context,
             bytes_fixed=self.num_bytes,
             bytes_scratch=scratch,
             bytes_states=PER_SEQUENCE * sequences * self.state_bytes,
+            states=self.state_specs,
+            bytes_snapshot=self.state_bytes,
         )
 
     @torch.inference_mode()

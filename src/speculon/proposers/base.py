@@ -85,6 +85,7 @@ class TargetFacts:
     tokenizer: Tokenizer | None = None
     rows: int = 0  # T and R of the engine's largest forward
     scored: int = 0
+    sequences: int = 0  # that run at a time
     fuse: bool = True  # whether models are fused, and compiled then
     compile: bool = False
     batch_invariant: bool = False

@@ -70,10 +70,11 @@ def catch_up(
     """Reads what `method` has not seen, in calls of at most `most` rows, until one more call can take the
     rest.
 
-    Returns that rest, which holds each sequence's last token; positions below `first` are never read.
+    Returns that rest, which holds each sequence's last token; positions below `first` are never read, nor
+    those whose pages are released.
     """
     while True:
-        rest = [(seq, max(first, seq.drafted.get(method, 0)), len(seq.tokens)) for seq in seqs]
+        rest = [(seq, seq.begin(method, first), len(seq.tokens)) for seq in seqs]
         room, pieces = most, []
         if sum(end - start for _, start, end in rest) <= most:
             return rest
@@ -89,4 +90,6 @@ def catch_up(
 def mark(method: str, pieces: list[Piece]) -> None:
     """Notes how far the drafter has read now."""
     for seq, _, end in pieces:
+        if 0 < seq.released >= seq.drafted.get(method, 0):
+            seq.skipped.add(method)
         seq.drafted[method] = end

@@ -48,6 +48,7 @@ class Proposers:
         # of these; to ask a protocol each time takes as long as a lookup
         self._extending: dict[str, Extending] = {}
         self._lacking: dict[str, Reason] = {}  # methods that were refused for good, and why
+        self.refusals: dict[str, str] = {}  # of those that did not fit into memory: the estimate
         self._first_layer: dict[str, int] = {}  # where a method's own layers lie in the page store
         self._admitted: dict[int, dict[str, None]] = defaultdict(dict)  # sequence id -> methods that know it
         self._closed = False
@@ -60,6 +61,12 @@ class Proposers:
     def needs(self) -> list[Needs]:
         """Of those that own layers or weights, in the order of their layers."""
         return [self._built[method].needs for method in self._first_layer]
+
+    @property
+    def needs_of_states(self) -> dict[str, Needs]:
+        """Of those that keep recurrent states, by method."""
+        needs = {method: self._built[method].needs for method in self._first_layer}
+        return {method: one for method, one in needs.items() if one.states}
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -145,12 +152,12 @@ class Proposers:
             return {}, None
         seqs, ks = [spans[i].seq for i in able], [limits[i] for i in able]
         reads = method in self._first_layer
-        unread = sum(len(seq.tokens) - seq.drafted.get(method, 0) - 1 for seq in seqs) if reads else 0
+        unread = sum(len(seq.tokens) - seq.begin(method) - 1 for seq in seqs) if reads else 0
 
         def propose() -> list[Draft]:
             for seq in seqs:
                 self._admit(method, seq)
-            drafts = proposer.propose(seqs, ks, lease.of(self._first_layer.get(method, 0)))
+            drafts = proposer.propose(seqs, ks, lease.of(self._first_layer.get(method, 0), method))
             return [self._checked(method, d, k, seq) for d, k, seq in zip(drafts, ks, seqs, strict=True)]
 
         began = perf_counter()
@@ -198,7 +205,7 @@ class Proposers:
             self._lacking[method] = Reason.NO_DRAFTER
             return
         proposer = find_factory(method)(self._config, self._facts)
-        if proposer.needs.layers or proposer.needs.bytes_fixed:
+        if proposer.needs.layers or proposer.needs.bytes_fixed or proposer.needs.states:
             if self._closed or not self._has_room(method, proposer):
                 self._lacking[method] = Reason.NO_DRAFTER if self._closed else Reason.MEMORY
                 return
@@ -223,6 +230,8 @@ class Proposers:
         memory = self._estimate_memory([*self.needs, proposer.needs])
         if memory.action == "refuse":
             raise MemoryExceeded(method, memory)
+        if memory.action == "plain":
+            self.refusals[method] = str(memory)
         log.log(logging.INFO if memory.fits else logging.WARNING, "%s: %s", method, memory)
         return memory.action == "use"
 

@@ -1,8 +1,8 @@
 """A small model of the same vocabulary drafts token by token (Leviathan 2023; Chen 2023).
 
-Its keys and values lie in layers of its own in the target's pages, so prefix hits, rollback and preemption
-need no code here: `seq.drafted` says how far they reach, and whatever is missing is computed in one call when
-a draft is next requested.
+Its keys and values lie in layers of its own in the target's pages, and its recurrent states, if any, in slots
+of its own. So prefix hits, rollback and preemption need no code here: `seq.drafted` says how far they reach,
+and whatever is missing is computed in one call when a draft is next requested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from speculon.batch import Batch, Runs, joined
 from speculon.checkpoints.memory import model_needs
 from speculon.config import ModelObject, SpeculationConfig
 from speculon.core import Draft, Needs, Verdict
-from speculon.errors import ConfigError, ModelError, UnsupportedModel
+from speculon.errors import ConfigError, ModelError
+from speculon.kv.draft_slots import PER_SEQUENCE, spare_slots
+from speculon.kv.states import KEPT_BYTES, slot_bytes
 from speculon.models.load import load_target, wrap_model
 from speculon.models.target import Target
 from speculon.models.tokenizer import load_tokenizer
@@ -43,9 +45,16 @@ class DraftModel:
     """One forward per draft position for all sequences of the round."""
 
     def __init__(
-        self, load: Callable[[], Target], needs: Needs, target: TargetFacts, min_confidence: float = 0.0
+        self,
+        load: Callable[[], Target],
+        needs: Needs,
+        target: TargetFacts,
+        min_confidence: float = 0.0,
+        drafts: int = 0,
     ):
-        self.needs, self._load = needs, load
+        """`drafts` are the most of a round, after each of which a recurrent state may be kept."""
+        self._sequences, self._drafts = target.sequences, drafts
+        self.needs, self._load = self.with_slots(needs), load
         self.vocab_size, self.min_confidence = target.vocab_size, min_confidence
         self.max_rows = target.rows or sys.maxsize  # of a call: as estimated for its scratch memory
         self.model: Target
@@ -60,22 +69,34 @@ class DraftModel:
             needs = model_needs(
                 source, dtype, device, target.rows, target.scored, target.fuse, target.compile
             )
-            return cls(partial(load_draft, source, target), needs, target, config.draft_min_confidence)
+            load = partial(load_draft, source, target)
+            return cls(load, needs, target, config.draft_min_confidence, config.most())
         model = wrap_draft(source, target)
         # in memory already: nothing to load or to estimate
         needs = replace(model.needs(target.rows, target.scored), bytes_fixed=0)
-        drafter = cls(lambda: model, needs, target, config.draft_min_confidence)
+        drafter = cls(lambda: model, needs, target, config.draft_min_confidence, config.most())
         drafter.model = model
         return drafter
 
     def load(self) -> None:
         self.model = self._load()
-        self.needs = replace(
+        needs = replace(
             self.needs,
             layers=self.model.layers,
             max_context=self.model.max_context,
             bytes_fixed=self.model.num_bytes,
+            states=self.model.state_specs,
         )
+        self.needs = self.with_slots(needs)
+
+    def with_slots(self, needs: Needs) -> Needs:
+        """The same with slots for its recurrent states: for each sequence, and spare ones within a step."""
+        each = slot_bytes(needs.states)
+        if not each:
+            return needs
+        spare = spare_slots(self._sequences, self._drafts, each, KEPT_BYTES)
+        count = PER_SEQUENCE * self._sequences + spare
+        return replace(needs, spare_states=spare, bytes_states=count * each)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is computed with the first draft."""
@@ -98,7 +119,7 @@ class DraftModel:
         """Nothing to learn: the commit has set `seq.drafted` back to what was accepted."""
 
     def release(self, seq: Sequence) -> None:
-        """Its pages go with the target's."""
+        """Its pages and slots go with the target's."""
 
     def _read(self, pieces: list[Piece], lease: DraftLease) -> None:
         self._forward(pieces, [seq.tokens[start:end] for seq, start, end in pieces], [], lease)
@@ -118,6 +139,7 @@ class DraftModel:
         tokens = [token for piece in ids for token in piece]
         batch = Batch.of([], tokens, positions, scored, self.model.device, prompts_of(pieces))
         logits = self.model.forward(batch, lease.view(pieces)).logits
+        lease.done(pieces, ids)
         mark(NAME, pieces)
         return logits
 
@@ -144,7 +166,6 @@ def load_draft(path: str, target: TargetFacts) -> Target:
         compile=target.compile,
         batch_invariant=None if target.batch_invariant else False,
     )
-    check_states(draft)
     return draft if target.tokenizer is not None else check_size(draft, target)
 
 
@@ -154,17 +175,7 @@ def wrap_draft(model: ModelObject, target: TargetFacts) -> Target:
         raise ModelError(f"draft {type(model).__name__} is on {model.device}, the target on {target.device}")
     invariant = None if target.batch_invariant else False
     draft = wrap_model(model, fused=target.fuse, compile=target.compile, batch_invariant=invariant)
-    return check_size(check_states(draft), target)
-
-
-def check_states(draft: Target) -> Target:
-    """Raises `UnsupportedModel` for a recurrent draft: its states would be those of rejected drafts."""
-    if draft.recurrent:
-        raise UnsupportedModel(
-            f"draft {draft.name}: {draft.mixers[0].where} keeps a recurrent state, and only a target's is "
-            f"restored after rejected drafts"
-        )
-    return draft
+    return check_size(draft, target)
 
 
 def check_size(draft: Target, target: TargetFacts) -> Target:

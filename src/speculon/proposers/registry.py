@@ -41,7 +41,8 @@ def check_method(name: str) -> str:
     # reading all entry points takes milliseconds
     built_in = name in (OFF, AUTO) or name in TABLE or name in _registered
     if not built_in and name not in known_methods():
-        raise UnknownMethod(f"method = {name!r}: known are {', '.join(known_methods())}")
+        message = f"method = {name!r}: known are {', '.join(known_methods())}"
+        raise UnknownMethod(message).about("parameters.method")
     return name
 
 

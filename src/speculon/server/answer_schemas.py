@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from speculon.capabilities import Status
 from speculon.sequence import Fate
 from speculon.server.schemas import Body, Extensible
 
@@ -161,11 +162,27 @@ class ModelList(Body):
     data: list[ModelCard]
 
 
+class CapabilityRow(Body):
+    status: Status = Field(
+        description="`on`: as requested. `changed`: served, and speculation works otherwise. `off`: served "
+        "without it. `refused`: an error with the row's key in `feature`"
+    )
+    reason: str
+    limits: dict[str, int] = Field(description="by name, as docs/serving.md explains them")
+
+
+class CapabilityTable(Body):
+    object: Literal["speculation.capabilities"]
+    model: str
+    capabilities: dict[str, CapabilityRow] = Field(description="by feature")
+
+
 class ErrorDetail(Body):
     message: str
     type: str
     param: str | None
     code: str | None
+    feature: str = Field("", description="the row of the capability table that denies it; else left out")
 
 
 class ErrorResponse(Body):

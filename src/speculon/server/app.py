@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from speculon.capabilities import as_json
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
@@ -160,6 +161,18 @@ def add_models(app: FastAPI, state: AppState) -> None:
         """What this server serves."""
         return answer_schemas.ModelList(object="list", data=[card()])
 
+    @app.get("/v1/speculation/capabilities", responses=RESPONSES)
+    async def capabilities() -> answer_schemas.CapabilityTable:
+        """What the model and its engine can do, what a request may ask, and why the others are denied."""
+        rows = as_json(state.facts.capabilities)
+        return answer_schemas.CapabilityTable(
+            object="speculation.capabilities",
+            model=state.model.name,
+            capabilities={
+                feature: answer_schemas.CapabilityRow.model_validate(row) for feature, row in rows.items()
+            },
+        )
+
     @app.get("/v1/models/{model:path}", responses=RESPONSES)
     async def model(model: str) -> answer_schemas.ModelCard:
         state.model.check_name(model)
@@ -167,20 +180,17 @@ def add_models(app: FastAPI, state: AppState) -> None:
 
 
 def add_operations(app: FastAPI, state: AppState) -> None:
-    @app.head("/live", include_in_schema=False)
     @app.get("/live", responses=RESPONSES)
     async def live() -> answer_schemas.Health:
         """Whether the server's process runs, whatever its engine does."""
         return answer_schemas.Health(status="live")
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=RESPONSES)
     async def health() -> answer_schemas.Health:
         """Whether the engine serves: 503 while the model is loaded, and once the engine hangs or ends."""
         state.check_health()
         return answer_schemas.Health(status="ok")
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=RESPONSES)
     async def ready() -> answer_schemas.Health:
         """Whether requests are taken: as `/health`, and 503 while the server ends."""
@@ -189,7 +199,6 @@ def add_operations(app: FastAPI, state: AppState) -> None:
 
     @app.get("/ping", responses=RESPONSES)
     @app.post("/ping", responses=RESPONSES)
-    @app.head("/ping", include_in_schema=False)
     async def ping() -> answer_schemas.Health:
         """As `/health`."""
         return await health()
@@ -241,17 +250,19 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(SpeculonError)
     async def refused(request: Request, error: SpeculonError) -> JSONResponse:
         status, code = status_of(error)
-        return refuse(request, error.for_log, status, str(error), code, param_of(error))
+        return refuse(request, error.for_log, status, str(error), code, param_of(error), error.feature)
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, name, logged = first_of(error.errors())
-        return refuse(request, logged, 400, message, None, name)
+        fault = first_of(error.errors())
+        return refuse(request, fault.logged, 400, fault.message, None, fault.name, fault.feature)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         response = refuse(request, str(error.detail), error.status_code, str(error.detail))
         response.headers.update(error.headers or {})
+        if response.headers.get("allow") == "GET":
+            response.headers["allow"] = "GET, HEAD"  # the middleware answers it as a GET
         return response
 
 

@@ -18,6 +18,7 @@ from speculon.server.schemas import ChatRequest, CompletionRequest, Message, Nam
 from speculon.server.tool_calls import (
     CLOSE,
     OPEN,
+    TOOLS,
     GuidedCallsParser,
     NamedCallParser,
     ReplyParser,
@@ -68,6 +69,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
         prompts=prompts,
         params=params,
         form=form,
+        prompt_name="prompt_token_ids" if body.prompt is None else "prompt",
         echo=bool(body.echo),
         captured_prompts=completion_prompts(body, prompts, model),
         **common_fields(body, model),
@@ -105,6 +107,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
         prompts=prompts,
         params=params,
         form=form,
+        prompt_name="messages" if body.prompt_token_ids is None else "prompt_token_ids",
         parser=parser,
         captured_prompts=chat_prompt(body, tools, model),
         **common_fields(body, model),
@@ -167,7 +170,7 @@ def read_tools(body: ChatRequest, model: ServedModel) -> Reading:
 
 
 def form_of_calls(functions: list[dict[str, Any]], **fields: Any) -> Form:
-    return Form("tools", [function["name"] for function in functions], Structured(**fields))
+    return Form(TOOLS, [function["name"] for function in functions], Structured(**fields))
 
 
 def schema_of(form: Form | None) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ def structured(name: str, field: str, value: Any) -> Structured:
     try:
         return Structured(**{field: value})
     except InvalidParameter as error:
-        raise InvalidParameter(name, error.value, error.limit) from None
+        raise error.renamed(name) from None
 
 
 def response_formats(body: Sampling) -> list[tuple[str, str, Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse
 
+from speculon.checked import BEYOND
+from speculon.config import RequestSpeculation, SamplingParams
 from speculon.errors import (
     EmptyPrompt,
     EngineError,
@@ -63,20 +65,27 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def failure(status: int, message: str, code: str | None = None, param: str | None = None) -> JSONResponse:
-    return JSONResponse(body_of(status, message, code, param), status, HEADERS.get(status))
+def failure(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    feature: str | None = None,
+) -> JSONResponse:
+    return JSONResponse(body_of(status, message, code, param, feature), status, HEADERS.get(status))
 
 
-def body_of(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def body_of(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    feature: str | None = None,
+) -> dict[str, Any]:
+    """`feature` is beyond OpenAI's shape, and there only where the capability table denies what is asked."""
     error_type = ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {
-        "error": {
-            "message": clean(message),
-            "type": error_type,
-            "param": param and clean(param),
-            "code": code,
-        }
-    }
+    error = {"message": clean(message), "type": error_type, "param": param and clean(param), "code": code}
+    return {"error": error | ({"feature": feature} if feature else {})}
 
 
 def clean(text: str) -> str:
@@ -94,11 +103,17 @@ def param_of(error: SpeculonError) -> str | None:
     return next((name for cls, name in FIELDS if isinstance(error, cls)), None)
 
 
-def first_of(errors: Iterable[Any]) -> tuple[str, str | None, str]:
-    """(message, field, message for the log) of a body that does not fit its schema.
+class Fault(NamedTuple):
+    """Why a body does not fit its schema."""
 
-    Of a union's branches the one of the right type counts, or the one that got furthest.
-    """
+    message: str
+    name: str | None  # of the field
+    logged: str  # the message for the log
+    feature: str | None = None  # the row of the capability table whose limit it is beyond
+
+
+def first_of(errors: Iterable[Any]) -> Fault:
+    """Of a union's branches the one of the right type counts, or the one that got furthest."""
 
     def rank(error: Any) -> tuple[bool, int, bool, bool]:
         code = error["type"]
@@ -110,12 +125,21 @@ def first_of(errors: Iterable[Any]) -> tuple[str, str | None, str]:
     name = ".".join(part for i, part in enumerate(parts) if i == 0 or not BRANCHES.match(part))
     if not parts and isinstance(found["input"], bytes):
         message = "the body must come with content-type application/json"
-        return message, None, message
+        return Fault(message, None, message)
     if found["type"] == "json_invalid":
         message = f"the body is no JSON: {found['ctx']['error']} at character {parts[0]}"
-        return message, None, message
+        return Fault(message, None, message)
     limits = {"extra_forbidden": "unknown or unsupported field", "missing": "is needed"}
     if limit := limits.get(found["type"]):
-        return f"{name or 'body'}: {limit}", name or None, f"{name_for_log(name or 'body')}: {limit}"
+        logged = f"{name_for_log(name or 'body')}: {limit}"
+        return Fault(f"{name or 'body'}: {limit}", name or None, logged)
     message = f"{name or 'body'} = {shorten(found['input'])}: {found['msg']}"
-    return message, name or None, without_text(name or "body", found["input"], found["msg"])
+    logged = without_text(name or "body", found["input"], found["msg"])
+    return Fault(message, name or None, logged, limit_of(name, found["type"]))
+
+
+def limit_of(name: str, fault: str) -> str | None:
+    """The row of the capability table with the limit of a field, where that is the fault."""
+    field = name.removeprefix("speculation.")
+    known = field in RequestSpeculation.model_fields or name in SamplingParams.model_fields
+    return f"{SamplingParams.features}.{field}" if known and fault in BEYOND else None

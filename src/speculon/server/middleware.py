@@ -97,7 +97,9 @@ class RequestMiddleware:
         if body is None:
             message = f"the body is larger than {self._config.max_body_mb:g} MB"
             return await refuse(413, message, "body_too_large")
-        await self._app(scope, replay(body, receive), send)
+        # a HEAD is answered as a GET; the connection leaves out the body of the answer
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        await self._app(inner, replay(body, receive), send)
 
     def _may_enter(self, scope: Message, token: bytes) -> bool:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speculon.config.serve import ServeConfig
-from speculon.engine.admission import max_length
+from speculon.engine.admission import CONTEXT, max_length
 from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
 from speculon.text import Tokenizer
 
@@ -32,7 +32,8 @@ class ServedModel:
         while part < len(text):
             # twice the context: the cut may have split a word into more tokens
             if len(self.tokenizer.encode(text[:part])) > 2 * self.max_context:
-                raise TooLong(f"prompt of {len(text)} characters > context {self.max_context} tokens")
+                message = f"prompt of {len(text)} characters > context {self.max_context} tokens"
+                raise TooLong(message).about(CONTEXT)
             part *= 4
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -46,6 +47,7 @@ class ServedModel:
         if requested is None:
             return min(most for most in (default, limit, self.max_context - longest) if most is not None)
         if limit is not None and requested > limit:
-            raise InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
+            refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")
+            raise refusal.about("limits.max_request_tokens")
         max_length(longest, requested, self.max_context)
         return requested

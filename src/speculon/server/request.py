@@ -13,7 +13,7 @@ from speculon.errors import InvalidParameter
 from speculon.server.constraints import Form
 from speculon.server.model import ServedModel
 from speculon.server.schemas import Content, Sampling
-from speculon.server.tool_calls import ReplyParser, TextParser
+from speculon.server.tool_calls import TOOLS, ReplyParser, TextParser, own_pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,22 @@ class GenerationRequest:
     captured_prompts: tuple[bytes, ...] = ()  # as JSON; empty: the request is not captured
     parser: Callable[[], ReplyParser] = field(default=TextParser)
     form: Form | None = None
+    prompt_name: str = "prompt"  # the client's field
 
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.params.n
 
     def renamed(self, error: InvalidParameter) -> InvalidParameter:
-        """The engine's refusal of a form, under the name of the client's field."""
+        """The engine's refusal of a prompt or a form, under the name of the client's field."""
+        if error.name == "prompt":
+            return error.renamed(self.prompt_name)
         if self.form is None or not error.name.startswith("structured"):
             return error
-        return InvalidParameter(self.form.name, self.form.value, error.limit)
+        limit = own_pointer(error.limit, self.form.value) if self.form.name == TOOLS else error.limit
+        found = InvalidParameter(self.form.name, self.form.value, limit)
+        found.feature = error.feature
+        return found
 
 
 def sampling_of(body: Sampling, form: Form | None = None, **more: Any) -> SamplingParams:

@@ -60,9 +60,10 @@ def read_response(body: ResponseRequest, model: ServedModel) -> GenerationReques
     try:
         request = read_chat(chat_of(body), model)
     except InvalidParameter as error:
-        raise InvalidParameter(NAMES.get(error.name, error.name), error.value, error.limit) from None
-    form = request.form
-    return replace(request, form=form and form._replace(name=NAMES.get(form.name, form.name)))
+        raise error.renamed(NAMES.get(error.name, error.name)) from None
+    form, prompt_name = request.form, NAMES.get(request.prompt_name, request.prompt_name)
+    form = form and form._replace(name=NAMES.get(form.name, form.name))
+    return replace(request, form=form, prompt_name=prompt_name)
 
 
 def check_echo(body: ResponseRequest) -> None:

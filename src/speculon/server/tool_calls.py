@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 Delta = dict[str, Any]  # of an assistant's message, as the API streams it
 
+TOOLS = "tools"  # the field that the forms of calls come from
 MAX_CALLS = 8  # in one forced reply
 OPEN, CLOSE = "<tool_call>", "</tool_call>"  # as Hermes and Qwen templates write a call, and the generic form
 # a call as grammars write it, up to its arguments
@@ -410,3 +411,12 @@ def moved_reference(reference: Any, name: str) -> Any:
             return f"#/$defs/{name}.{reference.removeprefix(start)}"
     whole = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
     return f"#/$defs/{name}{reference[1:]}" if whole else reference
+
+
+def own_pointer(message: str, names: Seq[str]) -> str:
+    """A complaint about a pointer into the definitions, as the function's own schema has it."""
+    for name in names:
+        for inner, own in ((f"'/$defs/{name}.", "'/$defs/"), (f"'/$defs/{name}/", "'/")):
+            if inner in message:
+                return f"parameters of {name}: {message.replace(inner, own)}"
+    return message

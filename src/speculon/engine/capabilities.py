@@ -1,0 +1,354 @@
+"""The capability table of an engine, from its model, the registry and its settings.
+
+What requests may ask is found out by admitting one request per parameter, and by comparing what came of it
+with a request that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, get_args
+
+from speculon.capabilities import Capability
+from speculon.config import (
+    GIVEN_DRAFTS,
+    MAX_DRAFTS,
+    MAX_PREDICTION,
+    USUAL_DRAFTS,
+    EngineConfig,
+    SamplingParams,
+)
+from speculon.core import Reason, ceil_div
+from speculon.engine.admission import OF_VOCABULARY
+from speculon.errors import InvalidParameter, SpeculonError
+from speculon.kv.states import KEPT_BYTES
+from speculon.proposers.base import Extending, Remembering
+from speculon.proposers.registry import AUTO, OFF, TABLE, WITH_CHECKPOINT, known_methods
+from speculon.sequence import Sequence
+
+if TYPE_CHECKING:
+    from speculon.engine.admission import Admission
+    from speculon.kv.blocks import BlockPool
+    from speculon.kv.budget import MemoryEstimate
+    from speculon.models.target import Target
+    from speculon.proposers.compose import Proposers
+    from speculon.text import Tokenizer
+
+
+class Engine(Protocol):
+    """The parts of an engine that the table is made from."""
+
+    target: Target
+    tokenizer: Tokenizer | None
+    config: EngineConfig
+    max_context: int
+    proposers: Proposers
+    admission: Admission
+    pool: BlockPool
+    memory: MemoryEstimate
+
+
+Rows = Iterator[tuple[str, Capability]]
+
+# a value of each sampling parameter that is not its default
+EXAMPLES: Mapping[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 0.5,
+    "top_k": 1,
+    "min_p": 0.5,
+    "max_tokens": 1,
+    "min_tokens": 1,
+    "stop": ("a",),
+    "stop_token_ids": (0,),
+    "ignore_eos": True,
+    "seed": 0,
+    "n": 2,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "repetition_penalty": 2.0,
+    "logit_bias": {0: 1.0},
+    "bad_words": ("a",),
+    "structured": {"regex": "(?s:.+)"},
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+PROBE = "capabilities"  # id of the requests that are admitted for the table and never run
+
+
+def capabilities_of(engine: Engine) -> dict[str, Capability]:
+    """The table, by feature."""
+    parts = (
+        rollback(engine.target),
+        *(modes(engine), methods(engine), policies(engine), acceptance(engine), own_drafts(engine)),
+        *(sampling(engine), limits(engine)),
+    )
+    return {feature: row for part in parts for feature, row in part}
+
+
+# what the engine does
+
+
+def rollback(target: Target) -> Rows:
+    """How rejected drafts are taken back: in pages, and in each class of recurrent mixers."""
+    paged = sum(layer.heads > 0 for layer in target.layers)
+    status, what = ("on", "rejected rows are overwritten") if paged else ("off", "nothing is kept in pages")
+    yield "rollback.pages", row(status, f"{paged} of {len(target.layers)} layers have pages: {what}")
+    classes = defaultdict(list)
+    for mixer in target.mixers:
+        classes[type(mixer.module).__name__].append(mixer)
+    kept = {"kept_rows": KEPT_BYTES // max(1, target.state_bytes)} if target.mixers else {}
+    for name, mixers in classes.items():
+        rows = {"by_row": mixers[0].by_row} if mixers[0].continues else {}
+        measured = (
+            f"up to {mixers[0].by_row} rows" if rows else "all rows, since no call of several is exact,"
+        )
+        why = f"{len(mixers)} mixers: {measured} are one call each, and the state after each is kept; "
+        yield (
+            f"rollback.states.{name}",
+            row("on", why + "otherwise accepted rows are replayed", **rows, **kept),
+        )
+
+
+def modes(engine: Engine) -> Rows:
+    target, config = engine.target, engine.config
+    yield "prefix_cache", prefix_cache(engine)
+    fusion = target.fusion
+    why = "setting fuse is off" if not config.fuse else "of layers with recurrent states only norms are"
+    fused = fusion is not None and (fusion.blocks > 0 or fusion.one_loop)
+    yield "fusion", row("on" if fused else "off", str(fusion) if fusion is not None else why)
+    for name in ("compiled", "captured"):
+        yield name, programs(name, target, config)
+    why = target.invariance.partition(": ")[2] or "setting batch_invariant is off"
+    yield "batch_invariant", row("on" if target.batch_invariant else "off", why)
+    text = engine.tokenizer
+    found = (
+        "none, token ids only" if text is None else f"{type(text.inner).__name__}, {len(text.inner)} tokens"
+    )
+    yield "tokenizer", row("off" if text is None else "on", found)
+
+
+def prefix_cache(engine: Engine) -> Capability:
+    if engine.pool.prefix_cache:
+        found = "full pages are found again by their content"
+        if snapshots := engine.pool.slots.snapshots:
+            return row("on", f"{found}, up to the last with a snapshot of the states", snapshots=snapshots)
+        return row("on", found)
+    off = "setting prefix_cache is off" if not engine.config.prefix_cache else ""
+    return row("off", off or "recurrent states: there is no room for snapshots of them")
+
+
+def programs(name: str, target: Target, config: EngineConfig) -> Capability:
+    """Whether steps are compiled ahead of time (CPU), or captured as graphs (CUDA)."""
+    fusion, device = target.fusion, "cuda" if name == "captured" else "cpu"
+    if fusion is not None and getattr(fusion, name):
+        return row("on", str(fusion))
+    if not config.compile:
+        return row("off", "setting compile is off")
+    if target.device.type != device:
+        return row("off", f"only on {device}, and this is {target.device.type}")
+    return row("off", str(fusion) if fusion is not None else "no layer is fused")
+
+
+# what drafts
+
+
+def methods(engine: Engine) -> Rows:
+    """Each method that is registered. Those without weights are built here, as their first request would."""
+    names = [name for name in known_methods() if name != OFF]
+    known = f"{engine.proposers.default} where none is named; known are {', '.join([OFF, *names])}"
+    yield "parameters.method", row("on", known)
+    for name in names:
+        yield f"methods.{name}", method(name, engine)
+
+
+def method(name: str, engine: Engine) -> Capability:
+    proposers, config = engine.proposers, engine.config.speculation
+    try:
+        lacking = proposers.lacking(name)
+    except Exception as error:  # of a plug-in
+        return refused(error)
+    if lacking is not None:
+        return row("off", f"{lacking}: {why_lacking(name, lacking, engine)}")
+    if name == AUTO:
+        chain = [one for one in proposers.chain(name) if proposers.lacking(one) is None]
+        return row("on", f"asks {', then '.join(chain)}", drafts=config.most())
+    proposer = proposers.find(name)
+    context = proposer and proposer.needs.max_context
+    most = {"context": context} if context else {}
+    if name in engine.admission.brings:
+        return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
+    what = "a lookup" if name in proposers.lookups((name,)) else "a model"
+    return row("on", what, drafts=config.most(), **most)
+
+
+def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
+    if reason is Reason.MEMORY:
+        return engine.proposers.refusals.get(name, "the memory limit")
+    if name in WITH_CHECKPOINT and name not in engine.config.speculation.drafts:
+        return "not configured: it needs draft = a checkpoint"
+    return f"it has layers or weights of its own, which only method = {name} at the start makes room for"
+
+
+def policies(engine: Engine) -> Rows:
+    config = engine.config.speculation
+    chosen = f"{config.policy} where none is named; known are {', '.join(USUAL_DRAFTS)}"
+    yield "parameters.policy", row("on", chosen)
+    for name in USUAL_DRAFTS:
+        found = judge(engine, speculation={"policy": name})
+        drafts = {"drafts": config.most(name)}
+        yield f"policies.{name}", found or row("on", f"at most {config.most(name)} drafts a round", **drafts)
+    usual = f"{config.most()} under policy {config.policy}; 0 is plain decoding"
+    yield "parameters.num_speculative_tokens", row("on", usual, most=MAX_DRAFTS)
+
+
+def acceptance(engine: Engine) -> Rows:
+    """The rules for drafts that carry probabilities, which lookups do not have."""
+    chosen = (
+        f"{engine.config.speculation.acceptance} where none is named; known are matching, rejection, auto"
+    )
+    yield "parameters.acceptance", row("on", chosen)
+    yield "acceptance.matching", row("on", "each row is sampled, and a draft is accepted while it is equal")
+    models = with_probabilities(engine.proposers)
+    where = f"sampled requests whose drafts have probabilities ({', '.join(models)})"
+    none = "no method with a model is loaded, and drafts of lookups are matched"
+    yield "acceptance.rejection", row("on", where) if models else row("off", none)
+
+
+def with_probabilities(proposers: Proposers) -> list[str]:
+    """Methods whose drafts may have some: those with weights, and plug-ins."""
+    built = [name for name in known_methods() if proposers.find(name) is not None]
+    return [name for name in built if name not in TABLE or name not in proposers.lookups((name,))]
+
+
+def own_drafts(engine: Engine) -> Rows:
+    """What a request brings or names to draft from."""
+    for feature, value in (("prediction", (0,)), ("prediction.text", "a")):
+        yield f"parameters.{feature}", prediction(engine, value)
+    config, built = engine.config.speculation, [n for n in known_methods() if engine.proposers.find(n)]
+    remembering = [name for name in built if isinstance(engine.proposers.find(name), Remembering)]
+    usable = bool(remembering and config.suffix_pools)
+    why = f"earlier answers, which {', '.join(remembering)} drafts from" if usable else "suffix_pools is 0"
+    yield "parameters.pool", row("on" if usable else "off", why)
+    lookups = [name for name in built if isinstance(engine.proposers.find(name), Extending)]
+    why = f"drafts are continued by {', '.join(lookups)}" if lookups else "no lookup can continue a draft"
+    yield "parameters.chained_drafts", row("on" if lookups else "off", why)
+
+
+def prediction(engine: Engine, value: Any) -> Capability:
+    found = judge(engine, speculation={"prediction": value})
+    if found is not None:
+        return found
+    request = admit(engine, speculation={"prediction": value}).request
+    if "prediction" in request.brought:
+        return row("on", "drafts are read from it first", most=MAX_PREDICTION, drafts=GIVEN_DRAFTS)
+    return row("off", f"{request.off}: nothing drafts where a request names no method")
+
+
+# what a request may ask of its text
+
+
+def sampling(engine: Engine) -> Rows:
+    """Each sampling parameter: refused, without an effect on speculation, or with which."""
+    plain = admit(engine)
+    for name, value in EXAMPLES.items():
+        found = judge(engine, {name: value})
+        if found is None:
+            changes = differences(plain, admit(engine, {name: value}), engine)
+            why = "; ".join(changes) or "drafts are verified under it"
+            most = limit_of(name, engine.target.vocab_size)
+            found = row("changed" if changes else "on", why, **most)
+        yield f"parameters.{name}", found
+
+
+def differences(plain: Sequence, seq: Sequence, engine: Engine) -> list[str]:
+    """What is otherwise in the speculation of a request than in that of one which asks for nothing."""
+    request, usual, found = seq.request, plain.request, []
+    if request.acceptance != usual.acceptance and with_probabilities(engine.proposers):
+        found.append(f"acceptance is {request.acceptance} instead of {usual.acceptance}")
+    if seq.grammar is not None:
+        found.append("drafts are cut where they leave the grammar")
+    if request.brought != usual.brought:
+        found.append(f"drafts come from {', '.join(request.brought)} first")
+    if engine.pool.prefix_cache and seq.wants_prompt_logprobs:
+        found.append("no prefix is taken from the cache")
+    if request.params.n > 1 and request.policy == "solo":
+        found.append("policy solo drafts for one sequence at a time")
+    return found
+
+
+def limit_of(name: str, vocab_size: int) -> dict[str, int]:
+    """The most of a parameter: a whole number, or how many there may be."""
+    field = SamplingParams.model_fields[name]
+    whole = int in (field.annotation, *get_args(field.annotation))
+    names = ("le", "max_length") if whole else ("max_length",)
+    found = [getattr(limit, name) for limit in field.metadata for name in names if hasattr(limit, name)]
+    if name in OF_VOCABULARY:
+        found.append(vocab_size)
+    return {"most": min(found)} if found else {}
+
+
+def judge(
+    engine: Engine, params: Mapping[str, Any] | None = None, speculation: Mapping[str, Any] | None = None
+) -> Capability | None:
+    """The refusal of such a request; None where it is admitted."""
+    try:
+        admit(engine, params, speculation)
+    except Exception as error:  # also of a plug-in, or a tokenizer
+        return refused(error)
+    return None
+
+
+def admit(
+    engine: Engine, params: Mapping[str, Any] | None = None, speculation: Mapping[str, Any] | None = None
+) -> Sequence:
+    """The first sequence of such a request, by the engine's own admission."""
+    values = SamplingParams(**{"max_tokens": 1, **(params or {})})
+    return engine.admission.admit(PROBE, [0], values, speculation)[0]
+
+
+# limits
+
+
+def limits(engine: Engine) -> Rows:
+    config, target, pool = engine.config, engine.target, engine.pool
+    notes = "; ".join(note for note in target.notes if "context" in note)
+    why = "set by max_context" if config.max_context else notes or "the model's"
+    yield "limits.max_context", row("on", why, tokens=engine.max_context)
+    yield "limits.vocab_size", row("on", "ids for which the model has a logit", tokens=target.vocab_size)
+    yield "limits.pool", row("on", pool_reason(engine), pages=pool.num_blocks, tokens=room(engine))
+    yield "limits.page", row("on", "block_size", tokens=pool.block_size)
+    states = f"; states take {engine.memory.states} bytes" if engine.memory.states else ""
+    waits = f"max_num_seqs; others wait{states}"
+    yield "limits.max_num_seqs", row("on", waits, sequences=config.max_num_seqs)
+    chunks = "max_batch_tokens; longer prompts are computed in chunks"
+    yield "limits.max_batch_tokens", row("on", chunks, tokens=config.max_batch_tokens)
+    own = config.serve.max_request_tokens
+    most = {} if own is None else {"tokens": own}
+    why = "no limit but the context" if own is None else "set by max_request_tokens, on the server"
+    yield "limits.max_request_tokens", row("on", why, **most)
+
+
+def room(engine: Engine) -> int:
+    return engine.pool.num_blocks * engine.pool.block_size
+
+
+def pool_reason(engine: Engine) -> str:
+    config = engine.config
+    if config.num_blocks is not None:
+        return "set by num_blocks"
+    if engine.pool.num_blocks >= config.max_num_seqs * ceil_div(engine.max_context, config.block_size):
+        return "a full context for each of max_num_seqs"
+    return "set by kv_memory_gb" if config.kv_memory_gb else "a part of the memory that was free"
+
+
+def row(status: Any, reason: str, **most: int) -> Capability:
+    return Capability(status, reason, most)
+
+
+def refused(error: Exception) -> Capability:
+    """A row with the reason alone: the value was an example."""
+    why = error.limit if isinstance(error, InvalidParameter) else str(error)
+    return Capability("refused", why if isinstance(error, SpeculonError) else type(error).__name__)

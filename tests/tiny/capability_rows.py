@@ -1,0 +1,333 @@
+"""Checks of the rows of the capability table, each by requests to the engine that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from speculon import verify
+from speculon.capabilities import Capability
+from speculon.config import MAX_PREDICTION, SamplingParams
+from speculon.core import Reason
+from speculon.engine.engine import Engine
+from speculon.errors import SpeculonError
+from speculon.kv import slots
+from speculon.models.captured import Captured
+from speculon.models.compiled import Compiled
+from speculon.models.fuse import FusedLayer
+from speculon.models.loop import Loop
+from speculon.proposers.base import Extending
+from speculon.proposers.registry import known_methods
+from tests.tiny.conftest import tiny_target
+from tests.tiny.drafting import DRAFT, noisy_draft
+from tests.tiny.forms import engine_of
+from tests.tiny.recurrent import recurrent_target
+from tests.tiny.scripted import Result, drain
+
+PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8]
+# reasons of a method that does not run at all
+MISSING = {Reason.NO_DRAFTER, Reason.MEMORY, Reason.ERROR, Reason.OFF_CONFIG, Reason.OFF_REQUEST}
+
+
+def with_draft() -> Engine:
+    noisy_draft()
+    return engine_of(speculation=DRAFT)
+
+
+def without_tokenizer() -> Engine:
+    engine = engine_of()
+    return Engine(engine.target, None, engine.config)
+
+
+def without_memory() -> Engine:
+    noisy_draft()
+    return engine_of(speculation={**DRAFT, "memory_limit_gb": 0.001})
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "lookups": engine_of,
+    "a draft model": with_draft,
+    "a draft model without memory": without_memory,
+    "no tokenizer": without_tokenizer,
+    "recurrent states": lambda: engine_of(recurrent_target("qwen3_next")),
+    "no snapshots": lambda: engine_of(recurrent_target("lfm2"), snapshot_memory_gb=0),
+    "few pages": lambda: engine_of(num_blocks=8, prefix_cache=False, max_batch_tokens=8, max_num_seqs=2),
+    "off": lambda: engine_of(speculation={"method": "off", "suffix_pools": 0, "policy": "solo"}),
+    "ngram": lambda: engine_of(speculation={"method": "ngram", "num_speculative_tokens": 7}),
+    # of these, what the model itself decides
+    "states row by row": lambda: engine_of(recurrent_target("jamba")),
+    "without attention": lambda: engine_of(recurrent_target("mamba")),
+    "not fused": lambda: engine_of(tiny_target("llama", fused=False), fuse=False),
+}
+OF_MODELS = tuple(ENGINES)[-3:]
+OF_REQUESTS = ("methods", "parameters", "policies", "acceptance")
+
+# what a request asks for each parameter, and a value beyond the limit of the row
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "max_tokens": 3,
+    "min_tokens": 2,
+    "stop": ["an"],
+    "stop_token_ids": [4],
+    "ignore_eos": False,
+    "seed": 3,
+    "n": 3,
+    "logprobs": 2,
+    "prompt_logprobs": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {9: 3.0},
+    "bad_words": ["an"],
+    "structured": {"choice": ["an apple", "a pear"]},
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+OWN: dict[str, Any] = {
+    "method": "suffix",
+    "policy": "fixed",
+    "acceptance": "matching",
+    "num_speculative_tokens": 3,
+    "chained_drafts": True,
+    "pool": "mine",
+    "prediction": [9, 10, 11, 12],
+    "prediction.text": "an apple",
+}
+BEYOND: dict[str, Callable[[int], Any]] = {
+    **dict.fromkeys(("n", "logprobs", "prompt_logprobs", "top_k", "num_speculative_tokens"), lambda n: n),
+    "stop": lambda n: ["a"] * n,
+    "stop_token_ids": lambda n: [4] * n,
+    "bad_words": lambda n: ["a"] * n,
+    "logit_bias": lambda n: dict.fromkeys(range(n), 0.0),
+    "prediction": lambda n: [4] * n,
+    "prediction.text": lambda n: "a" * n,
+}
+
+
+def ask(
+    engine: Engine, prompt: list[int] = PROMPT, speculation: dict[str, Any] | None = None, **params: Any
+) -> Result:
+    """The first sample of a request, run to its end."""
+    settings = {"max_tokens": 6, "ignore_eos": True, **params}
+    engine.add_request(prompt, SamplingParams(**settings), speculation, "r")
+    return drain(engine)["r", 0]
+
+
+def ask_for(engine: Engine, name: str, value: Any, **params: Any) -> Result:
+    if name in SAMPLED:
+        return ask(engine, **{**params, name: value})
+    return ask(engine, speculation={name.partition(".")[0]: value}, **params)
+
+
+def refusal(work: Callable[[], Any]) -> str | None:
+    """The feature of the error that is raised."""
+    with pytest.raises(SpeculonError) as refused:
+        work()
+    return refused.value.feature
+
+
+def resolved(engine: Engine, speculation: dict[str, Any] | None = None, **params: Any) -> Any:
+    values = SamplingParams(**{"max_tokens": 4, **params})
+    return engine.admission.admit("r", PROMPT, values, speculation)[0]
+
+
+# one check for each group of rows; it raises AssertionError (or pytest's failure) for a false row
+
+
+def check_method(engine: Engine, name: str, row: Capability) -> None:
+    feature = f"methods.{name}"
+    if row.status == "refused":
+        assert refusal(lambda: ask(engine, speculation={"method": name})) == feature
+        return
+    reasons = ask(engine, speculation={"method": name}).stats.reasons
+    found = {str(reason) for reason in reasons} & {str(reason) for reason in MISSING}
+    assert row.status == ("off" if found else "on"), reasons
+    request = resolved(engine, {"method": name}).request
+    if found:
+        assert row.reason.partition(":")[0] in found and not request.limits
+        return
+    drafts = set(request.limits.values())
+    if name in ("prediction", "grammar"):
+        brings = {"prediction": [4, 5]} if name == "prediction" else None
+        form = {"structured": {"regex": "an+"}} if name == "grammar" and engine.tokenizer else {}
+        drafts = {resolved(engine, brings, **form).request.limits.get(name, row.limits["drafts"])}
+    assert drafts == {row.limits["drafts"]} or engine.config.speculation.method == "off"
+    proposer = engine.proposers.find(name)
+    if proposer is not None:
+        assert row.limits.get("context") == proposer.needs.max_context
+
+
+def check_parameter(engine: Engine, name: str, row: Capability) -> None:
+    value = SAMPLED.get(name, OWN.get(name))
+    if row.status == "refused":
+        assert refusal(lambda: ask_for(engine, name, value)) == f"parameters.{name}"
+        return
+    result = ask_for(engine, name, value)
+    assert result.finish is not None and result.finish.reason in ("length", "stop")
+    if name in SAMPLED:
+        assert row.status == ("changed" if is_changed(engine, name, value) else "on")
+    else:
+        assert row.status == ("on" if has_effect(engine, name, value) else "off")
+    if "most" in row.limits:
+        assert row.limits["most"] > 0
+        beyond = BEYOND[name](row.limits["most"] + 1)
+        assert refusal(lambda: ask_for(engine, name, beyond)) == f"parameters.{name.partition('.')[0]}"
+        if row.limits["most"] < min(MAX_PREDICTION, engine.target.vocab_size + 1):
+            assert ask_for(engine, name, BEYOND[name](row.limits["most"]), max_tokens=1).finish is not None
+
+
+def is_changed(engine: Engine, name: str, value: Any) -> bool:
+    """Whether speculation works otherwise for such a request."""
+    plain, seq = resolved(engine), resolved(engine, **{name: value})
+    draws = rejections(engine) > 0
+    return (
+        (draws and seq.request.acceptance != plain.request.acceptance)
+        or seq.request.limits != plain.request.limits
+        or seq.grammar is not None
+        or (cached(engine) > 0 and not cached(engine, **{name: value}))
+        or (name == "n" and engine.config.speculation.policy == "solo")
+    )
+
+
+def has_effect(engine: Engine, name: str, value: Any) -> bool:
+    speculation = {name.partition(".")[0]: value}
+    request = resolved(engine, speculation).request
+    match name:
+        case "prediction" | "prediction.text":
+            return "prediction" in request.limits
+        case "pool":
+            engine.forget_pools()
+            ask(engine, speculation={"method": "suffix", "pool": value})
+            return engine.forget_pools(value) == 1
+        case "chained_drafts":
+            return any(isinstance(engine.proposers.find(one), Extending) for one in ("suffix", "ngram"))
+        case "num_speculative_tokens":
+            named = resolved(engine, {"method": "suffix", name: value}).request
+            return set(named.limits.values()) == {value}
+        case _:
+            return value in (request.policy, request.acceptance, *request.limits)
+
+
+def cached(engine: Engine, **params: Any) -> int:
+    """Tokens that a request finds in the prefix cache after another one with its prompt."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slots, "ALONE", 1)  # a hit behind a snapshot pays, however few tokens it has
+        patched.setattr(slots, "FEWEST", 1)
+        for _ in range(2):  # the first prompt shows what is shared, the second leaves a snapshot there
+            ask(engine)
+        return ask(engine, **{**params, "n": 1}).stats.cached_tokens
+
+
+@cache
+def rejections(engine: Engine) -> int:
+    """How many drafts have probabilities where a request asks for rejection sampling."""
+    calls: list[int] = []
+    original = verify.reject
+
+    def counted(spans: list[Any], *more: Any) -> Any:
+        calls.append(len(spans))
+        return original(spans, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verify, "reject", counted)
+        for method in known_methods():
+            ask(engine, speculation={"method": method, "acceptance": "rejection"}, max_tokens=12)
+    return sum(calls)
+
+
+def check_policy(engine: Engine, name: str, row: Capability) -> None:
+    assert row.status == "on"
+    assert ask(engine, speculation={"policy": name}).finish is not None
+    request = resolved(engine, {"policy": name, "method": "suffix"}).request
+    assert (request.policy, set(request.limits.values())) == (name, {row.limits["drafts"]})
+
+
+def check_acceptance(engine: Engine, name: str, row: Capability) -> None:
+    assert resolved(engine, {"acceptance": name}).request.acceptance == name
+    used = name == "matching" or rejections(engine) > 0
+    assert row.status == ("on" if used else "off")
+
+
+def check_rollback(engine: Engine, name: str, row: Capability) -> None:
+    target = engine.target
+    if name == "pages":
+        in_pages = any(layer.bytes_per_token for layer in target.layers)
+        assert row.status == ("on" if in_pages else "off")
+        return
+    mixers = [m for m in target.mixers if f"states.{type(m.module).__name__}" == name]
+    assert mixers and row.status == "on"
+    assert {row.limits.get("by_row")} == {m.by_row if m.continues else None for m in mixers}
+
+
+def check_limit(engine: Engine, name: str, row: Capability) -> None:
+    assert row.status == "on"
+    most = next(iter(row.limits.values()), 0)
+    room = engine.pool.num_blocks * engine.pool.block_size
+    match name:
+        case "max_context":
+            assert refusal(lambda: ask(engine, [4] * most, max_tokens=1)) == "limits.max_context"
+            if most <= room:
+                assert ask(engine, [4] * (most - 1), max_tokens=1).finish is not None
+            else:
+                assert refusal(lambda: ask(engine, [4] * (most - 1), max_tokens=1)) == "limits.pool"
+        case "pool":
+            assert dict(row.limits) == {"pages": engine.pool.num_blocks, "tokens": room}
+            if room < engine.max_context:
+                assert refusal(lambda: ask(engine, [4] * room, max_tokens=1)) == "limits.pool"
+                assert ask(engine, [4] * (room - 1), max_tokens=1).finish is not None
+        case "vocab_size":
+            assert refusal(lambda: ask(engine, [most])) == "limits.vocab_size"
+            assert ask(engine, [most - 1]).finish is not None
+        case "page":
+            assert most == engine.pool.block_size
+        case "max_num_seqs":
+            for i in range(most + 1):
+                params = SamplingParams(max_tokens=2, ignore_eos=True)
+                engine.add_request([4], params, {"method": "off"}, f"r{i}")
+            engine.step()
+            assert (engine.load.running, engine.load.waiting) == (most, 1)
+            drain(engine)
+        case "max_batch_tokens":
+            engine.add_request(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), None, "r")
+            engine.step()
+            assert engine.scheduler.running[0].committed == min(len(PROMPT), most)
+            drain(engine)
+        case _:
+            assert name == "max_request_tokens" and (most or None) == engine.config.serve.max_request_tokens
+
+
+def check_mode(engine: Engine, name: str, row: Capability) -> None:
+    target = engine.target
+    found = {
+        "prefix_cache": lambda: cached(engine) > 0,
+        "fusion": lambda: (
+            isinstance(target.run, Loop) or any(isinstance(m, FusedLayer) for m in target.model.modules())
+        ),
+        "compiled": lambda: isinstance(target.run, Compiled),
+        "captured": lambda: isinstance(target.run, Captured),
+        "batch_invariant": lambda: target.batch_invariant,
+        "tokenizer": lambda: engine.tokenizer is not None,
+    }
+    assert row.status == ("on" if found[name]() else "off")
+
+
+CHECKS: dict[str, Callable[[Engine, str, Capability], None]] = {
+    "methods": check_method,
+    "parameters": check_parameter,
+    "policies": check_policy,
+    "acceptance": check_acceptance,
+    "rollback": check_rollback,
+    "limits": check_limit,
+}
+
+
+def check(engine: Engine, feature: str, row: Capability) -> None:
+    group, _, name = feature.partition(".")
+    assert row.reason
+    CHECKS.get(group, check_mode)(engine, name or feature, row)
