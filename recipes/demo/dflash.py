@@ -8,8 +8,10 @@ from eagle3 import OPTIONS, train
 
 OWN = {name: value for name, value in OPTIONS.items() if name != "ttt"} | {
     "block": 8,
-    "layers": 2,
-    "intermediate": 1024,
+    "layers": 3,
+    "kv-heads": 4,
+    "intermediate": 576,
+    "gamma": 3,
     "anchors": 64,
     "eval-every": 200,
 }
