@@ -41,7 +41,7 @@ Corpus, licence and held-out files are those of the target's card.
 ## Make it again
 
     python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {minutes:.0f} \\
-        --texts {texts} --probes {probes}
+        --texts {texts} --probes {probes} {shape}
 
 The other options were the recipe's own; `training.json` beside this file lists them.
 """
@@ -78,9 +78,21 @@ def finish(args: argparse.Namespace, files: int) -> None:
         seen=record["tokens_seen"],
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
+        shape=shape_of(config, record["form"]),
         texts=args.texts,
         probes=args.probes,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = tidied(record, args.stdlib, files, "drafter")
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def shape_of(config: dict, form: dict) -> str:
+    """The options that give a drafter of this shape."""
+    given = {
+        "layers": config["num_hidden_layers"],
+        "intermediate": config["intermediate_size"],
+        "kv-heads": config["num_key_value_heads"],
+        "gamma": form["gamma"] or config["block_size"] / 2,
+    }
+    return " ".join(f"--{name} {value:g}" for name, value in given.items())
