@@ -295,6 +295,7 @@ class Needs:
     taps: tuple[int, ...] = ()
     layers: tuple[LayerSpec, ...] = ()
     max_context: int | None = None
+    max_drafts: int | None = None  # of one round and sequence
     bytes_fixed: int = 0  # weights
     bytes_states: int = 0  # recurrent states of all sequences
     states: tuple[tuple[StateSpec, ...], ...] = ()  # of each recurrent mixer
@@ -334,13 +335,17 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[LayerSpec] = ()) -> int | None:
-    """Positions before the committed ones that a row of any of these layers may read; None: all, or no
-    layer is in pages, which then only count tokens.
+def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:
+    """Positions before the committed ones that a row of target or drafters may read; None: all, or no layer
+    is in pages, which then only count tokens.
 
-    A drafter reads the accepted drafts of a round in the next one.
+    A drafter reads the accepted drafts of a round in the next one; a recurrent one may begin again.
     """
-    behind = [(layer.reach, 0) for layer in target] + [(layer.reach, MAX_DRAFTS) for layer in drafters]
+    behind = [(layer.reach, 0) for layer in target]
+    for needs in drafters:
+        if needs.states:
+            return None
+        behind += [(layer.reach, MAX_DRAFTS) for layer in needs.layers]
     most = 0
     for reach, lag in behind:
         if reach is None:

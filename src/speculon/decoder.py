@@ -200,8 +200,8 @@ class SpeculativeDecoder:
     ) -> Verdict:
         """The target's judgement of `drafts` [K] after `ids`: those that stand, then its correction or bonus.
 
-        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged by
-        rejection where `step` would do so.
+        Nothing is counted and no drafter is told. Drafts that carry q (as from `draft`) are judged
+        with it where `step` would do so.
 
         With `target_logits` [K + 1, V] or [K, V] the target is not called: these are its raw logits, row i
         those that draft i is judged by, and the last row gives the bonus token. With K rows there is no bonus

@@ -25,9 +25,12 @@ HEAD = 256  # guess: the survivors of the usual top-k and top-p lie within
 # a temperature that rounds to 0 would make 0 / 0 of the best token
 SMALLEST = torch.finfo(torch.float32).tiny
 AHEAD = 16  # positions of a text whose noise is drawn in one call, which costs little more than one of them
+AHEAD_IN_ROUND = 4  # guess: of these for one round alone, since few drafts are longer
 STOCK = 1 << 16  # numbers; a large vocabulary is bound by these and not by the call
 SHORT = 1 << 13  # guess: numbers
 MANY_ROWS = 64  # guess: rows; more of them are drawn in one call as they are
+COIN, RESIDUAL = 1, 2  # streams of a position's noise; tokens of the target and of drafts are drawn by 0
+STREAMS = 4  # of one round, where it has streams of its own
 U32, U64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -48,6 +51,15 @@ class Row:
 
 
 Draw = Callable[[Tensor, list[Row]], Tensor]
+
+
+def stream_of(seq: Sequence, stream: int = 0) -> int:
+    """The stream that a round draws its drafts or coins from; under block verification no other round does.
+
+    There, what is accepted depends on the noise of positions behind it, which a later round must not reuse.
+    """
+    own = seq.request.acceptance == "block"
+    return stream + STREAMS * (1 + seq.num_output) if own else stream
 
 
 def sample(logits: Tensor, rows: list[Row], draw: Draw | None = None) -> list[int]:
@@ -214,15 +226,20 @@ def noise_of(rows: list[Row], vocab: int, device: torch.device) -> Tensor:
     text's stock.
     """
     ahead = min(AHEAD, STOCK // vocab)
-    if ahead < 2 or len(rows) > MANY_ROWS or any(row.stream for row in rows):
+    own = any(row.stream for row in rows)  # streams of a round, of which little is drawn ahead
+    enough = AHEAD_IN_ROUND if own else MANY_ROWS
+    if ahead < 2 or len(rows) > enough or any(row.stream % STREAMS for row in rows):
         return draw_noise([(row.seq, row.position, row.stream) for row in rows], vocab, device)
     found: list[Tensor] = []
     for row in rows:
-        seq, at = row.seq, row.position
-        if at not in seq.noise:
-            drawn = draw_noise([(seq, position, 0) for position in range(at, at + ahead)], vocab, device)
-            seq.noise = dict(enumerate(drawn, at))
-        found.append(seq.noise[at])
+        seq, at, stream = row.seq, row.position, row.stream
+        if (stream, at) not in seq.noise:
+            positions = range(at, at + (min(ahead, AHEAD_IN_ROUND) if stream else ahead))
+            drawn = draw_noise([(seq, position, stream) for position in positions], vocab, device)
+            # that of an earlier round is of no use any more
+            kept = {place: noise for place, noise in seq.noise.items() if stream and not place[0]}
+            seq.noise = kept | {(stream, position): noise for position, noise in enumerate(drawn, at)}
+        found.append(seq.noise[stream, at])
     return torch.stack(found) if len(found) > 1 else found[0]
 
 

@@ -90,7 +90,7 @@ class Request:
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
-    acceptance: Literal["matching", "rejection"] = "matching"  # of drafts that carry q
+    acceptance: Literal["matching", "rejection", "block"] = "matching"  # of drafts that carry q
     shape: PromptShape = PromptShape()
     prediction: tuple[int, ...] = ()  # what the client expects the output to be
     pool: str | None = None  # of earlier answers; None: the answers to this prompt, "": none
@@ -98,6 +98,11 @@ class Request:
     prefix_cache: bool = (
         True  # whether its pages are found by later prompts, and it finds those of earlier ones
     )
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether a drawn draft carries its q."""
+        return self.acceptance != "matching"
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +128,8 @@ class Sequence:
     table: list[int] = field(default_factory=list)  # page numbers, in order; GONE for those of `released`
     released: int = 0  # first tokens whose pages were given back: no layer reads them again
     skipped: set[str] = field(default_factory=set)  # drafting methods that had not read all of these
-    noise: dict[int, Tensor] = field(default_factory=dict)  # output position -> [V], drawn ahead
+    # (stream, output position) -> [V], drawn ahead
+    noise: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -5,28 +5,42 @@ equals that sample. Each emitted token is therefore the target's own, whatever w
 Rejection, for drafts that carry q: d stands with probability min(1, p(d) / q(d)), else a token of the
 residual max(0, p - q) takes its place (Leviathan et al. 2023; Chen et al. 2023). The distribution is the
 target's; the text also depends on what was drafted.
+Block, for the same drafts: they are judged together, and the longest accepted beginning is kept (Sun et al.
+2024). The distribution is the target's too, and on average at least as many drafts are accepted.
 law: tests/stat/test_verify.py::test_output_distribution_is_the_targets
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from speculon.batch import Batch
 from speculon.core import Finish, SpanOutcome, Verdict
 from speculon.errors import InvalidParameter
 from speculon.grammar import forbid
-from speculon.sampling import Draw, Row, best, pick, sample, token_logprobs, toss, weigh
+from speculon.sampling import (
+    COIN,
+    RESIDUAL,
+    SMALLEST,
+    Draw,
+    Row,
+    best,
+    pick,
+    sample,
+    stream_of,
+    token_logprobs,
+    toss,
+    weigh,
+)
 from speculon.sequence import Ending, Sequence, Span
-
-COIN, RESIDUAL = 1, 2  # streams of noise beside the one that target and drafter draw with
 
 Coin = Callable[[Tensor, Tensor, list[Row]], Tensor]  # p [N] and q [N] of drafted tokens -> which stand [N]
 # first row of a span -> its tokens, how many of them are drafts
@@ -39,15 +53,12 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
     `draw` and `coin` replace the keyed noise in tests.
     """
     sampled = [span for span in batch.spans if span.samples]
-    by_rejection = [
-        span
-        for span in sampled
-        if span.seq.request.acceptance == "rejection" and span.draft.probs is not None
-    ]
-    by_matching = [span for span in sampled if span not in by_rejection] if by_rejection else sampled
-    outcomes = match(by_matching, logits, draw) | (
-        reject(by_rejection, logits, draw, coin) if by_rejection else {}
-    )
+    by_rule: dict[str, list[Span]] = {"matching": []}
+    for span in sampled:
+        by_rule.setdefault(judged_by(span), []).append(span)
+    outcomes = match(by_rule.pop("matching"), logits, draw)
+    for rule, spans in by_rule.items():
+        outcomes |= WITH_Q[rule](spans, logits, draw, coin)
     verdicts = [
         judge(span, *outcomes[span.row], logits) if span.samples else Verdict(()) for span in batch.spans
     ]
@@ -57,6 +68,11 @@ def verify(batch: Batch, logits: Tensor, draw: Draw | None = None, coin: Coin | 
         with_prompt_logprobs(span, verdict, logits)
         for span, verdict in zip(batch.spans, verdicts, strict=True)
     ]
+
+
+def judged_by(span: Span) -> str:
+    """The rule for the drafts of a span: that of its request where they carry q, else matching."""
+    return "matching" if span.draft.probs is None else span.seq.request.acceptance
 
 
 def count(spans: list[Span]) -> int:
@@ -81,36 +97,116 @@ def match(spans: list[Span], logits: Tensor, draw: Draw | None = None) -> Outcom
     return outcomes
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Spans whose drafts carry q, with the rows that judge them: B spans, R rows, R - B drafts."""
+
+    spans: list[Span]
+    rows: list[Row]
+    p: Tensor  # [R, V]
+    q: Tensor  # [R - B, V]
+    first: list[int]  # row of each span's first draft, [B]
+    judging: list[int]  # row of each draft, [R - B]
+    chosen: tuple[Tensor, Tensor]  # p and q of the drafted tokens, each [R - B]
+
+    @classmethod
+    def of(cls, spans: list[Span], logits: Tensor) -> Drafted:
+        picked, rows = rows_of(spans, logits)
+        p = weigh(picked, rows).softmax(-1)
+        q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])
+        lengths = [len(span.draft.tokens) for span in spans]
+        first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]
+        judging = [begin + i for begin, k in zip(first, lengths, strict=True) for i in range(k)]
+        tokens = torch.tensor([token for span in spans for token in span.draft.tokens], device=p.device)
+        chosen = p[judging].gather(-1, tokens[:, None])[:, 0], q.gather(-1, tokens[:, None])[:, 0]
+        return cls(spans, rows, p, q, first, judging, chosen)
+
+    @property
+    def lengths(self) -> list[int]:
+        """K of each span, [B]."""
+        return [len(span.draft.tokens) for span in self.spans]
+
+    def toss(self, p: Tensor, q: Tensor, coin: Coin | None) -> list[list[bool]]:
+        """One keyed coin for each draft, with probability min(1, p / q); per span."""
+        rows = [
+            replace(row, stream=stream_of(row.seq, COIN)) for row in map(self.rows.__getitem__, self.judging)
+        ]
+        fell = iter((coin or flip)(p, q, rows).tolist())
+        return [list(islice(fell, k)) for k in self.lengths]
+
+    def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Outcomes:
+        """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
+        last = [self.rows[begin + a] for begin, a in zip(self.first, accepted, strict=True)]
+        ends = [
+            replace(row, stream=RESIDUAL if len(row.prefix) < k or stream_of(row.seq) else 0)
+            for row, k in zip(last, self.lengths, strict=True)
+        ]
+        drawn = pick(weights.log(), ends, draw)
+        return {
+            s.row: ((*s.draft.tokens[:a], token), a)
+            for s, a, token in zip(self.spans, accepted, drawn, strict=True)
+        }
+
+
 def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
     """Keeps a draft with probability min(1, p / q), then a token of the residual, or the bonus."""
-    picked, rows = rows_of(spans, logits)
-    p = weigh(picked, rows).softmax(-1)  # [R, V]
-    q = torch.cat([span.draft.probs for span in spans if span.draft.probs is not None])  # [R - B, V]
-    lengths = [len(span.draft.tokens) for span in spans]
-    # of each span's rows
-    first = [end - k - 1 for end, k in zip(accumulate(k + 1 for k in lengths), lengths, strict=True)]
-    drafted = [begin + i for begin, k in zip(first, lengths, strict=True) for i in range(k)]
-    tokens = torch.tensor([token for span in spans for token in span.draft.tokens], device=p.device)[:, None]
-    chance_p, chance_q = p[drafted].gather(-1, tokens)[:, 0], q.gather(-1, tokens)[:, 0]
-    stands = iter(
-        (coin or flip)(chance_p, chance_q, [replace(rows[i], stream=COIN) for i in drafted]).tolist()
-    )
-
-    accepted = [next((i for i, stood in enumerate(list(islice(stands, k))) if not stood), k) for k in lengths]
-    corrected = [n for n, k in enumerate(lengths) if accepted[n] < k]
-    last = [begin + a for begin, a in zip(first, accepted, strict=True)]
-    weights = p[last]  # [B, V]
+    drafted = Drafted.of(spans, logits)
+    accepted = [up_to_first_failure(fell) for fell in drafted.toss(*drafted.chosen, coin)]
+    corrected = [n for n, k in enumerate(drafted.lengths) if accepted[n] < k]
+    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
+    weights = drafted.p[last]  # [B, V]
     if corrected:
         # n bonus rows lie before it
-        weights[corrected] = residual(weights[corrected], q[[last[n] - n for n in corrected]])
-    ends = [
-        replace(rows[row], stream=RESIDUAL if a < k else 0)
-        for row, a, k in zip(last, accepted, lengths, strict=True)
-    ]
-    drawn = pick(weights.log(), ends, draw)
-    return {
-        s.row: ((*s.draft.tokens[:a], token), a) for s, a, token in zip(spans, accepted, drawn, strict=True)
-    }
+        weights[corrected] = residual(weights[corrected], drafted.q[[last[n] - n for n in corrected]])
+    return drafted.end(accepted, weights, draw)
+
+
+def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
+    """Block verification: judges all drafts of a span together (Sun et al. 2024, algorithm 2).
+
+    With w_0 = 1, w_i = min(1, w_{i-1} p(d_i) / q(d_i)), and r_i the sum of max(0, w_i p - q) over the row
+    after d_i, the beginning d_1..d_i is accepted with probability h_i = r_i / (r_i + 1 - w_i), by a coin of
+    its own. The longest accepted one is kept, then a token of max(0, w_i p - q). After the last draft q is 0:
+    there h_K = w_K, and the token is the bonus. P(at least i accepted | d_1..d_i) = w_i, for any K.
+    """
+    drafted = Drafted.of(spans, logits)
+    w = joint_ratios(*drafted.chosen, drafted.lengths)  # [R]
+    # in place: these are the largest tensors of a step
+    weighted = drafted.p.mul_(w[:, None])  # [R, V]
+    q = torch.zeros_like(drafted.p)
+    q[drafted.judging] = drafted.q
+    h = beginning_chances(weighted, q, w)[[row + 1 for row in drafted.judging]]  # [R - B]
+    accepted = [up_to_last_success(fell) for fell in drafted.toss(h, torch.ones_like(h), coin)]
+    last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
+    return drafted.end(accepted, residual(weighted[last], q[last]), draw)
+
+
+def joint_ratios(p: Tensor, q: Tensor, lengths: list[int]) -> Tensor:
+    """w of each span's rows [R] from p and q of its drafted tokens [R - B]: w_0 = 1, w_i = min(1, w_{i-1} p
+    / q).
+    """
+    # a token that was drawn has q > 0, but the noise may find one whose q was rounded to 0
+    split = torch.split(p / q.clamp(min=SMALLEST), lengths)
+    ratios = pad_sequence(list(split), batch_first=True)  # [B, K]
+    w = [torch.ones_like(ratios[:, 0])]
+    for ratio in ratios.unbind(1):
+        w.append((w[-1] * ratio).clamp(max=1))
+    return torch.cat([row[: k + 1] for row, k in zip(torch.stack(w, 1), lengths, strict=True)])
+
+
+def beginning_chances(weighted: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """h = r / (r + 1 - w) of each row [R] from w p [R, V], q [R, V] and w [R]; 1 where w = 1 and p = q."""
+    r = (weighted - q).clamp_(min=0).sum(-1)
+    total = r + (1 - w)
+    return torch.where(total > 0, r / total, 1.0)
+
+
+def up_to_first_failure(fell: list[bool]) -> int:
+    return next((i for i, stood in enumerate(fell) if not stood), len(fell))
+
+
+def up_to_last_success(fell: list[bool]) -> int:
+    return next((i for i in range(len(fell), 0, -1) if fell[i - 1]), 0)
 
 
 def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:
@@ -123,6 +219,13 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp_(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
+
+
+# rules for drafts that carry q
+WITH_Q: dict[str, Callable[[list[Span], Tensor, Draw | None, Coin | None], Outcomes]] = {
+    "rejection": reject,
+    "block": block,
+}
 
 
 def rows_of(spans: list[Span], logits: Tensor) -> tuple[Tensor, list[Row]]:

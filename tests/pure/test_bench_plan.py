@@ -22,6 +22,7 @@ FIXED_4 = {"method": "draft_model", "num_speculative_tokens": 4, "policy": "fixe
         ("draft_model:4", FIXED_4, ("fixed", "fixed")),
         ("draft_model:4/fixed", FIXED_4, ("fixed", "fixed")),
         ("draft_model:4/rejection", {**FIXED_4, "acceptance": "rejection"}, ("fixed", "fixed")),
+        ("draft_model:4/block", {**FIXED_4, "acceptance": "block"}, ("fixed", "fixed")),
         ("auto", {"method": "auto"}, ("goodput", "adaptive")),
         ("auto/matching", {"method": "auto", "acceptance": "matching"}, ("goodput", "adaptive")),
         ("auto/solo", {"method": "auto", "policy": "solo"}, ("solo", "solo")),
@@ -85,7 +86,7 @@ def test_a_mode_that_is_none_is_named_with_the_form(text: str) -> None:
         BenchPlan(modes=(text,))
     assert (error.value.name, error.value.value) == ("modes", text)
     form = f"is not METHOD[:K][/POLICY][/RULE]: K is from 1 to {MAX_DRAFTS}"
-    policies = f"policies are {', '.join(USUAL_DRAFTS)}, rules matching, rejection"
+    policies = f"policies are {', '.join(USUAL_DRAFTS)}, rules matching, rejection, block"
     assert f"{form}, {policies}" in str(error.value)
 
 

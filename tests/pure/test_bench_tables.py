@@ -46,7 +46,7 @@ def test_a_difference_is_explained() -> None:
     )
     line = difference(make_cell("draft_model:4/rejection", different=5, rejection=True))
     assert line and line.endswith(
-        "5 of 16 texts differ from those of off, as rejection may: the distribution is the same"
+        "5 of 16 texts differ from those of off, as they may under its rule: the distribution is the same"
     )
 
 

@@ -215,25 +215,16 @@ FAMILIES: list[Any] = [
     pytest.param("P-EAGLE", {"speculators_model_type": "peagle"}, EAGLE3, id="peagle, speculators"),
     pytest.param("P-EAGLE", {"architectures": ["PEagleDraftModel"]}, EAGLE3, id="peagle, SpecForge"),
     pytest.param("P-EAGLE", CONFIG, {**EAGLE3, "mask_hidden": (1, 1, 3 * H)}, id="peagle, by its tensor"),
-    pytest.param("DFlash", {"speculators_model_type": "dflash"}, EAGLE1, id="dflash, speculators"),
-    pytest.param(
-        "DFlash", {"architectures": ["DFlashDraftModel"], "dflash_config": {}}, EAGLE1, id="dflash, z-lab"
-    ),
-    pytest.param("DFlash", {}, {**EAGLE1, "hidden_norm.weight": (H,)}, id="dflash, by its tensor"),
     pytest.param(
         "DFlash2", {"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, EAGLE1, id="dflash2"
     ),
     pytest.param("Domino", {"dflash_config": {"projector_type": "domino"}}, EAGLE1, id="domino"),
     pytest.param("LiLiCorr", {"architectures": ["LiLiCorrDraftModel"]}, EAGLE1, id="lilicorr"),
     pytest.param(
-        "DSpark", {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, EAGLE1, id="dspark, flat"
-    ),
-    pytest.param("DSpark", {"dflash_config": {"projector_type": "dspark"}}, EAGLE1, id="dspark, nested"),
-    pytest.param(
-        "DSpark", {"speculators_model_type": "dspark", "markov_rank": 4}, EAGLE1, id="dspark, speculators"
-    ),
-    pytest.param(
-        "DSpark", {}, {**EAGLE1, "markov_head.markov_w1.weight": (20, 4)}, id="dspark, by its tensor"
+        "Gemma 4 DSpark",
+        {"architectures": ["Gemma4DSparkModel"], "num_anchors": 512},
+        EAGLE1,
+        id="gemma4 dspark",
     ),
     pytest.param(
         "MTP",

@@ -87,7 +87,7 @@ def test_names_resolve_to_methods(monkeypatch: pytest.MonkeyPatch):
         None,
         Reason.NO_DRAFTER,
     ]
-    known = "off, auto, draft_model, eagle3, grammar, ngram, prediction, suffix, synthetic"
+    known = "off, auto, dflash, draft_model, eagle3, grammar, ngram, prediction, suffix, synthetic"
     with pytest.raises(UnknownMethod, match=f"method = 'eagle9': known are {known}"):
         proposers.lacking("eagle9")
 

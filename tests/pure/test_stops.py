@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculon.config import SpeculationConfig
-from speculon.core import NO_DRAFT, Draft, Reason, Stop, no_draft
+from speculon.core import NO_DRAFT, Draft, Needs, Reason, Stop, no_draft
 from speculon.proposers.base import Proposer, TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.pools import key_of
@@ -228,11 +228,7 @@ class Fixed:
         return [self.draft] * len(seqs)
 
     def __getattr__(self, name: str) -> Any:
-        return (
-            SimpleNamespace(layers=(), states=(), bytes_fixed=0, max_context=None, taps=())
-            if name == "needs"
-            else lambda *_: None
-        )
+        return Needs() if name == "needs" else lambda *_: None
 
 
 def proposed(
@@ -294,4 +290,5 @@ def test_every_stop_is_seen_here_or_where_models_draft() -> None:
     seen = {case.values[3][2] for case in LOOKUPS}  # type: ignore[index]
     models = {Stop.CONFIDENCE, Stop.GRAMMAR, Stop.NOT_READY}  # tests/tiny/test_reasons.py, with a model
     assert seen | models == set(Stop) and not seen & models
-    assert {"ngram", "suffix", "prediction", "grammar", "synthetic", "draft_model", "eagle3"} == set(TABLE)
+    drafters = {"draft_model", "eagle3", "dflash"}
+    assert {"ngram", "suffix", "prediction", "grammar", "synthetic"} | drafters == set(TABLE)

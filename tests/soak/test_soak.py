@@ -20,10 +20,12 @@ from speculon.errors import InvalidRequest
 from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.sequence import Event
+from tests.tiny.blocks import watch_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CONTEXT, tiny_target
+from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
-from tests.tiny.heads import deep_model, deep_target, folder_of, watch_heads
+from tests.tiny.heads import deep_model, deep_target, watch_heads
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script, spell
 from tests.tiny.test_parity import TIE, gap
 from tests.tiny.test_policies import unknown_to
@@ -248,26 +250,35 @@ def test_every_request_is_answered_or_refused_and_the_pool_is_whole(
     )
 
 
-def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
-    """Half of the requests draft with a head that reads the target's states, through preemptions, aborts and
-    failed steps.
+SPARK: dict[str, Any] = {"markov": "rnn", "from_anchor": True, "draft_vocab": 64, "windows": (9, None)}
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_drafters_over_states_hold_in_a_small_pool(method: str, tmp_path: Path) -> None:
+    """Half of the requests draft with a drafter that reads the target's states, through preemptions, aborts
+    and failed steps.
     """
     chance = random.Random(11)
     prompts = [[chance.randrange(3, 96) for _ in range(30)] for _ in range(5)]
-    requests = [with_head(random_request(i, chance, prompts), i) for i in range(REQUESTS)]
+    requests = [with_drafter(method, random_request(i, chance, prompts), i) for i in range(REQUESTS)]
     truth: dict[Key, Result] = {}
     for request in requests:
         truth |= run(deep_target(), [replace(request, speculation={"method": "off"})])
     texts = {key: result.tokens for key, result in truth.items()}
     script(texts)
-    watch_heads(texts)
-    speculation = folder_of(write_eagle3(tmp_path, deep_model().config, draft_vocab=64))
+    if method == "eagle3":
+        watch_heads(texts)
+        path = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
+    else:
+        watch_blocks(texts)
+        path = write_dflash(tmp_path, deep_model().config, "speculators", **SPARK)
+    speculation = {"draft": {method: str(path)}}
     sizes = {"num_blocks": PAGES, "max_num_seqs": 12, "max_batch_tokens": 40, "max_context": CONTEXT}
     engine = make_engine(deep_target(), speculation=speculation, **sizes)
     traffic = Traffic(engine, requests, chance)
     traffic.run()
     drain(engine)
-    registry._registered.pop("eagle3", None)
+    registry._registered.pop(method, None)
 
     assert set(traffic.refused) == traffic.spoiled
     for key, result in traffic.results.items():
@@ -277,11 +288,11 @@ def test_heads_hold_in_a_small_pool(tmp_path: Path) -> None:
             key
         )
     total = engine.counters.totals
-    assert total.accepted_from["eagle3"] > 100 and total.preemptions > 10 and total.cached_tokens > 200
+    assert total.accepted_from[method] > 100 and total.preemptions > 10 and total.cached_tokens > 200
     assert not total.reasons[Reason.ERROR]
 
 
-def with_head(request: Request, number: int) -> Request:
+def with_drafter(method: str, request: Request, number: int) -> Request:
     speculation = request.speculation or {}
     known = speculation.get("method") not in (None, "draft_model") and number % 2
-    return request if known else replace(request, speculation={**speculation, "method": "eagle3"})
+    return request if known else replace(request, speculation={**speculation, "method": method})

@@ -19,7 +19,7 @@ from speculon.models.load import wrap_model
 from speculon.proposers import registry
 from speculon.proposers.registry import known_methods, register
 from tests.tiny.capability_rows import ENGINES, OF_MODELS, OF_REQUESTS, ask, check, refusal, with_draft
-from tests.tiny.conftest import tiny_model
+from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import engine_of
 from tests.tiny.recurrent import recurrent_target
 
@@ -130,6 +130,9 @@ def test_a_batch_invariant_target_says_what_it_costs() -> None:
 def test_reasons_are_those_of_the_settings() -> None:
     few = ENGINES["few pages"]().capabilities()
     assert few["limits.pool"].reason == "set by num_blocks"
+    for settings in ({"prefix_cache": False}, {}):
+        windows = engine_of(tiny_target("mistral"), max_num_seqs=2, max_batch_tokens=8, **settings)
+        assert windows.capabilities()["limits.pool"].reason == "a full context for each of max_num_seqs"
     assert few["prefix_cache"].reason == "setting prefix_cache is off"
     assert "not configured" in few["methods.draft_model"].reason
     small = ENGINES["a draft model without memory"]().capabilities()["methods.draft_model"]

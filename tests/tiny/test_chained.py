@@ -221,8 +221,9 @@ def test_a_tail_that_was_not_judged_would_be_seen(monkeypatch: pytest.MonkeyPatc
 # the methods there are
 
 
-def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
-    """By rejection, where every draft needs a q; the law itself is in tests/stat/test_rejection.py."""
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on(acceptance: str) -> None:
+    """Every draft needs a q; the law itself is in tests/stat/test_rejection.py and test_block.py."""
     noisy_draft(error_rate=0.0)
     engine = make_engine(
         tiny_target(LLAMA), speculation={**DRAFT, "chained_drafts": True, "draft_min_confidence": 0.2}
@@ -240,7 +241,7 @@ def test_a_model_s_drafts_keep_their_q_where_a_lookup_goes_on() -> None:
         speculation = {
             "method": "auto",
             "policy": "fixed",
-            "acceptance": "rejection",
+            "acceptance": acceptance,
             "num_speculative_tokens": K,
         }
         engine.add_request([*range(20, 28)] * 4, params, speculation, f"r{i}")

@@ -196,7 +196,7 @@ def test_a_verdict_ends_the_sequence_inside_the_drafts() -> None:
     assert verdict.tokens == tuple(truth[:at]) and verdict.finish and verdict.finish.matched == truth[at]
 
 
-def test_drafts_with_q_are_judged_by_rejection_when_no_seed_is_given() -> None:
+def test_drafts_with_q_are_judged_with_it_when_no_seed_is_given() -> None:
     decoder = make(OTHER)
     draft = decoder.draft(PROMPT, params=SamplingParams(temperature=1.0))
     assert draft.probs is not None and draft.probs.shape == (K, VOCAB)

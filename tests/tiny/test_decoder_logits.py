@@ -136,11 +136,11 @@ def test_without_drafts_one_row_gives_one_token_and_no_row_none() -> None:
     assert silent().verify(PROMPT, [], SEEDED, target_logits=logits[:0]) == Verdict(())
 
 
-def by_rejection(rule: str) -> list[tuple[Verdict, Verdict, Verdict]]:
-    """Of drafts with q, for some seeds: the target's verdict, and those by its logits under `rule`, with and
-    without a bonus.
+def by_logits(own_rule: str, rule: str) -> list[tuple[Verdict, Verdict, Verdict]]:
+    """Of drafts with q, for some seeds: the target's verdict under `own_rule`, and those by its logits under
+    `rule`, with and without a bonus.
     """
-    decoder, found = make(OTHER, acceptance="rejection"), []
+    decoder, found = make(OTHER, acceptance=own_rule), []
     for seed in range(12):
         params = SamplingParams(temperature=2.0, seed=seed)
         draft = decoder.draft(PROMPT, params=params)
@@ -154,17 +154,20 @@ def by_rejection(rule: str) -> list[tuple[Verdict, Verdict, Verdict]]:
     return found
 
 
-def test_drafts_with_q_are_judged_by_rejection() -> None:
-    found = by_rejection("rejection")
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_drafts_with_q_are_judged_with_it(rule: str) -> None:
+    found = by_logits(rule, rule)
     assert all(given == verdict for verdict, given, _ in found)
     assert all(short == verdict for verdict, _, short in found if verdict.accepted < K)
     assert {0, 1} < {verdict.accepted for verdict, _, _ in found}
-    assert any(given != verdict for verdict, given, _ in by_rejection("matching")), "planted: the other rule"
+    other = by_logits(rule, "matching")
+    assert any(given != verdict for verdict, given, _ in other), "planted: the other rule"
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("rows", [K, K + 1])
-def test_where_q_is_p_all_drafts_are_accepted(rows: int) -> None:
-    params, decoder = SamplingParams(temperature=1.0, seed=1), silent(acceptance="rejection")
+def test_where_q_is_p_all_drafts_are_accepted(rows: int, rule: str) -> None:
+    params, decoder = SamplingParams(temperature=1.0, seed=1), silent(acceptance=rule)
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0))
     tokens = tuple(logits[:K].argmax(-1).tolist())
     verdict = decoder.verify(

@@ -210,49 +210,6 @@ def test_cascade_asks_the_model_only_where_the_lookup_has_nothing() -> None:
     )
 
 
-REJECTION = {"method": "draft_model", "acceptance": "rejection"}
-
-
-def sampled(**params: Any) -> list[Request]:
-    return [
-        Request(
-            list(range(3, 20 + i)),
-            SamplingParams(max_tokens=30, ignore_eos=True, **params),
-            REJECTION,
-            f"q{i}",
-        )
-        for i in range(6)
-    ]
-
-
-def test_rejection_accepts_everything_where_q_is_p() -> None:
-    """Then the drafts, drawn with the target's own noise, are the plain text."""
-    use_draft(tiny_target("llama"))
-    requests = sampled(temperature=0.9, top_p=0.9, seed=4)
-    results = write(requests)
-    for result in results.values():
-        done = result.stats.speculation()
-        assert done is not None and done.rejected == 0 and done.drafted > 20
-    assert texts(results) == texts(
-        run(tiny_target("llama"), [Request(r.prompt, r.params, OFF, r.id) for r in requests])
-    )
-
-
-def test_rejection_samples_another_output_but_the_same_one_each_time() -> None:
-    use_draft(tiny_target("llama", 1))
-    requests = sampled(temperature=0.9, seed=4, logprobs=2, repetition_penalty=1.3, min_tokens=9)
-    results = write(requests)
-    again = write(requests[::-1])
-    matched = write(
-        [Request(r.prompt, r.params, {**REJECTION, "acceptance": "matching"}, r.id) for r in requests]
-    )
-    assert texts(results) == texts(again) != texts(matched)
-    for result in results.values():
-        assert [lp.token for lp in result.logprobs] == result.tokens
-        done = result.stats.speculation()
-        assert done is not None and 0 < done.accepted < done.drafted
-
-
 class Padded(NoisyModel):
     """A model whose head has `more` rows than the target's, or fewer."""
 
@@ -267,35 +224,16 @@ class Padded(NoisyModel):
 
 
 @pytest.mark.parametrize("more", [7, -3])
-@pytest.mark.parametrize("acceptance", ["matching", "rejection"])
+@pytest.mark.parametrize("acceptance", ["matching", "rejection", "block"])
 def test_a_padded_vocabulary_is_no_difference(acceptance: str, more: int) -> None:
     use_draft(Padded(more))
     requests = [
-        Request(r.prompt, r.params, {**REJECTION, "acceptance": acceptance}, r.id)
+        Request(r.prompt, r.params, {"method": "draft_model", "acceptance": acceptance}, r.id)
         for r in requests_of("sampled")
     ]
     results = write(requests)
     assert all(not result.stats.reasons[Reason.ERROR] for result in results.values())
     assert (texts(results) == plain("sampled")) == (acceptance == "matching")
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "seed", "rejects"),
-    [(None, None, True), (None, 7, False), ("matching", None, False), ("rejection", 7, True)],
-)
-def test_who_is_judged_by_rejection(acceptance: str | None, seed: int | None, rejects: bool) -> None:
-    """By default those without a seed: with one, the text must not hang on the drafts."""
-    use_draft(tiny_target("llama"))
-    made = engine()
-    asked_for = {"acceptance": acceptance} if acceptance else None
-    made.add_request(
-        [5, 6, 7], SamplingParams(temperature=1.0, seed=seed, max_tokens=4), asked_for, "sampled"
-    )
-    made.add_request([5, 6, 7], SamplingParams(temperature=0.0, seed=seed, max_tokens=4), asked_for, "greedy")
-    assert {seq.request.id: seq.request.acceptance == "rejection" for seq in made.scheduler.waiting} == {
-        "sampled": rejects,
-        "greedy": False,
-    }
 
 
 def test_beyond_the_drafts_context_decoding_is_plain() -> None:

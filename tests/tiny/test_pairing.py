@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from speculon import LLM, SamplingParams
@@ -24,6 +25,7 @@ from speculon.errors import ConfigError, UnsupportedModel, WrongPair
 from tests.tiny.checkpoint import write_checkpoint
 from tests.tiny.checkpoint_formats import usual_taps, without, write_eagle3
 from tests.tiny.conftest import build, tiny_model
+from tests.tiny.dflash_checkpoints import write_dflash
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file["model"]["vocab"][names[5]], file["model"]["vocab"][names[6]] = 6, 5
     (other / "tokenizer.json").write_text(json.dumps(file))
     shutil.copytree(target, home / "twin", ignore=shutil.ignore_patterns("eagle"))
-    write_eagle3(home / "dflash", facts, "specforge", config={"dflash_config": {}})
+    write_eagle3(home / "dflash2", facts, "specforge", config={"architectures": ["DFlash2DraftModel"]})
     (home / "empty").mkdir()
     assert draft.is_dir()
     return home
@@ -68,7 +70,7 @@ def test_drafters_are_found_and_every_folder_is_logged(household: Path) -> None:
         "damaged": "no d2t says which",
         "other": "another tokenizer: the id of",
         "twin": "the target has",
-        "dflash": "DFlash (drafts a block of tokens in one pass) is recognised, but not supported",
+        "dflash2": "DFlash2 (drafts a block of tokens in one pass) is recognised, but not supported",
     }.items():
         assert why in lines[name] and "left out" in lines[name], name
     assert len(lines) == 9
@@ -112,8 +114,8 @@ def test_a_path_without_method_is_recognised(household: Path) -> None:
     assert drafts_of(target, None) is None
     assert drafts_of(Path("demo"), None) == "demo-draft"
     assert drafts_of(target, str(household / "nowhere")) == str(household / "nowhere")
-    with pytest.raises(UnsupportedModel, match="dflash: DFlash"):
-        drafts_of(target, str(household / "dflash"))
+    with pytest.raises(UnsupportedModel, match="dflash2: DFlash2"):
+        drafts_of(target, str(household / "dflash2"))
 
 
 def test_the_models_that_ship_find_each_other() -> None:
@@ -193,7 +195,29 @@ def test_inspect_says_whether_a_drafter_fits(household: Path) -> None:
 
 
 def test_inspect_names_what_is_not_supported(household: Path) -> None:
-    done = inspect(household / "dflash", "--json")
+    done = inspect(household / "dflash2", "--json")
     facts = json.loads(done.stdout)
     assert (done.exit_code, facts["method"], facts["error"]["type"]) == (2, None, "UnsupportedModel")
-    assert "DFlash" in inspect(household / "dflash").stdout
+    assert "DFlash2" in inspect(household / "dflash2").stdout
+
+
+def test_a_block_drafter_is_found_inspected_and_used(household: Path, tmp_path: Path) -> None:
+    target, model = household / "target", AutoModelForCausalLM.from_pretrained(household / "target")
+    facts = SimpleNamespace(
+        hidden_size=32, vocab_size=320, num_hidden_layers=8, architectures=["Qwen3ForCausalLM"]
+    )
+    block = write_dflash(tmp_path / "block", facts, "deepspec", taps=(1, 3, 5), markov="gated")
+    assert drafts_of(target, str(block)) == {"dflash": str(block)}
+    assert search(f"auto:{tmp_path}", read_checkpoint(target)).drafts == {"dflash": str(block)}
+    shown = inspect(block, "--target", target).stdout
+    assert "DSpark drafter by DeepSpec" in shown and "after layers 1, 3, 5" in shown and "yes: " in shown
+    assert "8 rows, the anchor's row drafts, a gated Markov head of rank 6" in shown.replace("\n", " ")
+    decoder = SpeculativeDecoder(model, str(block), method="dflash", num_speculative_tokens=12)
+    assert len(decoder.draft([5, 6, 7]).tokens) == 8, "as many as the block has"
+    params = SamplingParams(temperature=0, max_tokens=12)
+    speculation = {"draft": str(block), "method": "dflash", "policy": "fixed"}
+    llm = LLM(str(target), warmup=False, speculation=speculation)
+    plain = LLM(str(target), warmup=False, speculation={"method": "off"}).generate("def add(", params)[0]
+    out = llm.generate("def add(", params)[0]
+    assert (out.text, out.token_ids) == (plain.text, plain.token_ids)
+    assert out.speculation is not None and out.speculation.by_source["dflash"]["drafted"] > 4

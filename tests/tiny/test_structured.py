@@ -283,22 +283,22 @@ def test_an_abort_touches_nobody() -> None:
 # distribution
 
 
-def test_rejection_keeps_the_form() -> None:
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rules_with_q_keep_the_form(acceptance: str) -> None:
     """Drafts that carry q, judged against p under the mask."""
     noisy_draft()
     for seed in range(12):
         engine = engine_of(speculation=DRAFT)
         for name, form in FORMS.items():
             params = SamplingParams(max_tokens=90, seed=seed, structured=form)
-            engine.add_request(
-                [1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, name
-            )
+            engine.add_request([1, 30, 31], params, {"method": "draft_model", "acceptance": acceptance}, name)
         for (name, _), result in drain(engine).items():
             if name not in ENDLESS:
                 check(name, spell(result))
 
 
-def test_rejection_draws_from_the_law_under_the_mask() -> None:
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rules_with_q_draw_from_the_law_under_the_mask(acceptance: str) -> None:
     """The 2nd and 3rd of three letters, which were drafted: chi-square against the stock model's own law."""
     noisy_draft()
     letters = [words().encode(c, add_special_tokens=False)[0] for c in "abcdefgh"]
@@ -308,7 +308,7 @@ def test_rejection_draws_from_the_law_under_the_mask() -> None:
             n=64, max_tokens=4, seed=seed, structured={"regex": "[a-h]{3}"}, temperature=1.3
         )
         engine.add_request(
-            [1, 30, 31], params, {"method": "draft_model", "acceptance": "rejection"}, f"r{seed}"
+            [1, 30, 31], params, {"method": "draft_model", "acceptance": acceptance}, f"r{seed}"
         )
     results = drain(engine)
     counts = Counter(tuple(result.tokens[1:]) for result in results.values())

@@ -15,7 +15,7 @@ import torch
 
 from speculon import SamplingParams
 from speculon.config import MAX_DRAFTS
-from speculon.core import LayerSpec, Padding, joint_reach
+from speculon.core import LayerSpec, Needs, Padding, joint_reach
 from speculon.decoder import SpeculativeDecoder
 from speculon.engine.engine import Engine
 from speculon.errors import NeverFits
@@ -349,6 +349,6 @@ def test_layers_that_read_nothing_before_them_keep_nothing() -> None:
     layers, none = target("windows").layers, (0, 0, 0, torch.float32)
     assert joint_reach(layers) == WINDOW and joint_reach([]) is None
     assert joint_reach([LayerSpec("other", *none), LayerSpec("taps", *none)]) == 1
-    assert joint_reach([], [LayerSpec("taps", *none)]) == 1 + MAX_DRAFTS
+    assert joint_reach([], [Needs(layers=(LayerSpec("taps", *none),))]) == 1 + MAX_DRAFTS
     assert joint_reach([*layers, replace(layers[0], window=None)]) is None
     assert joint_reach(target("chunks").layers) == CHUNK

@@ -46,7 +46,7 @@ class Cell:
     acceptance_rate: float | None
     per_position: list[float]
     sources: dict[str, float]  # method -> share of the accepted tokens
-    rejection: bool  # sampled drafts are judged by rejection: texts differ, distributions do not
+    rejection: bool  # sampled drafts are judged with q: texts differ, distributions do not
     rounds: RoundCosts | None  # the split of a call that verified drafts
     reached: float | None  # mean acceptance per position: of drafts whose predecessors were all accepted
     needed: list[Requirement]  # at concurrency 1
@@ -91,7 +91,9 @@ def summarise(workload: str, concurrency: int, mode: Mode, runs: Runs, cases: li
         ratio=median(ratios),
         ratio_quartiles=quartiles(ratios),
         tokens_per_target_call=stats.emitted / stats.target_calls if stats.target_calls else None,
-        rejection=mode.speculates and rule == "rejection" and not all(case.params.greedy for case in cases),
+        rejection=mode.speculates
+        and rule in ("rejection", "block")
+        and not all(case.params.greedy for case in cases),
         reasons=dict(stats.reasons),
         diagnosis=diagnose(stats, *calls, median(ratios), noise_of(runs)) if mode.speculates else None,
         **speed_fields(repeats, plain, cases),

@@ -27,7 +27,7 @@ FIXED_MODES = (
     "auto:8",
 )
 MODES = (*FIXED_MODES, "auto/adaptive", "auto:8/solo", "auto")
-RULES = ("matching", "rejection")
+RULES = ("matching", "rejection", "block")
 FORM = re.compile(r"(?P<method>[^:/+]+)(:(?P<k>[0-9]{1,4}))?(?P<names>(/[^/]+)*)")
 
 

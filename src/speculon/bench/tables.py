@@ -214,7 +214,7 @@ def difference(cell: Cell) -> str | None:
         return None
     line = f"{cell.mode}: {cell.different} of {texts_of(cell)} texts differ from those of {OFF}"
     if cell.rejection:
-        line += ", as rejection may: the distribution is the same"
+        line += ", as they may under its rule: the distribution is the same"
     if cell.tie_nats:
         line += f"; where greedy ones differ, the candidates are at most {max(cell.tie_nats):.0e} nat apart"
     return line

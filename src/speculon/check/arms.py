@@ -17,6 +17,7 @@ from speculon.config import SamplingParams
 from speculon.core import TokenLogprobs, Verdict
 from speculon.sequence import Span
 from speculon.telemetry import RequestStats, Stopwatch
+from speculon.verify import WITH_Q, judged_by
 
 if TYPE_CHECKING:
     from speculon.engine.engine import Engine
@@ -34,7 +35,7 @@ class ArmStats:
 
     rounds: int = 0
     accepted: int = 0
-    by_rejection: int = 0  # rounds whose drafts carried q and were judged with it
+    by_q: int = 0  # rounds whose drafts carried q and were judged with it
     wrong: int = 0  # rounds that ended at a wrong draft
     planted: int = 0  # of these, rounds that kept it: the control
     reasons: dict[str, int] = field(default_factory=dict)
@@ -84,22 +85,20 @@ def whole(one: Completion) -> list[int]:
 
 @contextmanager
 def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[ArmStats]:
-    """Counts wrong drafts and rounds judged by rejection, and keeps `share` of the wrong drafts."""
+    """Counts wrong drafts and rounds judged with q, and keeps `share` of the wrong drafts."""
     work, ask_target = ArmStats(), engine.ask_target
 
     def ask(spans: list[Span], lease: Lease, watch: Stopwatch) -> tuple[Output, list[Verdict]]:
         out, verdicts = ask_target(spans, lease, watch)
         for i, (span, verdict) in enumerate(zip(spans, verdicts, strict=True)):
-            work.by_rejection += bool(
-                span.samples and span.seq.request.acceptance == "rejection" and span.draft.probs is not None
-            )
+            work.by_q += span.samples and judged_by(span) in WITH_Q
             wrong = wrong_draft(span, verdict)
             if wrong is None:
                 continue
             work.wrong += 1
             if chance.random() < share:
                 work.planted += 1
-                verdicts[i] = replace(verdict, tokens=(*verdict.tokens[:-1], wrong))
+                verdicts[i] = planted(span, verdict)
         return out, verdicts
 
     vars(engine)["ask_target"] = ask
@@ -109,9 +108,26 @@ def watched(engine: Engine, share: float, chance: random.Random) -> Iterator[Arm
         del vars(engine)["ask_target"]
 
 
+def planted(span: Span, verdict: Verdict) -> Verdict:
+    """The verdict with the wrong draft in place of the round's last token.
+
+    Under block verification with all drafts behind it, up to a stop token: alone it is often as likely as
+    what replaced it, since the drafts behind it were the wrong ones.
+    """
+    draft, at = span.draft.tokens, verdict.accepted
+    last = at + 1
+    while judged_by(span) == "block" and draft[last:] and draft[last] not in span.seq.request.ending.stop_ids:
+        last += 1
+    return replace(verdict, tokens=draft[:last], accepted=last - 1)
+
+
 def wrong_draft(span: Span, verdict: Verdict) -> int | None:
-    """The draft that the round's last token replaced; None where there is none, or the text ends."""
+    """The draft that the round's last token replaced; None where there is none, or the text ends.
+
+    Block verification may put the same token in its place.
+    """
     draft, at = span.draft.tokens, verdict.accepted
     if not span.samples or verdict.finish or at == len(draft) or len(verdict.tokens) != at + 1:
         return None
-    return None if draft[at] in span.seq.request.ending.stop_ids else draft[at]
+    same = {*span.seq.request.ending.stop_ids, verdict.tokens[-1]}
+    return None if draft[at] in same else draft[at]

@@ -10,7 +10,11 @@ from matplotlib.figure import Figure
 
 from speculon.check.run import Findings
 
-COLOURS = {"plain": ("#6b6b6b",), "speculation": ("#2f6f9f", "#4c9a5f"), "control": ("#b5495b", "#e08a2e")}
+COLOURS = {
+    "plain": ("#6b6b6b",),
+    "speculation": ("#2f6f9f", "#4c9a5f", "#7b5ea7"),
+    "control": ("#b5495b", "#e08a2e", "#8c5a3c"),
+}
 FLOOR = 1e-9  # nat: where what did not move at all is drawn
 WIDE, HIGH, TITLE_CHAR = 10.5, 4.6, 0.078  # inches
 
@@ -37,7 +41,7 @@ def draw_p(panel: Any, findings: Findings) -> None:
     """The share of cells below each p: the diagonal where two arms have one distribution."""
     panel.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":", label="chance")
     for role, colours in COLOURS.items():
-        for one, colour in zip([one for one in findings.sampled if one.role == role], colours, strict=False):
+        for one, colour in zip([one for one in findings.sampled if one.role == role], colours, strict=True):
             p = sorted(one.p)
             share = [(i + 1) / len(p) for i in range(len(p))]
             panel.step([0, *p, 1], [0, *share, 1], where="post", color=colour, linewidth=1.4, label=one.label)

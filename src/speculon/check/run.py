@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from speculon.check.arms import Advance, ArmStats
 from speculon.check.exact import Divergence, ExactResult, Margin, greedy, seeded
 from speculon.check.plan import CheckPlan, named
-from speculon.check.sampled import Comparison, Sampled
+from speculon.check.sampled import RULES, Comparison, Sampled
 from speculon.errors import InvalidParameter, TooLong
 from speculon.proposers.registry import OFF
 
@@ -143,4 +143,5 @@ def no_speculation(work: ArmStats) -> str:
 def count_tokens(plan: CheckPlan) -> int:
     """What will be written unless something has to be repeated."""
     texts = 5 * len(plan.prompts) + 3 * len(plan.sampled) * plan.seeds
-    return texts * plan.max_tokens + 6 * len(plan.sampled) * plan.runs * plan.positions
+    arms = 2 + 2 * len(RULES)  # plain twice, then each rule and its control
+    return texts * plan.max_tokens + arms * len(plan.sampled) * plan.runs * plan.positions

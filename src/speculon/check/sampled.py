@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from speculon.llm import LLM
 
 PLAIN = {"method": OFF}
-RULES = ("matching", "rejection")
+RULES = ("matching", "rejection", "block")
 ENDED = -1  # after the end of a text
 
 

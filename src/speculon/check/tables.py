@@ -37,7 +37,7 @@ SAMPLED_LEGEND = (
 )
 WORK = ("speculation", "rounds", "accepted", "by q", "wrong", "planted")
 WORK_LEGEND = (
-    "rounds with drafts, and drafts accepted; by q: rounds judged by rejection, with the drafter's q; wrong: "
+    "rounds with drafts, and drafts accepted; by q: rounds judged with the drafter's q; wrong: "
     "rounds "
     "that ended at a wrong draft; planted: of these, rounds in which it was kept on purpose"
 )
@@ -79,7 +79,7 @@ def work_rows(findings: Findings) -> Iterator[Row]:
     """In the order of `WORK`."""
     for one in work_arms(findings):
         work = one.work
-        counts = (work.rounds, work.accepted, work.by_rejection, work.wrong, work.planted)
+        counts = (work.rounds, work.accepted, work.by_q, work.wrong, work.planted)
         yield one.label, *map(str, counts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculon.checkpoints.families import DRAFT_MODEL, EAGLE3
+from speculon.checkpoints.families import DFLASH, DRAFT_MODEL, EAGLE3
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.locate import locate
 from speculon.checkpoints.pairing import vocabulary
@@ -15,7 +15,7 @@ from speculon.errors import ConfigError, ModelError, WrongPair
 def check_drafts(config: EngineConfig) -> None:
     """Raises `ConfigError` for a method without a drafter, `WrongPair` for a draft model that cannot fit."""
     method, drafts = config.speculation.method, config.speculation.drafts
-    if method in (DRAFT_MODEL, EAGLE3) and method not in drafts:
+    if method in (DRAFT_MODEL, EAGLE3, DFLASH) and method not in drafts:
         raise ConfigError(f"method = {method!r} needs a drafter: set draft (--draft FOLDER)")
     draft = drafts.get(DRAFT_MODEL)
     if not isinstance(draft, str):

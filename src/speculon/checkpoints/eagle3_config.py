@@ -8,21 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculon.checkpoints.headers import Checkpoint, read_header
+from speculon.checkpoints.names import AUTHORS, DTYPE_NAMES
 from speculon.errors import CorruptWeights, ModelError, WrongPair
 
-AUTHORS = {
-    "safeailab": "SafeAILab",
-    "specforge": "SpecForge",
-    "modelopt": "ModelOpt",
-    "angelslim": "AngelSlim",
-    "nebius": "nebius",
-    "speculators": "speculators",
-}
+if TYPE_CHECKING:
+    from speculon.checkpoints.dflash_config import DFlashConfig
+
 INTEGERS = {"I64": "q", "I32": "i"}
-DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +126,12 @@ class TargetShape:
         return cls(hidden, vocab, layers, checkpoint.architecture)
 
 
-def check_pair(config: Eagle3Config, target: TargetShape) -> tuple[str, ...]:
-    """Warnings about the pair. Raises `WrongPair` where the head cannot draft for the target."""
+def check_pair(config: Eagle3Config | DFlashConfig, target: TargetShape) -> tuple[str, ...]:
+    """Warnings about the pair. Raises `WrongPair` where the drafter cannot draft for the target."""
     if config.target_hidden != target.hidden:
         widths = f"width {config.target_hidden:,}, the target's are {target.hidden:,}"
         raise WrongPair(f"{config.path}: reads hidden states of {widths}")
-    if config.vocab_size != target.vocab_size:
+    if config.vocab_size not in (None, target.vocab_size):
         sizes = f"{config.vocab_size:,}, the target's is {target.vocab_size:,}"
         raise WrongPair(f"{config.path}: made for a vocabulary of {sizes}")
     config.tap_layouts(target.num_layers)
@@ -145,7 +140,7 @@ def check_pair(config: Eagle3Config, target: TargetShape) -> tuple[str, ...]:
     return ()
 
 
-def read_offsets(config: Eagle3Config) -> list[int]:
+def read_offsets(config: Eagle3Config | DFlashConfig) -> list[int]:
     """d2t [Vd] from its file; empty where it has none. Raises `CorruptWeights` for another dtype."""
     name = config.names.get("d2t")
     for file in config.files if name else ():

@@ -7,13 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speculon.checkpoints.eagle3_config import DTYPE_NAMES, Eagle3Config
+from speculon.checkpoints.dflash_config import DFlashConfig
+from speculon.checkpoints.dflash_formats import read_dflash
+from speculon.checkpoints.dflash_shapes import CONTEXT_NORM, is_dflash
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.eagle3_formats import read_eagle3
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.names import DTYPE_NAMES
 from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
 
-EAGLE3, DRAFT_MODEL = "eagle3", "draft_model"
+EAGLE3, DFLASH, DRAFT_MODEL = "eagle3", "dflash", "draft_model"
+SPECULATORS_TYPES = (EAGLE3, DFLASH, "dspark")
 # what a config or header with values of unexpected types raises
 WRONG_TYPES = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
 
@@ -25,7 +30,7 @@ class Family:
     path: Path
     method: str | None
     summary: str  # one line for people
-    head: Eagle3Config | None = None
+    head: Eagle3Config | DFlashConfig | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None
 
@@ -84,6 +89,8 @@ def any_of(*tests: Test) -> Test:
 
 def is_eagle1(source: Source) -> bool:
     """One hidden state and the embedding, joined before the layer instead of inside it."""
+    if is_dflash(source):
+        return False
     fc, q = source.shapes.get("fc.weight"), source.shapes.get(FIRST_Q)
     joined = fc is not None and q is not None and len(fc) == len(q) == 2 and fc[1] == 2 * q[1] == 2 * fc[0]
     named = (
@@ -121,6 +128,13 @@ def claims_eagle3(source: Source) -> bool:
     )
 
 
+def claims_dflash(source: Source) -> bool:
+    """The same for a DFlash or DSpark drafter's config."""
+    return named("dflash", "dspark", "museglimmerassistant")(source) or has_key(
+        "dflash_config", "markov_rank", "num_anchors"
+    )(source)
+
+
 UNSUPPORTED = (
     UnsupportedFamily(
         "P-EAGLE",
@@ -134,21 +148,7 @@ UNSUPPORTED = (
         any_of(named("domino"), has_projector("domino"), has_tensor("prefix_gru")),
     ),
     UnsupportedFamily("LiLiCorr", "a DFlash drafter with a lattice head", named("lilicorr")),
-    UnsupportedFamily(
-        "DSpark",
-        "a DFlash drafter with a Markov head",
-        any_of(
-            named("dspark"),
-            has_projector("dspark"),
-            has_key("markov_rank", "num_anchors"),
-            has_tensor("(logit_head.)?markov_head"),
-        ),
-    ),
-    UnsupportedFamily(
-        "DFlash",
-        "drafts a block of tokens in one pass",
-        any_of(named("dflash", "museglimmerassistant"), has_key("dflash_config"), has_tensor("hidden_norm")),
-    ),
+    UnsupportedFamily("Gemma 4 DSpark", "a DSpark drafter of layers with four norms", named("gemma4dspark")),
     UnsupportedFamily(
         "MTP", "prediction layers that belong to their target", any_of(named("mtp"), has_only("mtp"))
     ),
@@ -206,14 +206,19 @@ def classify(folder: Path) -> Family:
         name, what = unsupported.name, unsupported.what
         refusal = f"{name} ({what}) is recognised, but not supported"
         return Family(folder, None, f"{name}: {what}", refusal=refusal)
-    if source.speculators_type not in (None, EAGLE3):
+    if source.speculators_type not in (None, *SPECULATORS_TYPES):
         summary = f"speculators_model_type {source.speculators_type!r}"
         return Family(folder, None, summary, refusal=f"{summary} is not known here")
+    if is_dflash(source):
+        block = read_dflash(source)
+        return Family(folder, DFLASH, block.summary(), head=block)
     if is_eagle3(source):
         head = read_eagle3(source)
         return Family(folder, EAGLE3, head.summary(), head=head)
+    if claims_dflash(source):
+        raise missing_parts(source, "a DFlash drafter's", ("fc.weight", CONTEXT_NORM, FIRST_Q))
     if claims_eagle3(source):
-        raise missing_head(source)
+        raise missing_parts(source, "an EAGLE-3 head's", ("fc.weight", FIRST_Q))
     checkpoint = read_checkpoint(folder)
     return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
 
@@ -221,27 +226,37 @@ def classify(folder: Path) -> Family:
 def read_eagle3_config(path: str | Path) -> Eagle3Config:
     """The config of an EAGLE-3 head. Raises `UnsupportedModel` for anything else."""
     family = family_of(path)
-    if family.head is None:
-        reason = family.refusal or f"no EAGLE-3 head, but a {family.summary}"
-        raise UnsupportedModel(f"{family.path}: {reason}")
+    if not isinstance(family.head, Eagle3Config):
+        raise another(family, "no EAGLE-3 head")
     return family.head
 
 
-def missing_head(source: Source) -> ModelError:
-    """Why the tensors of a head are missing that its config names."""
+def read_dflash_config(path: str | Path) -> DFlashConfig:
+    """The config of a DFlash or DSpark drafter. Raises `UnsupportedModel` for anything else."""
+    family = family_of(path)
+    if not isinstance(family.head, DFlashConfig):
+        raise another(family, "no DFlash drafter")
+    return family.head
+
+
+def another(family: Family, what: str) -> UnsupportedModel:
+    found = f"a{'n' * family.summary.startswith('E')} {family.summary}"
+    return UnsupportedModel(f"{family.path}: {family.refusal or f'{what}, but {found}'}")
+
+
+def missing_parts(source: Source, whose: str, needed: tuple[str, ...]) -> ModelError:
+    """Why the tensors of a drafter are missing that its config names."""
     if source.pickled:
         return UnsafeCheckpoint(
             f"{source.files[0]}: pickle weights can run code; a drafter is recognised by the headers "
             "of safetensors files, so convert them, allow_pickle does not help"
         )
-    missing = next((name for name in ("fc.weight", FIRST_Q) if name not in source.shapes), None)
+    missing = next((name for name in needed if name not in source.shapes), None)
     if missing:
-        return MissingWeights(
-            f"{source.folder}: the config is an EAGLE-3 head's, but there is no tensor {missing}"
-        )
+        return MissingWeights(f"{source.folder}: the config is {whose}, but there is no tensor {missing}")
     fc, q = source.shapes["fc.weight"], source.shapes[FIRST_Q]
     shapes = f"fc is {list(fc)} and the first q_proj {list(q)}"
-    return ModelError(f"{source.folder}: the config is an EAGLE-3 head's, but {shapes}")
+    return ModelError(f"{source.folder}: the config is {whose}, but {shapes}")
 
 
 def model_summary(checkpoint: Checkpoint) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.dflash_config import DFlashConfig
 from speculon.checkpoints.eagle3_config import (
     Eagle3Config,
     TargetShape,
@@ -104,9 +105,10 @@ def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
     return check_model(family.checkpoint, target)
 
 
-def check_head(head: Eagle3Config, target: Checkpoint) -> tuple[str, ...]:
-    warnings = check_pair(head, TargetShape.of(target))
-    check_offsets(head.path, read_offsets(head), head.vocab_size)
+def check_head(head: Eagle3Config | DFlashConfig, target: Checkpoint) -> tuple[str, ...]:
+    shape = TargetShape.of(target)
+    warnings = check_pair(head, shape)
+    check_offsets(head.path, read_offsets(head), shape.vocab_size)
     return warnings
 
 

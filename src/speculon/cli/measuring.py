@@ -17,7 +17,7 @@ Modes = Annotated[
     typer.Option(
         metavar="LIST",
         help="METHOD:K/POLICY/RULE, of which only METHOD is required: auto, suffix:8, auto:8/solo, "
-        "draft_model:4/rejection. Without POLICY a mode with K is fixed, and one without K runs under "
+        "draft_model:4/block. Without POLICY a mode with K is fixed, and one without K runs under "
         "--policy (default: methods at several K, and auto under three policies)",
     ),
 ]

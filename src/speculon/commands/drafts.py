@@ -23,6 +23,7 @@ COLOURS: Mapping[str, str] = {
     "ngram": "green",
     "draft_model": "cyan",
     "eagle3": "bright_blue",
+    "dflash": "bright_magenta",
     "prediction": "magenta",
     "suffix": "yellow",
 }

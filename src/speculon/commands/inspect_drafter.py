@@ -8,9 +8,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from speculon.checkpoints.eagle3_config import AUTHORS, Eagle3Config
+from speculon.checkpoints.dflash_config import DFlashConfig
+from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.families import Family
 from speculon.checkpoints.headers import Checkpoint
+from speculon.checkpoints.names import AUTHORS
 from speculon.checkpoints.pairing import check_fit
 from speculon.commands.options import as_json_error
 from speculon.commands.screen import EXIT_REFUSED, output, print_json
@@ -26,6 +28,7 @@ WORDS = {
     "attention": "attention",
     "rope": "RoPE",
     "taps": "taps",
+    "block": "block",
     "norms": "norms",
     "own": "of its own",
     "speculative_tokens": "drafts suggested",
@@ -59,7 +62,7 @@ def facts_of(family: Family) -> Facts:
     }
 
 
-def head_facts(config: Eagle3Config) -> Facts:
+def head_facts(config: Eagle3Config | DFlashConfig) -> Facts:
     windows = sorted({window for window in config.windows if window})
     return {
         "format": config.format,
@@ -67,10 +70,11 @@ def head_facts(config: Eagle3Config) -> Facts:
         + (f"window {', '.join(map(str, windows))}" if windows else "full"),
         "rope": ", ".join(f"{name} {value}" for name, value in sorted(config.rope.items())),
         "taps": config.describe_taps(),
+        "block": config.describe_block() if isinstance(config, DFlashConfig) else None,
         "norms": [
             name
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-            if getattr(config, name)
+            if getattr(config, name, False)
         ],
         "own": [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" in config.names],
         "speculative_tokens": config.speculative_tokens,

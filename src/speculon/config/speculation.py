@@ -35,7 +35,7 @@ def known_policy(name: str) -> str:
 
 PolicyName = Annotated[str, AfterValidator(known_policy)]
 MemoryPolicy = Literal["allow", "fallback", "fail"]
-Acceptance = Literal["auto", "matching", "rejection"]
+Acceptance = Literal["auto", "matching", "rejection", "block"]
 
 
 class AdaptiveConfig(Checked):
@@ -80,7 +80,8 @@ class SpeculationConfig(Checked):
     """What drafts (`method`), how many drafts (`policy`, K), and the settings of the methods."""
 
     method: str = Field(
-        "auto", description="what drafts: auto | off | suffix | ngram | draft_model | eagle3, or a plug-in"
+        "auto",
+        description="what drafts: auto | off | suffix | ngram | draft_model | eagle3 | dflash, or a plug-in",
     )
     policy: PolicyName = Field(
         "goodput",
@@ -101,7 +102,7 @@ class SpeculationConfig(Checked):
     )
     acceptance: Acceptance = Field(
         "auto",
-        description="test of sampled drafts: matching | rejection | auto (rejection without a seed)",
+        description="test of sampled drafts: matching | rejection | block | auto (block without a seed)",
     )
     chained_drafts: bool | None = Field(
         None,
@@ -138,7 +139,7 @@ class SpeculationConfig(Checked):
         0.7, ge=0, le=1, description="synthetic: acceptance rate per position"
     )
     draft_min_confidence: float = Field(
-        0.0, ge=0, lt=1, description="draft_model, eagle3: stop drafting after a token below this"
+        0.0, ge=0, lt=1, description="models: stop drafting after a token below this"
     )
     memory_policy: MemoryPolicy = Field(
         "fallback", description="a drafter beyond the memory limit: allow it, fallback to none, or fail"
@@ -154,7 +155,7 @@ class SpeculationConfig(Checked):
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="settings of a plug-in proposer, or of an eagle3 head whose config is wrong",
+        description="settings of a plug-in proposer, or of an eagle3 or dflash drafter whose config is wrong",
     )
 
     @property

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
+# decisions/007: accepts the most drafts; the text depends on them
+WITHOUT_SEED: Literal["rejection", "block"] = "block"
 
 
 class Admission:
@@ -136,7 +138,8 @@ class Admission:
             first = tuple(m for m, value in brought.items() if value and not self._proposers.lacking(m))
         most = speculation.num_speculative_tokens or GIVEN_DRAFTS
         methods = self._proposers.methods_of(first, name)
-        return {method: most if method in first else k for method in methods}, first, off
+        limits = {m: most if m in first else self._proposers.most(m, k) for m in methods}
+        return limits, first, off
 
     def _own_method(self, speculation: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""
@@ -178,12 +181,12 @@ class Admission:
 
     def _acceptance(
         self, speculation: RequestSpeculation, params: SamplingParams
-    ) -> Literal["matching", "rejection"]:
+    ) -> Literal["matching", "rejection", "block"]:
         """The rule for drafts that carry q; with a seed the text must not depend on the drafts."""
         rule = speculation.acceptance or self._config.acceptance
         if rule == "auto":
-            rule = "rejection" if params.seed is None else "matching"
-        return "rejection" if rule == "rejection" and not params.greedy else "matching"
+            rule = WITHOUT_SEED if params.seed is None else "matching"
+        return "matching" if params.greedy else rule
 
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])

@@ -19,6 +19,7 @@ from speculon.config import (
     EngineConfig,
     SamplingParams,
 )
+from speculon.config.speculation import Acceptance
 from speculon.core import Reason, ceil_div
 from speculon.engine.admission import OF_VOCABULARY
 from speculon.errors import InvalidParameter, SpeculonError
@@ -181,7 +182,7 @@ def method(name: str, engine: Engine) -> Capability:
     if name in engine.admission.brings:
         return row("on", "a lookup in what a request brings", drafts=GIVEN_DRAFTS, **most)
     what = "a lookup" if name in proposers.lookups((name,)) else "a model"
-    return row("on", what, drafts=config.most(), **most)
+    return row("on", what, drafts=proposers.most(name, config.most()), **most)
 
 
 def why_lacking(name: str, reason: Reason, engine: Engine) -> str:
@@ -206,15 +207,16 @@ def policies(engine: Engine) -> Rows:
 
 def acceptance(engine: Engine) -> Rows:
     """The rules for drafts that carry probabilities, which lookups do not have."""
-    chosen = (
-        f"{engine.config.speculation.acceptance} where none is named; known are matching, rejection, auto"
-    )
+    known = get_args(Acceptance)
+    chosen = f"{engine.config.speculation.acceptance} where none is named; known are {', '.join(known)}"
     yield "parameters.acceptance", row("on", chosen)
     yield "acceptance.matching", row("on", "each row is sampled, and a draft is accepted while it is equal")
     models = with_probabilities(engine.proposers)
     where = f"sampled requests whose drafts have probabilities ({', '.join(models)})"
     none = "no method with a model is loaded, and drafts of lookups are matched"
-    yield "acceptance.rejection", row("on", where) if models else row("off", none)
+    for rule in known:
+        if rule not in ("auto", "matching"):
+            yield f"acceptance.{rule}", row("on", where) if models else row("off", none)
 
 
 def with_probabilities(proposers: Proposers) -> list[str]:
@@ -332,14 +334,22 @@ def limits(engine: Engine) -> Rows:
 
 
 def room(engine: Engine) -> int:
-    return engine.pool.num_blocks * engine.pool.block_size
+    """The most tokens of a request for which there are pages: any, where those of its windows suffice."""
+    pool = engine.pool
+    tokens = pool.num_blocks * pool.block_size
+    if pool.most(engine.max_context, engine.config.max_batch_tokens) <= pool.num_blocks:
+        return max(tokens, engine.max_context)
+    return tokens
 
 
 def pool_reason(engine: Engine) -> str:
-    config = engine.config
+    config, pool = engine.config, engine.pool
     if config.num_blocks is not None:
         return "set by num_blocks"
-    if engine.pool.num_blocks >= config.max_num_seqs * ceil_div(engine.max_context, config.block_size):
+    each = pool.most(engine.max_context, config.max_batch_tokens)
+    if config.prefix_cache:  # which keeps the pages before the windows, too
+        each = ceil_div(engine.max_context, config.block_size)
+    if pool.num_blocks >= config.max_num_seqs * each:
         return "a full context for each of max_num_seqs"
     return "set by kv_memory_gb" if config.kv_memory_gb else "a part of the memory that was free"
 

@@ -92,10 +92,7 @@ class Engine:
         target.capture(self.proposers.taps)
         own = tuple(layer for needs in drafters for layer in needs.layers)
         snapshots, pages = budget.snapshots(drafters), budget.pages(drafters)
-        reach = joint_reach(target.layers, own)
-        if self.proposers.needs_of_states:  # a draft's states may have to be read from the beginning again
-            reach = None
-        self.pool = pool_of(target, config, pages, snapshots, reach)
+        self.pool = pool_of(target, config, pages, snapshots, joint_reach(target.layers, drafters))
         store = PageStore((*target.layers, *own), pages, config.block_size, target.device)
         draft_states = self._draft_states(self.proposers.needs_of_states)
         states = target.states(self.pool.slots.count)

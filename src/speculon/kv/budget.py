@@ -178,8 +178,7 @@ class Budget:
     def _useful(self, drafters: list[Needs]) -> int:
         """Pages of full contexts; of their windows alone, where no prefix cache keeps the others."""
         config = self._config
-        stays = config.prefix_cache or any(needs.states for needs in drafters)
-        reach = None if stays else joint_reach(self._target.layers, self._layers(drafters))
+        reach = None if config.prefix_cache else joint_reach(self._target.layers, drafters)
         each = most_pages(self._max_context, config.max_batch_tokens, reach, config.block_size)
         return config.max_num_seqs * each
 

@@ -11,7 +11,7 @@ import torch
 
 from speculon.core import Draft, Stop
 from speculon.grammar import LookAheadMatchers
-from speculon.sampling import Row, pick, weigh
+from speculon.sampling import Row, pick, stream_of, weigh
 from speculon.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -23,10 +23,17 @@ Forward = Callable[[list[int], list[list[int]]], "Tensor"]
 
 
 def draft_chain(
-    method: str, seqs: list[Sequence], budgets: list[int], forward: Forward, min_confidence: float
+    method: str,
+    seqs: list[Sequence],
+    budgets: list[int],
+    forward: Forward,
+    min_confidence: float,
+    chances: Callable[[], list[float]] | None = None,
 ) -> list[Draft]:
     """A draft per sequence, one position after the other for all of them; it ends where the drafter is less
     sure than this.
+
+    It is as sure as its own probability of the token; or as `chances` says, of the latest call of `forward`.
     """
     drafts: list[list[int]] = [[] for _ in seqs]
     sure: list[list[float]] = [[] for _ in seqs]
@@ -37,15 +44,17 @@ def draft_chain(
     while active:
         logits = forward(active, drafts)  # [len(active), V]
         bans = ahead.forbid(active, logits.device)
-        rows = [Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), forbidden=bans.get(i)) for i in active]
+        rows = [
+            Row(seqs[i], seqs[i].request.rules, tuple(drafts[i]), stream_of(seqs[i]), bans.get(i))
+            for i in active
+        ]
         weights = weigh(logits, rows)
-        tokens = pick(weights, rows)  # with the target's noise, so that the two agree often
-        chosen = torch.tensor(tokens, device=logits.device)[:, None]
-        confidence = (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
+        tokens = pick(weights, rows)  # with the target's noise where rows are matched: the two agree often
+        confidence = chances() if chances is not None else shares(logits, tokens)
         for row, (i, token, share) in enumerate(zip(active, tokens, confidence, strict=True)):
             drafts[i].append(token)
             sure[i].append(share)
-            if seqs[i].request.acceptance == "rejection":
+            if seqs[i].request.needs_q:
                 probs[i].append(weights[row].softmax(-1))
             stops[i] = why_stop(len(drafts[i]) == budgets[i], ahead.go_on(i, token), share >= min_confidence)
         active = [i for i in active if stops[i] is None]
@@ -53,6 +62,50 @@ def draft_chain(
         Draft(tuple(d), (method,) * len(d), torch.stack(q) if q else None, tuple(c), stop=stop)
         for d, q, c, stop in zip(drafts, probs, sure, stops, strict=True)
     ]
+
+
+def draft_at_once(
+    method: str,
+    seqs: list[Sequence],
+    budgets: list[int],
+    logits: Tensor,  # [sum of budgets, V]
+    min_confidence: float,
+    chances: list[float] | None = None,
+) -> list[Draft]:
+    """The same where no draft depends on those before it: all positions of all sequences in one call.
+
+    For sequences that are `independent`. `chances` replace the drafter's own probabilities.
+    """
+    # the tokens before a row count, and no more than that
+    rows = [
+        Row(seq, seq.request.rules, (0,) * i, stream_of(seq))
+        for seq, k in zip(seqs, budgets, strict=True)
+        for i in range(k)
+    ]
+    weights = weigh(logits, rows)
+    tokens = pick(weights, rows)
+    sure = chances if chances is not None else shares(logits, tokens)
+    drafts, start = [], 0
+    for seq, budget in zip(seqs, budgets, strict=True):
+        unsure = (i + 1 for i in range(budget - 1) if sure[start + i] < min_confidence)
+        end = start + next(unsure, budget)
+        stop = why_stop(end - start == budget, True, False)
+        q = weights[start:end].softmax(-1) if seq.request.needs_q else None
+        names = (method,) * (end - start)
+        drafts.append(Draft(tuple(tokens[start:end]), names, q, tuple(sure[start:end]), stop=stop))
+        start += budget
+    return drafts
+
+
+def independent(seq: Sequence) -> bool:
+    """Whether the sequence's own rules read no draft before a row: neither a grammar nor penalties."""
+    return seq.grammar is None and not seq.request.rules.adjusts
+
+
+def shares(logits: Tensor, tokens: list[int]) -> list[float]:
+    """The probability of each row's token, from logits [B, V]."""
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    return (logits.gather(-1, chosen)[:, 0] - logits.logsumexp(-1)).exp().tolist()
 
 
 def why_stop(full: bool, allowed: bool, sure: bool) -> Stop | None:

@@ -90,6 +90,12 @@ class Proposers:
         own = (method for method in self.chain(name or OFF) if method not in self._lacking)
         return tuple(dict.fromkeys([*brought, *own]))
 
+    def most(self, method: str, k: int) -> int:
+        """`k`, or the most drafts that the method can make in a round, where that is fewer."""
+        proposer = self._built.get(method)
+        most = None if proposer is None else proposer.needs.max_drafts
+        return k if most is None else min(k, most)
+
     def lookups(self, methods: tuple[str, ...]) -> frozenset[str]:
         """Of these methods, those that are built and have no weights."""
         return frozenset(m for m in methods if m in self._built and m not in self._first_layer)
@@ -144,7 +150,9 @@ class Proposers:
         marked as failed and goes on plainly.
         """
         proposer = self._built[method]
-        context = proposer.needs.max_context
+        context, most = proposer.needs.max_context, proposer.needs.max_drafts
+        if most is not None:
+            limits = {i: min(k, most) for i, k in limits.items()}
         if context is not None:
             limits = {i: min(k, context - spans[i].end) for i, k in limits.items()}
         able = [i for i, k in limits.items() if k > 0]

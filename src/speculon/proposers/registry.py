@@ -19,10 +19,11 @@ TABLE: dict[str, str] = {
     "grammar": "speculon.proposers.grammar:Forced.build",
     "draft_model": "speculon.proposers.draft_model:DraftModel.build",
     "eagle3": "speculon.proposers.eagle3:Eagle3Drafter.build",
+    "dflash": "speculon.proposers.dflash:DFlashDrafter.build",
     "synthetic": "speculon.proposers.synthetic:Synthetic.build",
 }
 LOOKUPS = ("suffix",)  # what `auto` asks before any model; docs/decisions/014 says why not ngram too
-WITH_CHECKPOINT = ("draft_model", "eagle3")  # methods that need a `draft`
+WITH_CHECKPOINT = ("draft_model", "eagle3", "dflash")  # methods that need a `draft`
 _registered: dict[str, Factory] = {}
 
 

@@ -95,7 +95,11 @@ class Speculation(Body):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFTS), AS_WHOLE] | None = Field(
         None, description="drafts per round; 0 is off"
     )
-    acceptance: Acceptance | None = None
+    acceptance: Acceptance | None = Field(
+        None,
+        description="test of a model's drafts where tokens are sampled: `matching`, `rejection`, `block` or "
+        "`auto` (`block` without a seed, else `matching`)",
+    )
     chained_drafts: bool | None = Field(
         None, description="whether lookups continue the draft of another method"
     )

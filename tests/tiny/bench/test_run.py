@@ -120,15 +120,16 @@ def test_a_policy_without_a_draft_is_no_error(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_rules_of_acceptance_are_modes(drafting: LLM) -> None:
-    """A draft that agrees with the target exactly is accepted under both; by matching the text is the plain
+    """A draft that agrees with the target exactly is accepted under all; by matching the text is the plain
     one.
     """
-    modes = ("draft_model:3/matching", "draft_model:3/rejection")
+    modes = ("draft_model:3/matching", "draft_model:3/rejection", "draft_model:3/block")
     cells, _ = run(drafting, small(workloads=("prose@0.7",), modes=modes, prompts=2, max_tokens=24))
     by_mode = {cell.mode: cell for cell in cells}
-    matching, rejection = (by_mode[mode] for mode in modes)
+    matching, rejection, block = (by_mode[mode] for mode in modes)
     assert (matching.different, matching.rejection) == (0, False)
-    assert rejection.rejection and matching.reached == rejection.reached == 1
+    assert rejection.rejection and block.rejection and block.different == 2
+    assert matching.reached == rejection.reached == block.reached == 1
 
 
 def test_transformers_gets_the_same_columns(folder: Path) -> None:

@@ -57,6 +57,7 @@ def test_the_command_passes_and_writes(folder: Path, draft: Path, tmp_path: Path
         text.startswith("**passed: ")
         and "| same seed, planted errors |" in text
         and "| rejection, planted errors |" in text
+        and "| block, planted errors |" in text
     )
     assert report["model"]["speculation"] == {
         "method": "draft_model",

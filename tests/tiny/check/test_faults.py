@@ -46,19 +46,12 @@ def test_a_sound_engine_passes(sound: Findings) -> None:
         assert one.texts == (3 if one.label.startswith("greedy") else 4)
         assert bool(one.failures) == (one.role == "control"), one.label
         assert one.identical + len(one.ties) + len(one.failures) == one.texts
-    null, matching, matching_control, rejection, rejection_control = sound.sampled
-    assert not null.confirmed and not matching.confirmed and not rejection.confirmed
-    assert matching_control.found and rejection_control.found
-    assert (
-        min(
-            matching.work.rounds,
-            matching.work.accepted,
-            rejection.work.by_rejection,
-            rejection_control.work.planted,
-        )
-        > 0
-    )
-    assert matching.work.by_rejection == null.work.rounds == matching.work.planted == 0
+    null, matching, matching_control, rejection, rejection_control, block, block_control = sound.sampled
+    assert not any(one.confirmed for one in (null, matching, rejection, block))
+    assert matching_control.found and rejection_control.found and block_control.found
+    assert min(matching.work.rounds, matching.work.accepted, rejection.work.by_q, block.work.by_q) > 0
+    assert min(rejection_control.work.planted, block_control.work.planted) > 0
+    assert matching.work.by_q == null.work.rounds == matching.work.planted == 0
     assert matching.runs == (128, 64) and matching.cells == 5 == CheckPlan(**SMALL).cells
 
 
@@ -78,17 +71,24 @@ def test_a_wrong_match_fails(
 def test_a_coin_that_always_accepts_fails_in_distribution_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """q in place of p, and only where drafts are judged by rejection."""
+    """q in place of p, and only where drafts are judged with q."""
     monkeypatch.setattr(verifying, "flip", lambda p, q, rows: torch.ones_like(p, dtype=torch.bool))
     found = check(llm, CheckPlan(**SMALL))
-    assert found.outcome == "failed" and len(found.problems) == 1
-    assert (
-        found.problems[0].startswith("rejection: another distribution, twice: ")
-        and "p = " in found.problems[0]
-    )
+    assert found.outcome == "failed" and len(found.problems) == 2
+    for rule, problem in zip(("rejection", "block"), found.problems, strict=True):
+        assert problem.startswith(f"{rule}: another distribution, twice: ") and "p = " in problem
     assert found.sampled[3].again is not None and found.sampled[3].again.cells == len(
         found.sampled[3].rejected
     )
+
+
+def test_block_verification_without_p_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every ratio p / q counts as 1, so that every draft is accepted."""
+    ratios = verifying.joint_ratios
+    monkeypatch.setattr(verifying, "joint_ratios", lambda p, q, lengths: ratios(q, q, lengths))
+    found = check(llm, CheckPlan(**SMALL))
+    assert found.outcome == "failed" and len(found.problems) == 1
+    assert found.problems[0].startswith("block: another distribution, twice: ")
 
 
 def test_noise_of_the_wrong_position_fails_with_the_same_seed_alone(

@@ -149,5 +149,5 @@ def test_no_table_is_cut_off(sound: Findings, width: int) -> None:
         replace(one, work=work, again=replace(one, label=f"{one.label}, again")) for one in sound.sampled
     ]
     tables = [table for table, _ in terminal(replace(sound, exact=exact, sampled=sampled))]
-    assert [table.row_count for table in tables] == [6, 10, 13] and cut_off(tables, width) == []
+    assert [table.row_count for table in tables] == [6, 14, 17] and cut_off(tables, width) == []
     assert "rejection, planted errors, again" in on_screen(tables, 200)

@@ -1,0 +1,109 @@
+"""DFlash and DSpark as a reference formula: dense attention, no pages, no batch, one block at a time.
+
+`drafter` is a `dflash_checkpoints.Drafter`. Keys of a layer are those of the target's states at positions 0
+to n - 1 and those of the block's own rows, in this order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.tiny.dflash_checkpoints import MASK, Drafter
+from tests.tiny.eagle_reference import rms, rotate
+
+
+def reference_states(drafter: Drafter, anchor: int, taps: Tensor, rows: int, embed: Tensor) -> Tensor:
+    """The normed states [rows, H] of a block after n positions with true taps [n, k * Ht]."""
+    tensors, eps = drafter.tensors, drafter.eps
+    context = rms(F.linear(taps, tensors["fc.weight"]), tensors["hidden_norm.weight"], eps)
+    z = tensors.get("embed_tokens.weight", embed)[torch.tensor([anchor] + [MASK] * (rows - 1))]
+    for layer in range(drafter.layers):
+        at = f"layers.{layer}."
+        z = z + attend(drafter, layer, context, rms(z, tensors[f"{at}input_layernorm.weight"], eps))
+        x = rms(z, tensors[f"{at}post_attention_layernorm.weight"], eps)
+        gate, up, down = (tensors[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        z = z + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    return rms(z, tensors["norm.weight"], eps)
+
+
+def attend(drafter: Drafter, layer: int, context: Tensor, s: Tensor) -> Tensor:
+    n, rows, tensors, at = len(context), len(s), drafter.tensors, f"layers.{layer}.self_attn."
+
+    def project(x: Tensor, name: str, heads: int) -> Tensor:  # [heads, T, D]
+        weight, bias = tensors[f"{at}{name}_proj.weight"], tensors.get(f"{at}{name}_proj.bias")
+        x = F.linear(x, weight, bias).view(len(x), heads, drafter.head_dim).transpose(0, 1)
+        norm = tensors.get(f"{at}{name}_norm.weight")
+        return x if norm is None else rms(x, norm, drafter.eps)
+
+    rope = {"rope_theta": drafter.rope_theta}
+    both, positions = torch.cat([context, s]), torch.arange(n + rows)
+    groups = drafter.heads // drafter.kv_heads
+    q = rotate(project(s, "q", drafter.heads), positions[n:], rope)
+    k = rotate(project(both, "k", drafter.kv_heads), positions, rope).repeat_interleave(groups, 0)
+    v = project(both, "v", drafter.kv_heads).repeat_interleave(groups, 0)
+    seen = [[drafter.sees(layer, n, row, position) for position in range(n + rows)] for row in range(rows)]
+    scores = (q @ k.mT / math.sqrt(drafter.head_dim)).masked_fill(~torch.tensor(seen), -math.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(rows, -1)
+    return F.linear(mixed, tensors[f"{at}o_proj.weight"], tensors.get(f"{at}o_proj.bias"))
+
+
+def greedy(logits: Tensor, before: list[int]) -> int:
+    return int(logits.argmax())
+
+
+def reference_drafts(
+    drafter: Drafter,
+    anchor: int,
+    states: Tensor,
+    lm_head: Tensor,
+    choose: Callable[[Tensor, list[int]], int] = greedy,
+) -> tuple[list[int], list[Tensor], list[float]]:
+    """Drafts of the rows that draft, with their logits [V] and chances; `states` [rows, H] are those of the
+    whole block, and `choose` takes the logits of a row and the drafts before it.
+    """
+    tensors, rank = drafter.tensors, drafter.rank
+    head, state = tensors.get("lm_head.weight", lm_head), torch.zeros(rank)
+    drafts, logits, chances, before = [], [], [], anchor
+    for h in states if drafter.from_anchor else states[1:]:
+        scores, e = head @ h, None
+        if drafter.markov:
+            e = tensors["markov_head.markov_w1.weight"][before]
+            latent, state = markov_latent(drafter, e, h, state)
+            scores = scores + tensors["markov_head.markov_w2.weight"] @ latent
+        if "d2t" in tensors:
+            whole = torch.full((drafter.vocab_size,), -math.inf)
+            for j, offset in enumerate(tensors["d2t"].tolist()):
+                whole[j + offset] = scores[j]
+            scores = whole
+        before = choose(scores, drafts)
+        drafts.append(before)
+        logits.append(scores)
+        chances.append(chance_of(drafter, h, e, float(scores.softmax(-1)[before])))
+    return drafts, logits, chances
+
+
+def markov_latent(drafter: Drafter, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What w2 takes, and the next state."""
+    tensors = drafter.tensors
+    if drafter.markov == "gated":
+        weight, bias = (tensors[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
+        return torch.sigmoid(weight @ torch.cat([h, e]) + bias) * e, state
+    if drafter.markov == "rnn":
+        weight, bias = (tensors[f"markov_head.joint_proj.{name}"] for name in ("weight", "bias"))
+        g, c, o = (weight @ torch.cat([state, e, h]) + bias).split(drafter.rank)
+        return torch.tanh(o), torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * torch.tanh(c)
+    return e, state
+
+
+def chance_of(drafter: Drafter, h: Tensor, e: Tensor | None, share: float) -> float:
+    """What a confidence head says, else the share of the draft's probability."""
+    weight = drafter.tensors.get("confidence_head.proj.weight")
+    if weight is None:
+        return share
+    x = h if e is None or weight.shape[1] == len(h) else torch.cat([h, e])
+    return float(torch.sigmoid(weight[0] @ x + drafter.tensors["confidence_head.proj.bias"][0]))
