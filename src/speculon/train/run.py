@@ -13,7 +13,6 @@ from torch import nn
 from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter
 from speculon.models.tokenizer import load_tokenizer
-from speculon.proposers.registry import known_methods
 from speculon.text import Tokenizer
 from speculon.train.data import Document, Rows, read_documents, split
 from speculon.train.dataset import Dataset
@@ -75,11 +74,8 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
     method.write(drafter, teacher, settings.target, settings.out)
     record = record_of(settings, trainer, identity, documents, rows)
     write_json(settings.out / "training.json", record)
-    speculation = method.speculation(settings.out)
-    if settings.eval_prompts and held and speculation["method"] not in known_methods():
-        progress.tell(f"not evaluated: no proposer is named {speculation['method']}")
-    elif settings.eval_prompts and held:
-        record["evaluation"] = evaluate(speculation, settings, held, progress)
+    if settings.eval_prompts and held:
+        record["evaluation"] = evaluate(method.speculation(settings.out), settings, held, progress)
         write_json(settings.out / "training.json", record)
     return Done(trainer.step, record)
 
