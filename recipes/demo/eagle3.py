@@ -10,6 +10,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from data import Corpus, load_tokenizer, write_atomically
@@ -33,13 +34,13 @@ OPTIONS = {
 }
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The command line; what it does not know is handed to `speculon train eagle3`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_arguments(about: str, work: str) -> tuple[argparse.Namespace, list[str]]:
+    """The command line; what it does not know is handed to `speculon train`."""
+    parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
     add("--target", type=Path, required=True, help="folder of the target model")
-    add("--out", type=Path, required=True, help="folder of the finished head")
-    add("--work", type=Path, default=Path("build/eagle3"), help="folder of data, checkpoint and log")
+    add("--out", type=Path, required=True, help="folder of the finished drafter")
+    add("--work", type=Path, default=Path(work), help="folder of data, checkpoint and log")
     add(
         "--texts-work",
         type=Path,
@@ -93,33 +94,28 @@ def write_lines(file: Path, records: list[dict]) -> None:
     write_atomically(file, "".join(json.dumps(record) + "\n" for record in records).encode())
 
 
-def main() -> None:
-    args, more = parse_arguments()
+def train(
+    method: str, own: dict[str, object], about: str, finish: Callable[[argparse.Namespace, int], None]
+) -> None:
+    """Lays out the data, runs `speculon train METHOD` with the options `own`, and writes the card."""
+    args, more = parse_arguments(about, f"build/{method}")
     learn, held, file_tokens = lay_out(args)
     options = {
-        **OPTIONS,
+        **own,
+        "target": args.target,
+        "out": args.out,
         "minutes": args.minutes,
         "seed": args.seed,
         "work": args.work / "run",
         "eval-data": held,
         "data": learn,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "speculon.cli",
-        "train",
-        "eagle3",
-        "--target",
-        str(args.target),
-        "--out",
-        str(args.out),
-    ]
+    command = [sys.executable, "-m", "speculon.cli", "train", method]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))] + more
     if code := subprocess.run(command).returncode:
         raise SystemExit(code)
-    finish(args.out, args.stdlib, file_tokens)
+    finish(args, file_tokens)
 
 
 if __name__ == "__main__":
-    main()
+    train("eagle3", OPTIONS, __doc__, finish)

@@ -1,5 +1,6 @@
 """The head's card, and its record without this machine's paths."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -48,8 +49,9 @@ The other options were the recipe's own; `training.json` beside this file lists 
 """
 
 
-def finish(folder: Path, stdlib: Path, files: int) -> None:
+def finish(args: argparse.Namespace, files: int) -> None:
     """README.md, and training.json with the corpus in the place of paths."""
+    folder = args.out
     record = json.loads((folder / "training.json").read_bytes())
     config = json.loads((folder / "config.json").read_bytes())
     config["speculators_config"]["verifier"]["name_or_path"] = "demo"
@@ -73,17 +75,20 @@ def finish(folder: Path, stdlib: Path, files: int) -> None:
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
     )
-    shown = {
-        name: value
-        for name, value in settings.items()
-        if name not in ("target", "data", "eval_data", "out", "work")
-    }
+    facts = tidied(record, args.stdlib, files, "head")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def tidied(record: dict, stdlib: Path, files: int, form: str) -> dict:
+    """The record with the corpus in the place of paths, and the drafter's own settings as `form`."""
+    settings = record["settings"]
+    paths = ("target", "data", "eval_data", "out", "work")
+    shown = {name: value for name, value in settings.items() if name not in paths}
     kept = {name: value for name, value in record.items() if name not in ("settings", "form")}
     kept["sessions"] = [
         {name: value for name, value in one.items() if name != "argv"} for one in record["sessions"]
     ]
-    head = {name: value for name, value in record["form"].items() if name not in settings}
-    facts = {**kept, "settings": shown, "head": head, "file_tokens": files, "corpus": manifest(stdlib)}
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    own = {name: value for name, value in record["form"].items() if name not in settings}
+    return {**kept, "settings": shown, form: own, "file_tokens": files, "corpus": manifest(stdlib)}

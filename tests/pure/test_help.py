@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from speculon.cli import app
 from speculon.commands.sections import BY_NAME, FIRST
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
 
 COMMANDS = [
     *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["replay"], ["advise"], ["check"]),
-    *(["train", "eagle3"], ["train", "draft"]),
+    *(["train", method] for method in ("eagle3", "draft", "dflash", "dspark")),
 ]
 LINES = 85  # of a short page at 80 columns; all options take up to 300
 MODELS = (
     *(SamplingParams, SpeculationConfig, EngineConfig, ServeConfig),
-    *(TrainSettings, HeadSettings, DraftSettings),
+    *(TrainSettings, HeadSettings, DraftSettings, FlashSettings, SparkSettings),
 )
 
 

@@ -320,7 +320,9 @@ def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPat
     ("changes", "form", "words"),
     [
         pytest.param({"length": 2048}, {}, "length = 2048: the target reaches 1024", id="beyond the context"),
-        pytest.param({"length": 16}, {"ttt": 8}, "more than twice the 8 steps", id="row too short"),
+        pytest.param(
+            {"length": 16}, {"ttt": 8}, "more than twice the 8 tokens of a draft", id="row too short"
+        ),
         pytest.param({}, {"taps": "0,2"}, "taps = 2: the target has 2 layers", id="tap out of range"),
         pytest.param({}, {"draft_vocab": 10**6}, "draft_vocab = 1000000: the target has", id="vocabulary"),
         pytest.param({}, {"heads": 3}, "heads = 3: a multiple of kv_heads, 2", id="heads"),

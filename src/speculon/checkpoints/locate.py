@@ -9,7 +9,12 @@ from pathlib import Path
 from speculon.errors import ModelNotFound
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
-SHIPPED = {"demo": DEMO / "target", "demo-draft": DEMO / "draft", "demo-eagle3": DEMO / "eagle3"}
+SHIPPED = {
+    "demo": DEMO / "target",
+    "demo-draft": DEMO / "draft",
+    "demo-eagle3": DEMO / "eagle3",
+    "demo-dflash": DEMO / "dflash",
+}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

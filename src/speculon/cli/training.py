@@ -7,7 +7,7 @@ import typer
 from speculon.cli.app import PAGE, Json, app, command
 from speculon.commands.options import Given, settings_from
 from speculon.commands.sections import TRAIN, Commands
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
 
 trainer = typer.Typer(
     cls=Commands,
@@ -41,3 +41,27 @@ def train_draft(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
     from speculon.commands.train import run
 
     run("draft", given, as_json)
+
+
+@command(TRAIN, trainer, "dflash")
+@settings_from(TrainSettings, FlashSettings)
+def train_dflash(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Train a DFlash block drafter, which drafts a block of tokens in one call.
+
+    After an interruption the same command resumes.
+    """
+    from speculon.commands.train import run
+
+    run("dflash", given, as_json)
+
+
+@command(TRAIN, trainer, "dspark")
+@settings_from(TrainSettings, SparkSettings)
+def train_dspark(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Train a DSpark block drafter: DFlash with a Markov and a confidence head.
+
+    After an interruption the same command resumes.
+    """
+    from speculon.commands.train import run
+
+    run("dspark", given, as_json)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.core import TyperCommand, TyperGroup
 
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.train.settings import DraftSettings, HeadSettings, TrainSettings
+from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
 
 WIDTH = 100  # columns of a help page at most
 WHOLE = "speculon.help_all"
@@ -28,6 +28,8 @@ BY_MODEL: Mapping[type[BaseModel], str] = {
     TrainSettings: "Training",
     HeadSettings: "Head",
     DraftSettings: "Draft model",
+    FlashSettings: "Block drafter",
+    SparkSettings: "Block drafter",
 }
 BY_NAME: Mapping[str, str] = {
     "model": COMMON,
@@ -41,7 +43,7 @@ BY_NAME: Mapping[str, str] = {
 FIRST = frozenset(
     "model draft method policy num_speculative_tokens temperature top_p max_tokens seed stop device dtype "
     "threads max_context kv_memory_gb max_num_seqs memory_limit_gb host port api_key target data out "
-    "regenerate steps minutes layers hidden".split()
+    "regenerate steps minutes layers hidden block".split()
 )
 
 

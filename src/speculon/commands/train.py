@@ -13,12 +13,24 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from speculon.checked import Checked
 from speculon.commands.options import Given, pick
 from speculon.commands.screen import bar, counting, errors, output, print_json
-from speculon.train.settings import STEPS, DraftSettings, HeadSettings, TrainSettings
+from speculon.train.settings import (
+    STEPS,
+    DraftSettings,
+    FlashSettings,
+    HeadSettings,
+    SparkSettings,
+    TrainSettings,
+)
 
 EXIT_STOPPED = 130
 WHOLE = 10_000  # steps of the bar
 PLACE = "{task.percentage:.0f} %  {task.description}"
-FORMS: Mapping[str, type[Checked]] = {"eagle3": HeadSettings, "draft": DraftSettings}
+FORMS: Mapping[str, type[Checked]] = {
+    "eagle3": HeadSettings,
+    "draft": DraftSettings,
+    "dflash": FlashSettings,
+    "dspark": SparkSettings,
+}
 
 
 class Screen:

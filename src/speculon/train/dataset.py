@@ -38,11 +38,11 @@ class Dataset:
             self.cached = torch.from_file(str(file), True, size, dtype=teacher.precision).view(shape)
             self.valid = torch.from_file(str(valid), True, self.room, dtype=torch.uint8)
 
-    def batch(self, chosen: Seq[int]) -> Batch:
+    def batch(self, chosen: Seq[int], draw: int = 0) -> Batch:
         device = self.teacher.device
         ids = torch.from_numpy(self.rows.ids[list(chosen)].astype(np.int64)).to(device)
         weights = torch.from_numpy(self.rows.weights[list(chosen)]).to(device)
-        return self.teacher.batch(ids, weights, self._states(chosen, ids))
+        return self.teacher.batch(ids, weights, self._states(chosen, ids), draw)
 
     def _states(self, chosen: Seq[int], ids: Tensor) -> Tensor:  # [B, T, (k + 1) * Ht]
         missing = [place for place, row in enumerate(chosen) if not self._is_cached(row)]

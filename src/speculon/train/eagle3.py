@@ -61,10 +61,7 @@ class Eagle3Training:
 
 def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:
     config = teacher.config
-    heads = settings.heads or config.num_attention_heads
-    kv_heads = settings.kv_heads or (min(heads, getattr(config, "num_key_value_heads", heads)))
-    if heads % kv_heads:
-        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
+    heads, kv_heads = attention_heads(settings.heads, settings.kv_heads, config)
     intermediate = settings.intermediate or getattr(config, "intermediate_size", None) or 4 * teacher.width
     rope = getattr(config, "rope_parameters", None) or {}
     return HeadForm(
@@ -84,6 +81,15 @@ def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
     )
+
+
+def attention_heads(heads: int | None, kv_heads: int | None, config: Any) -> tuple[int, int]:
+    """Heads and key-value heads, the target's where not given. Raises InvalidParameter."""
+    heads = heads or config.num_attention_heads
+    kv_heads = kv_heads or min(heads, getattr(config, "num_key_value_heads", None) or heads)
+    if heads % kv_heads:
+        raise InvalidParameter("heads", heads, f"a multiple of kv_heads, {kv_heads}")
+    return heads, kv_heads
 
 
 def most_used(rows: Rows, count: int | None, teacher: Teacher) -> torch.Tensor:

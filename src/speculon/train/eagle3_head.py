@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speculon.train.layers import MLP, Norm, rope_table, rotate, small_random
 from speculon.train.losses import attention, kl
 from speculon.train.teacher import Batch
 
@@ -34,17 +35,6 @@ class HeadForm:
     norm_output: bool
 
 
-class Norm(nn.Module):
-    """RMSNorm in fp32, whatever the precision of products."""
-
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, form: HeadForm, width: int):
         super().__init__()
@@ -67,18 +57,6 @@ class SelfAttention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, form: HeadForm):
-        super().__init__()
-        self.gate_proj = nn.Linear(form.hidden, form.intermediate, bias=False)
-        self.up_proj = nn.Linear(form.hidden, form.intermediate, bias=False)
-        self.down_proj = nn.Linear(form.intermediate, form.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
-
-
 class Layer(nn.Module):
     """The first layer reads embedding and hidden state side by side; the others are a llama's."""
 
@@ -89,7 +67,7 @@ class Layer(nn.Module):
         self.hidden_norm = Norm(form.hidden, form.eps) if first else None
         self.self_attn = SelfAttention(form, form.hidden * (1 + first))
         self.post_attention_layernorm = Norm(form.hidden, form.eps)
-        self.mlp = MLP(form)
+        self.mlp = MLP(form.hidden, form.intermediate)
 
     def forward(
         self, x: Tensor, embedded: Tensor, rope: tuple[Tensor, Tensor], past: list[tuple[Tensor, Tensor]]
@@ -124,11 +102,7 @@ class Eagle3Head(nn.Module):
     @torch.no_grad()
     def start_from(self, embed: Tensor, norm: Tensor | None, head: Tensor, used: Tensor) -> None:
         """Small random matrices; embeddings, last norm and output head are the target's."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                nn.init.zeros_(parameter)
+        small_random(self)
         self.embed, self.used = embed.detach().float(), used
         if norm is not None:
             self.norm.weight.copy_(norm)
@@ -191,16 +165,3 @@ class Eagle3Head(nn.Module):
         for k, normed in enumerate(self.hiddens(batch.ids, batch.taps)):
             at = slice(k + 1, k + 1 + rows)
             yield normed, batch.p[:, at], batch.entropy[:, at], batch.weights[:, at]
-
-
-def rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, dim]."""
-    rates = theta ** -(torch.arange(0, dim, 2, device=device).float() / dim)
-    angles = torch.outer(torch.arange(length, device=device).float(), rates).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [B, H, N, D] in half-split form."""
-    left, right = x.chunk(2, -1)
-    return (x * cos + torch.cat([-right, left], -1) * sin).to(x.dtype)

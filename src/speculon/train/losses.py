@@ -40,13 +40,15 @@ class HeadKL(torch.autograd.Function):
             log_total = logits.amax(-1) - q.amax(-1).log()  # where q is largest, log q = logit - log_total
             cross = log_total - (p * logits).sum(-1)  # -sum p log q, since sum p = 1
             slope = q.sub_(p).mul_(share[:, None]).to(p.dtype)
-            ctx.save_for_backward((slope @ w).to(hidden.dtype), (slope.T @ h).to(head.dtype))
+            for_head = (slope.T @ h).to(head.dtype) if ctx.needs_input_grad[1] else None  # None: frozen
+            ctx.save_for_backward((slope @ w).to(hidden.dtype), for_head)
             return ((cross - entropy) * share).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         for_hidden, for_head = ctx.saved_tensors
-        return gradients[0] * for_hidden, gradients[0] * for_head, None, None, None
+        by_head = None if for_head is None else gradients[0] * for_head
+        return gradients[0] * for_hidden, by_head, None, None, None
 
 
 def attention_reference(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:

@@ -9,17 +9,19 @@ from typing import Any, Protocol
 from torch import nn
 
 from speculon.train.data import Rows
+from speculon.train.dflash import DFlashTraining, DSparkTraining
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Training
-from speculon.train.teacher import Teacher
+from speculon.train.teacher import Taps, Teacher
 
 
 class TrainingMethod(Protocol):
-    """What `train eagle3` and `train draft` differ in."""
+    """What the commands of `speculon train` differ in."""
 
     method: str
-    taps: tuple[int, ...] | None
 
+    @property
+    def taps(self) -> Taps: ...
     @property
     def settings(self) -> Any: ...
     @property
@@ -33,4 +35,6 @@ class TrainingMethod(Protocol):
 METHODS: Mapping[str, Callable[[Any], TrainingMethod]] = {
     "eagle3": Eagle3Training,
     "draft": DraftModelTraining,
+    "dflash": DFlashTraining,
+    "dspark": DSparkTraining,
 }

@@ -13,6 +13,7 @@ from speculon.train.settings import TrainSettings
 
 # AdamW at 1e-4 is usual for heads of width 4096
 REFERENCE_WIDTH, REFERENCE_LR, MOST_LR = 4096, 1e-4, 2e-3
+OUTER = ("lm_head", "embed", "markov_head", "confidence_head")  # matrices that Muon does not suit
 
 
 def grouped(parameters: list[nn.Parameter], rate: float, decay: float) -> list[dict[str, Any]]:
@@ -39,11 +40,7 @@ def muon(module: nn.Module, settings: TrainSettings, width: int) -> list[torch.o
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer = 'muon': PyTorch has it from 2.9 on, this is {torch.__version__}")
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    inner = [
-        p
-        for name, p in named.items()
-        if p.ndim == 2 and not any(word in name for word in ("lm_head", "embed"))
-    ]
+    inner = [p for name, p in named.items() if p.ndim == 2 and not any(word in name for word in OUTER)]
     ours = {id(p) for p in inner}
     rate = peak_rate(settings, width)
     rest = grouped([p for p in named.values() if id(p) not in ours], rate, settings.weight_decay)

@@ -113,9 +113,7 @@ def refuse_too_long(length: int, spare: int, teacher: Teacher) -> None:
     if limit is not None and length > limit:
         raise InvalidParameter("length", length, f"the target reaches {limit} tokens")
     if length <= 2 * spare:
-        raise InvalidParameter(
-            "length", length, f"more than twice the {spare} steps of the training-time test"
-        )
+        raise InvalidParameter("length", length, f"more than twice the {spare} tokens of a draft in training")
 
 
 def end_of(teacher: Teacher, tokens: Tokenizer) -> int | None:

@@ -126,12 +126,7 @@ class HeadSettings(Checked):
     @field_validator("taps")
     @classmethod
     def _are_layers(cls, value: str | None) -> str | None:
-        parts = [] if value is None else [part.strip() for part in value.split(",")]
-        if not all(part == "-1" or part.isdecimal() for part in parts):
-            raise ValueError("layer numbers with commas between, from -1 (the embeddings)")
-        if sorted(set(map(int, parts))) != list(map(int, parts)):
-            raise ValueError("each layer once, in rising order")
-        return value
+        return checked_taps(value)
 
     @model_validator(mode="after")
     def _one_norm(self) -> HeadSettings:
@@ -141,12 +136,62 @@ class HeadSettings(Checked):
 
     @property
     def tap_ids(self) -> tuple[int, ...] | None:
-        return None if self.taps is None else tuple(int(part) for part in self.taps.split(","))
+        return numbers_of(self.taps)
 
     @property
     def norm_all(self) -> bool:
         """Whether one norm is over all taps."""
         return self.norm_before_fc and not self.fc_norm
+
+
+class BlockShape(Checked):
+    """The shape of a block drafter, and what it learns from a row. None means the target's number."""
+
+    taps: str | None = Field(None, description="tapped target layers, as 1,9,17 (None: five, evenly spread)")
+    block: int = Field(16, ge=2, le=64, description="rows of a block: the last token, then masks")
+    anchors: int = Field(64, ge=1, le=4096, description="blocks that are learned in each row")
+    gamma: float | None = Field(
+        None, gt=0, description="drafts over which a draft's loss weight falls by e (None: half a block)"
+    )
+    mask_token: int | None = Field(
+        None, ge=0, description="id of the token for masked rows (None: padding, else the end)"
+    )
+    layers: int = Field(5, ge=1, le=32, description="layers of the drafter")
+    intermediate: int | None = Field(None, ge=1, description="width of its MLP")
+    heads: int | None = Field(None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(None, ge=1, description="key-value heads")
+
+    @field_validator("taps")
+    @classmethod
+    def _are_layers(cls, value: str | None) -> str | None:
+        return checked_taps(value)
+
+    @property
+    def tap_ids(self) -> tuple[int, ...] | None:
+        return numbers_of(self.taps)
+
+    @property
+    def decay_length(self) -> float:
+        """`gamma`, or its default."""
+        return self.gamma or self.block / 2
+
+
+class FlashSettings(BlockShape):
+    """A DFlash block drafter."""
+
+    loss: Literal["kl", "ce"] = Field(
+        "kl", description="learn the target's probabilities (kl), or the tokens of the text (ce)"
+    )
+
+
+class SparkSettings(BlockShape):
+    """A DSpark block drafter."""
+
+    block: int = Field(7, ge=2, le=64, description="rows of a block: the last token, then masks")
+    markov_rank: int = Field(256, ge=1, description="rank of the bias by the token before")
+    confidence: float = Field(
+        1.0, ge=0, description="loss weight of the confidence head; 0: without such a head"
+    )
 
 
 class DraftSettings(Checked):
@@ -157,3 +202,17 @@ class DraftSettings(Checked):
     intermediate: int | None = Field(None, ge=1, description="width of its MLP")
     heads: int | None = Field(None, ge=1, description="attention heads")
     kv_heads: int | None = Field(None, ge=1, description="key-value heads")
+
+
+def checked_taps(value: str | None) -> str | None:
+    """The text of `--taps` itself. Raises ValueError."""
+    parts = [] if value is None else [part.strip() for part in value.split(",")]
+    if not all(part == "-1" or part.isdecimal() for part in parts):
+        raise ValueError("layer numbers with commas between, from -1 (the embeddings)")
+    if sorted(set(map(int, parts))) != list(map(int, parts)):
+        raise ValueError("each layer once, in rising order")
+    return value
+
+
+def numbers_of(taps: str | None) -> tuple[int, ...] | None:
+    return None if taps is None else tuple(int(part) for part in taps.split(","))

@@ -16,6 +16,7 @@ from speculon.models.load import load_config, load_model, pick_device, pick_dtyp
 from speculon.models.quiet import quiet
 from speculon.train.data import digest
 
+Taps = tuple[int, ...] | int | None  # layers; so many of them, evenly spread; a low, a middle, a high one
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -29,12 +30,13 @@ class Batch:
     p: Tensor  # [B, T, Vd], over the tokens that can be drafted
     entropy: Tensor  # [B, T], of p
     best: Tensor  # [B, T], the target's best token
+    draw: int = 0  # seed of what a drafter draws for this batch
 
 
 class Teacher:
     """A stock model, its taps and its logits. `used` [Vd] are the tokens that can be drafted."""
 
-    def __init__(self, path: str, taps: tuple[int, ...] | None, precision: str, device: str):
+    def __init__(self, path: str, taps: Taps, precision: str, device: str):
         with quiet():
             checkpoint = read_checkpoint(locate(path))
             refuse_unsafe(checkpoint, allow_pickle=False)
@@ -117,7 +119,7 @@ class Teacher:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     @torch.no_grad()
-    def batch(self, ids: Tensor, weights: Tensor, states: Tensor) -> Batch:
+    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, draw: int = 0) -> Batch:
         """A batch to learn from. Positions whose best token cannot be drafted get weight 0."""
         taps, last = states[..., : -self.width], states[..., -self.width :]
         logits = self.logits(last)
@@ -129,7 +131,8 @@ class Teacher:
         logits = logits.float()
         p = logits.softmax(-1)
         log_total = logits.amax(-1) - p.amax(-1).log()
-        return Batch(ids, weights, taps, p.to(self.precision), log_total - (p * logits).sum(-1), best)
+        entropy = log_total - (p * logits).sum(-1)
+        return Batch(ids, weights, taps, p.to(self.precision), entropy, best, draw)
 
     def _refuse_other_logits(self) -> None:
         """Raises UnsupportedModel where its logits are not its head over the last hidden state."""
@@ -152,10 +155,19 @@ def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
     return found[0]
 
 
-def tap_ids(requested: tuple[int, ...] | None, layers: int) -> tuple[int, ...]:
-    """Tapped layers (-1: embeddings): the requested ones, or a low, a middle and a high one."""
+def tap_ids(requested: Taps, layers: int) -> tuple[int, ...]:
+    """Tapped layers (-1: embeddings): the requested ones, so many evenly spread, or EAGLE-3's three."""
     if requested is None:
         return tuple(sorted({max(-1, min(layer, layers - 1)) for layer in (1, layers // 2 - 1, layers - 4)}))
+    if isinstance(requested, int):
+        return spread(requested, layers)
     if wrong := [tap for tap in requested if not -1 <= tap < layers]:
         raise InvalidParameter("taps", wrong[0], f"the target has {layers} layers, so -1 to {layers - 1}")
     return requested
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """`count` layers from the second to the third from the top, evenly spread, as DFlash taps them."""
+    if count == 1 or layers < 5:
+        return (layers // 2,)
+    return tuple(sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)}))

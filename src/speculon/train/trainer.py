@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,7 @@ class Trainer:
         settings = self.settings
         rate = schedule(self.progress, settings.warmup)
         chosen = self.dataset.rows.chosen(settings.seed, self.step, settings.rows)
-        batch = self.dataset.batch(chosen)
+        batch = self.dataset.batch(chosen, seed_of(settings.seed, self.step))
         with self.dataset.teacher.autocast():
             loss = self.drafter.loss(batch)
         loss.backward()
@@ -189,6 +190,11 @@ def refuse_other_run(settings: TrainSettings, identity: Mapping[str, Any]) -> No
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
         temporary.replace(file)
+
+
+def seed_of(seed: int, step: int) -> int:
+    """The seed of what a drafter draws in a step: the same in a resumed run."""
+    return random.Random(f"{seed}:{step}").getrandbits(63)
 
 
 def schedule(progress: float, warmup: float) -> float:

@@ -1,0 +1,98 @@
+"""The block drafter's card, and its record without this machine's paths."""
+
+import argparse
+import json
+
+from eagle3_card import tidied
+
+CARD = """---
+license: other
+license_name: psf-2.0
+license_link: https://docs.python.org/3/license.html
+language: code
+library_name: speculon
+tags: [python, speculative-decoding, dflash, demo]
+---
+
+# speculon demo block drafter
+
+{layers} layers, {millions:.1f} M parameters: it reads the hidden states of the demo target beside it and \
+drafts for it, {drafts} tokens in one call; it is of no use alone. DFlash in the layout of its authors: \
+blocks of {block} rows, hidden size {hidden}, intermediate size {intermediate}. Embeddings and output head \
+are the target's, and not in the file. It reads the outputs of the target's layers {taps}.
+
+## How it was made
+
+`speculon train dflash` on {answers:,} tokens that the target wrote after beginnings of training files \
+(greedily and at temperatures 0.7 and 1.0, cut where they begin to repeat themselves; what they were \
+written after counts {prompt_weight} of them), and {files:,} tokens of such files. In each row of {length} \
+tokens it learned {anchors} blocks a step; the loss is the divergence from the target's own distribution. \
+Corpus, licence and held-out files are those of the target's card.
+
+## Measures
+
+| measure | value |
+|---|---|
+| greedy texts after held-out files: drafts 1, 2, ... are right, with all before them | {chain} |
+{tried}| tokens seen in training | {seen:,} |
+| optimizer steps | {optimizer_steps:,} |
+| training time, at most one thread of a shared CPU | {minutes:.0f} minutes |
+
+## Make it again
+
+    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {minutes:.0f} \\
+        --texts {texts} --probes {probes} {shape}
+
+The other options were the recipe's own; `training.json` beside this file lists them.
+"""
+TRIED = """| tokens per target call in the engine, {drafts} drafts a round, {prompts} held-out prompts | \
+{each:.2f} |
+"""
+
+
+def finish(args: argparse.Namespace, files: int) -> None:
+    """README.md, and training.json with the corpus in the place of paths."""
+    folder = args.out
+    record = json.loads((folder / "training.json").read_bytes())
+    config = json.loads((folder / "config.json").read_bytes())
+    settings, tried = record["settings"], record.get("evaluation")
+    card = CARD.format(
+        layers=config["num_hidden_layers"],
+        millions=(folder / "model.safetensors").stat().st_size / 2e6,
+        drafts=config["block_size"] - 1,
+        block=config["block_size"],
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        taps=", ".join(map(str, config["dflash_config"]["target_layer_ids"])),
+        answers=record["data"]["answer_tokens"] - files,
+        prompt_weight=settings["prompt_weight"],
+        files=files,
+        length=settings["length"],
+        anchors=record["form"]["anchors"],
+        chain=", ".join(f"{share:.0%}" for share in record["held_out"]["accuracy_full"]),
+        tried=""
+        if tried is None
+        else TRIED.format(
+            drafts=tried["drafts_per_round"], prompts=tried["prompts"], each=tried["tokens_per_target_call"]
+        ),
+        seen=record["tokens_seen"],
+        optimizer_steps=record["steps"],
+        minutes=record["minutes"],
+        shape=shape_of(config, record["form"]),
+        texts=args.texts,
+        probes=args.probes,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    facts = tidied(record, args.stdlib, files, "drafter")
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def shape_of(config: dict, form: dict) -> str:
+    """The options that give a drafter of this shape."""
+    given = {
+        "layers": config["num_hidden_layers"],
+        "intermediate": config["intermediate_size"],
+        "kv-heads": config["num_key_value_heads"],
+        "gamma": form["gamma"] or config["block_size"] / 2,
+    }
+    return " ".join(f"--{name} {value:g}" for name, value in given.items())
