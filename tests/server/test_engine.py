@@ -287,7 +287,7 @@ def test_what_a_worker_sends() -> None:
     first, *replies = alone.run(
         ask("r"), ask("empty", ""), Abort("nobody"), ask("wrong", "x", max_tokens=10**6)
     )
-    assert first == Ready(257, 4096, 32, 64, 16, "ngram", alone.engine.capabilities())
+    assert first == Ready(257, 4096, 32, 64, 16, "ngram", capabilities=alone.engine.capabilities())
     assert isinstance(replies[0], Statistics)
     assert [m.request_id for m in replies if isinstance(m, Admitted)] == ["r"]
     assert {m.request_id: type(m.error).__name__ for m in replies if isinstance(m, Refused)} == {

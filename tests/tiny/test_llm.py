@@ -142,7 +142,7 @@ def test_a_session_after_a_stop_string_sends_the_text_and_not_its_remains(llm: L
             GREEDY,
             {"method": "magic"},
             UnknownMethod,
-            "'magic': known are off, auto, draft_model",
+            "'magic': known are off, auto, dflash, draft_model",
             id="method",
         ),
         pytest.param(

@@ -260,7 +260,7 @@ def test_the_largest_forward_is_the_estimated_one(monkeypatch: pytest.MonkeyPatc
 
     unbounded, init = Counting(), Leases.__init__
     monkeypatch.setattr(
-        Leases, "__init__", lambda self, pool, store, most, states: init(self, pool, store, 10**6, states)
+        Leases, "__init__", lambda self, pool, store, most, *states: init(self, pool, store, 10**6, *states)
     )
     run_long_drafts(unbounded)
     assert max(unbounded.rows) > rows and max(unbounded.scored) > scored
