@@ -251,7 +251,9 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 
 def test_a_fault_of_the_engine_is_an_answer() -> None:
     fault = MemoryError("planted")
-    with served(script={"faults": [fault, fault, None, fault, fault, None, fault]}) as inside:
+    # a step that takes a while: the stream begins before the fault
+    faults = [fault, fault, None, fault, fault, None, fault]
+    with served(script={"faults": faults, "step_seconds": 0.05}) as inside:
         error = refusal(inside.post("completions", prompt="x"), 500)
         assert error["code"] == "engine_error" and "MemoryError" in error["message"]
         lines = inside.post("completions", **LONG, stream=True).text.split("\n\n")
