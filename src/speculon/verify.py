@@ -131,8 +131,8 @@ class Drafted:
         rows = [
             replace(row, stream=stream_of(row.seq, COIN)) for row in map(self.rows.__getitem__, self.judging)
         ]
-        fell = iter((coin or flip)(p, q, rows).tolist())
-        return [list(islice(fell, k)) for k in self.lengths]
+        passed = iter((coin or flip)(p, q, rows).tolist())
+        return [list(islice(passed, k)) for k in self.lengths]
 
     def end(self, accepted: list[int], weights: Tensor, draw: Draw | None) -> Outcomes:
         """The accepted drafts of each span, and one token drawn by its row of `weights` [B, V]."""
@@ -151,7 +151,7 @@ class Drafted:
 def reject(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coin | None = None) -> Outcomes:
     """Keeps a draft with probability min(1, p / q), then a token of the residual, or the bonus."""
     drafted = Drafted.of(spans, logits)
-    accepted = [up_to_first_failure(fell) for fell in drafted.toss(*drafted.chosen, coin)]
+    accepted = [up_to_first_failure(passed) for passed in drafted.toss(*drafted.chosen, coin)]
     corrected = [n for n, k in enumerate(drafted.lengths) if accepted[n] < k]
     last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
     weights = drafted.p[last]  # [B, V]
@@ -176,7 +176,7 @@ def block(spans: list[Span], logits: Tensor, draw: Draw | None = None, coin: Coi
     q = torch.zeros_like(drafted.p)
     q[drafted.judging] = drafted.q
     h = beginning_chances(weighted, q, w)[[row + 1 for row in drafted.judging]]  # [R - B]
-    accepted = [up_to_last_success(fell) for fell in drafted.toss(h, torch.ones_like(h), coin)]
+    accepted = [up_to_last_success(passed) for passed in drafted.toss(h, torch.ones_like(h), coin)]
     last = [begin + a for begin, a in zip(drafted.first, accepted, strict=True)]
     return drafted.end(accepted, residual(weighted[last], q[last]), draw)
 
@@ -201,12 +201,12 @@ def beginning_chances(weighted: Tensor, q: Tensor, w: Tensor) -> Tensor:
     return torch.where(total > 0, r / total, 1.0)
 
 
-def up_to_first_failure(fell: list[bool]) -> int:
-    return next((i for i, stood in enumerate(fell) if not stood), len(fell))
+def up_to_first_failure(passed: list[bool]) -> int:
+    return next((i for i, one in enumerate(passed) if not one), len(passed))
 
 
-def up_to_last_success(fell: list[bool]) -> int:
-    return next((i for i in range(len(fell), 0, -1) if fell[i - 1]), 0)
+def up_to_last_success(passed: list[bool]) -> int:
+    return next((i for i in range(len(passed), 0, -1) if passed[i - 1]), 0)
 
 
 def flip(p: Tensor, q: Tensor, rows: list[Row]) -> Tensor:

@@ -63,7 +63,7 @@ class InPieces:
     def padded(self, x: Tensor, rows: int) -> Tensor:
         """The product of as few rows as there are; they are repeated where it takes more."""
         if 0 < rows < self.rows.fewest:
-            return self.product(x.repeat(ceil_div(self.rows.fewest, rows), 1)[: self.rows.fewest])[:rows]
+            return self.product(repeated(x, self.rows.fewest))[:rows]
         return self.product(x)
 
 
@@ -94,7 +94,12 @@ class PromptsApart:
         """Of rows that are repeated up to the next size."""
         rows = x.size(0)
         size = next(size for size in self.sizes if size >= rows)
-        return self.prompt(x if size == rows else x.repeat(ceil_div(size, rows), 1)[:size])[:rows]
+        return self.prompt(x if size == rows else repeated(x, size))[:rows]
+
+
+def repeated(x: Tensor, size: int) -> Tensor:
+    """Its rows again and again, up to so many."""
+    return x.repeat(ceil_div(size, x.size(0)), 1)[:size]
 
 
 def cut(rows: int, most: int, sizes: tuple[int, ...]) -> list[int]:

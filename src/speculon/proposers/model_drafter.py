@@ -3,7 +3,7 @@
 Its keys and values lie in layers of its own in the target's pages, and its recurrent states, if any, in slots
 of its own. So prefix hits, rollback and preemption need no code here: `seq.drafted` says how far they reach,
 and whatever is missing is computed in one call when a draft is next requested. It reads and drafts tokens of
-the target; where its tokenizer is another one, `Translation` stands between.
+the target; where its tokenizer is another one, `Translation` maps both ways.
 """
 
 from __future__ import annotations

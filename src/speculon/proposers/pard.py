@@ -73,7 +73,7 @@ class Pard(ModelDrafter):
 
 
 def mask_token(model: Target) -> int:
-    """The id that stands for a token to be drafted. Raises `ModelError` where its config names none."""
+    """The mask id, in the place of a token to be drafted. Raises `ModelError` where its config names none."""
     config = model.model.config.get_text_config()
     found = next((value for name in MASK_TOKENS if (value := getattr(config, name, None)) is not None), None)
     if type(found) is not int or not 0 <= found < config.vocab_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.block_drafter import DFlashDrafter, DSparkDrafter
@@ -16,17 +16,16 @@ from speculon.train.settings import BlockShape, FlashSettings, SparkSettings
 from speculon.train.teacher import Teacher
 
 Drafter = TypeVar("Drafter", bound=DFlashDrafter)
+Settings = TypeVar("Settings", FlashSettings, SparkSettings)
 
 TAPS = 5  # evenly spread over the target's layers, as published
 
 
-class DFlashTraining:
-    """How `train dflash` makes its drafter, and writes it at the end."""
+class BlockTraining(Generic[Settings]):
+    """What both have in common: blocks at the end of a row, and taps."""
 
-    method = "dflash"
-
-    def __init__(self, settings: FlashSettings):
-        self.settings = settings
+    def __init__(self, settings: Settings):
+        self.settings: Settings = settings
         self.taps = settings.tap_ids or TAPS
 
     @property
@@ -37,6 +36,12 @@ class DFlashTraining:
     def check(self, teacher: Teacher) -> None:
         """Raises InvalidParameter or UnsupportedModel for a form that does not fit the target."""
         check_blocks(self.settings, teacher)
+
+
+class DFlashTraining(BlockTraining[FlashSettings]):
+    """How `train dflash` makes its drafter, and writes it at the end."""
+
+    method = "dflash"
 
     def drafter(self, teacher: Teacher, rows: Rows) -> DFlashDrafter:
         """Random layers between the target's embeddings and output head, both of which stay the target's."""
@@ -53,23 +58,10 @@ class DFlashTraining:
         return speculation_with(folder, self.settings.block - 1)
 
 
-class DSparkTraining:
+class DSparkTraining(BlockTraining[SparkSettings]):
     """How `train dspark` makes its drafter: DFlash's network with a Markov and a confidence head."""
 
     method = "dspark"
-
-    def __init__(self, settings: SparkSettings):
-        self.settings = settings
-        self.taps = settings.tap_ids or TAPS
-
-    @property
-    def spare(self) -> int:
-        """Tokens at the end of a row that predict nothing."""
-        return self.settings.block
-
-    def check(self, teacher: Teacher) -> None:
-        """Raises InvalidParameter or UnsupportedModel for a form that does not fit the target."""
-        check_blocks(self.settings, teacher)
 
     def drafter(self, teacher: Teacher, rows: Rows) -> DSparkDrafter:
         """As of `DFlashTraining`; the anchor's row drafts too, and the Markov head has no effect at first."""
