@@ -236,7 +236,8 @@ class Padding(NamedTuple):
     """Of a layer's calls of the attention kernel, so that it adds in one order (models/invariant)."""
 
     keys: int  # the first key's position and the number of keys are multiples of this
-    rows: int  # of queries, folded: at least so many
+    rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks
+    piece: int = 32  # rows of a span in one call, at most
 
 
 NO_PADDING = Padding(1, 1)

@@ -124,9 +124,9 @@ def regrouped(
 
 class ShiftedMasks(MaskCache):
     def slice(
-        self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+        self, n: int, length: int, window: int | None, group: int, *others: Any, **padding: int
     ) -> Tensor:
-        return super().slice(n, length, window, group, dtype, device).roll(group, 0)
+        return super().slice(n, length, window, group, *others, **padding).roll(group, 0)
 
 
 def shifted_positions(target: Target, store: PageStore, pieces: list[Piece]) -> list[Tensor]:

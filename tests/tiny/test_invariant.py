@@ -53,21 +53,21 @@ def stock(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
 
 
 @cache
-def outcome(name: str, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Empty where it is invariant on this chip, else the reason."""
+def outcome(name: str, dtype: torch.dtype = torch.bfloat16) -> Target | str:
+    """The target, or why it is not invariant on this chip."""
+    target = stock(name, dtype)
     try:
-        make_invariant(stock(name, dtype))
+        make_invariant(target)
     except CannotBeInvariant as reason:
         return str(reason)
-    return ""
+    return target
 
 
 def invariant_or_skipped(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
-    if reason := outcome(name, dtype):
-        pytest.skip(f"on this chip {reason}")
-    target = stock(name, dtype)
-    make_invariant(target)
-    return target
+    found = outcome(name, dtype)
+    if isinstance(found, str):
+        pytest.skip(f"on this chip {found}")
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -75,23 +75,22 @@ def costs_are_measured_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "TIMED_SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_logits_are_bitwise_equal_in_every_batch(name: str, dtype: torch.dtype) -> None:
+def test_logits_are_bitwise_equal_in_every_batch(name: str) -> None:
     """Grouped heads, latent attention, windows, sinks, soft caps, experts; fused layers and others."""
-    target = invariant_or_skipped(name, dtype)
+    target = invariant_or_skipped(name)
     assert target.batch_invariant and differing(target) is None
 
 
 def test_most_of_them_are_invariant() -> None:
-    """Which ones depends on the chip: with AMX all of them are."""
-    found = [name for name in TINY if outcome(name) == ""]
-    assert len(found) >= (12 if AMX else 5) and {"llama", "qwen3"} <= {*found}
+    """All of them on an Intel Xeon with AMX and on an AMD EPYC with AVX-512 bf16."""
+    found = [name for name in TINY if isinstance(outcome(name), Target)]
+    assert len(found) >= 12 and {"llama", "qwen3"} <= {*found}
 
 
 def test_without_it_most_of_them_differ() -> None:
     """On a chip with AMX 11 of 14 do; where attention is in single operations, few do."""
-    assert sum(differing(stock(name)) is not None for name in TINY) >= (5 if AMX else 1)
+    assert sum(differing(stock(name)) is not None for name in TINY) >= (5 if AMX else 3)
 
 
 def test_it_is_off_where_a_plain_request_takes_longer_than_allowed() -> None:
@@ -277,11 +276,19 @@ def test_a_kernel_chosen_by_the_number_of_rows_is_run_in_its_pieces() -> None:
         assert torch.equal(product(x[:rows]), x[:rows])
 
 
-@pytest.mark.parametrize("fewest", [2, 4, 8])
-def test_few_rows_are_repeated_where_they_take_another_kernel(fewest: int) -> None:
-    product = pieces_of(lambda x: x + (len(x) < fewest))
-    assert product.rows[:3] == (fewest, 64, (512, 256, 128))
-    for rows in (0, 1, 3, 7, 65):
+@pytest.mark.parametrize(("agrees", "chosen"), [(2, 4), (4, 4), (8, 8)])
+def test_few_rows_are_repeated_where_they_take_another_kernel(agrees: int, chosen: int) -> None:
+    product = pieces_of(lambda x: x + (len(x) < agrees))
+    assert product.rows[:3] == (chosen, 512, ())
+    for rows in (0, 1, 3, 7, 65, 513):
+        x = torch.randn(rows, 16)
+        assert torch.equal(product(x), x)
+
+
+def test_large_pieces_have_the_numbers_of_rows_that_agree() -> None:
+    product = pieces_of(lambda x: x + (len(x) > 64 and len(x) % 128 > 0))
+    assert product.rows[:3] == (1, 64, (512, 256, 128))
+    for rows in (64, 65, 200, 300, 1000):
         x = torch.randn(rows, 16)
         assert torch.equal(product(x), x)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speculon.errors import UnsupportedModel
 from speculon.kv.store import View
-from speculon.models.grouping import FOLD_ROWS, plan_of
+from speculon.models.grouping import plan_of
 from speculon.models.sparse import attend_single
 
 NAME = "speculon"
@@ -90,7 +90,7 @@ def attend_written(
             outs.append(attend_single(call.sparse, q, *view.pool(layer), scaling))
             continue
         k, v = view.take(layer, call.where, call.spans)  # [B, Hkv, S, D]
-        if plain and call.n > FOLD_ROWS:
+        if not call.folded:
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1)[None], k, v, attn_mask=call.mask, scale=scaling, enable_gqa=group > 1
             )

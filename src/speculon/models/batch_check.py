@@ -23,7 +23,9 @@ LONGEST = 1200  # keys of the compared attention; SDPA reads them in blocks of 5
 CONTEXTS = (*range(1, 70, 7), *range(100, 600, 61), 505, 510, 511, 512, 513, 700, 1000, 1023, 1024, 1100)
 BEYOND = (1, 63, 64, 130, 300, 511, 513, 600)  # a window
 # rows before the compared one in its span, rows after it, keys of a sequence beside it (0: none)
-BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30))
+BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0), (40, 3, 30), (99, 70, 0))
+# at one place, spans of each number of rows up to this; the kernel's blocks of queries have 32 or fewer
+ALL_ROWS, ALL_ROWS_AT = 67, 150
 LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
 PROMPT = 100  # of them, which run as a prompt
 AT = (64, 1, 129, 15, 2, 16, 17, 63, 65, 127, 128, 149)  # compared positions, as many as time allows
@@ -84,9 +86,16 @@ class RandomLayer:
         view = self.store.view_of(views)
         return attend_written(view, 0, query, None, softcap=self.softcap, sinks=self.sinks)
 
+    def ends(self, at: int, rows: int) -> tuple[Tensor, Tensor]:  # [H, Dv] each
+        """The row at `at`: the last of a span, and alone."""
+        return self.attend((0, at + 1 - rows, at + 1))[-1], self.attend((0, at, at + 1))[0]
+
     def differing(self) -> int | None:
         """The first compared position whose row depends on its batch."""
         longest, window = self.queries.shape[1], self.spec.window
+        at = min(ALL_ROWS_AT, longest - 1)
+        if not all(torch.equal(*self.ends(at, rows)) for rows in range(2, min(ALL_ROWS, at + 1))):
+            return at
         behind = [] if window is None else [window + beyond for beyond in BEYOND]  # keys leave the window
         for at in (at for at in (*CONTEXTS, *behind) if at < longest):
             for own in (0, 1):
@@ -144,12 +153,16 @@ def differing(target: Target) -> int | None:
 
 
 def plain_step(target: Target, sequences: int, length: int) -> Callable[[], object]:
-    """A decode step of so many sequences of `length` tokens, to be timed."""
+    """A decode step of so many sequences of up to `length` tokens, to be timed.
+
+    Their lengths differ: without padding, equal ones would need no mask.
+    """
     pages, spare = ceil_div(length, PAGE), ceil_div(SPARE, PAGE)
     store = PageStore(target.layers, sequences * pages + spare, PAGE, target.device)
     ids = torch.zeros(length, dtype=torch.long, device=target.device)
     tables = [list(range(i * pages, (i + 1) * pages)) for i in range(sequences)]
-    pieces: list[Piece] = [(ids, table, length - 1, length) for table in tables]
+    lengths = [max(1, length - 5 * i) for i in range(sequences)]
+    pieces: list[Piece] = [(ids, table, n - 1, n) for table, n in zip(tables, lengths, strict=True)]
     return lambda: run_pieces(target, store, pieces)
 
 

@@ -108,8 +108,9 @@ class Compiled:
         spans, device, specs = view.spans, view.store.device, [view.spec(layer) for layer in self.firsts]
         if len(spans) == 1 or not all(is_joint(spans, spec, self.group) for spec in specs):
             return []
-        calls = [joint_call(spans, spec.window, 1, spec.dtype, device) for spec in specs]
-        sequences, most = calls[0].spans, calls[0].n
+        most = max(span.rows for span in spans)
+        calls = [joint_call(spans, most, spec.window, 1, spec.dtype, device) for spec in specs]
+        sequences = len(spans)
         order = [i * most + row for i, span in enumerate(spans) for row in range(span.rows)]
         wheres = [as_index(call.where, device).view(sequences, -1) for call in calls]
         masks = [

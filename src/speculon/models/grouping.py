@@ -32,6 +32,8 @@ REREAD = 1 << 20
 
 # SDPA takes larger blocks of query rows from 192 on, so a padded call has fewer.
 MOST_FOLDED = 191
+# query rows of a smaller block; the rows of its last block have an order of addition of their own if few
+QUERY_BLOCK = 32
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class KernelCall:
     n: int
     where: Where  # slots of the keys, [B * S]
     mask: Tensor | None  # additive; [n * g, S] for one span, [B, 1, n * g, S] for many
+    folded: bool = True  # whether the rows of a head group are rows of one head: else K and V are repeated
     copies: int = 1  # times that the folded rows are repeated: for few of them the kernel is another one
     sparse: SparseKeys | None = None  # where single rows attend by sparse products
 
@@ -75,13 +78,15 @@ def plan_of(view: View, layer: int, group: int, plain: bool, query: Tensor) -> C
 def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) -> CallPlan:
     spec, device, heads = view.spec(layer), query.device, query.shape[1]
     spans = [part for span in view.spans for part in span.in_chunks(spec.chunk)]
+    few = FOLD_ROWS
     if spec.padding == NO_PADDING:
         entry, spans = divided(spec, spans, group, plain, query)
     else:
-        most = max(1, min(FOLD_ROWS, MOST_FOLDED // group))
+        few = few_rows(group)
+        most = spec.padding.piece if plain and spec.padding.piece > FOLD_ROWS else few
         entry, spans = 0, [piece for span in spans for piece in pieces(span, most)]
     calls, placed, at = [], [], 0
-    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry):
+    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few):
         call = call_of(bucket, spec, group, plain, query.dtype, device, view.store.readable)
         if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
@@ -93,6 +98,11 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
         at += len(bucket) * call.n
     order = [row for _, rows in sorted(placed, key=lambda x: x[0]) for row in rows]
     return CallPlan(calls, None if order == list(range(at)) else torch.tensor(order, device=device))
+
+
+def few_rows(group: int) -> int:
+    """Up to how many rows are folded where calls are padded."""
+    return max(1, min(FOLD_ROWS, MOST_FOLDED // group))
 
 
 def divided(
@@ -130,15 +140,21 @@ def pieces(span: SpanView, most: int) -> list[SpanView]:
 
 
 def buckets(
-    spans: list[SpanView], window: int | None, token_bytes: int, device: torch.device, entry: int = 0
+    spans: list[SpanView],
+    window: int | None,
+    token_bytes: int,
+    device: torch.device,
+    entry: int = 0,
+    few: int = FOLD_ROWS,
 ) -> list[list[SpanView]]:
     """Spans that share one padded call, joined while that costs less than calls of their own.
 
-    With `entry`, the bytes of a key in a sparse product, single rows are among themselves.
+    With `entry`, the bytes of a key in a sparse product, single rows are among themselves. Those of more than
+    `few` rows have calls of their own.
     """
 
     def row_class(span: SpanView) -> int:
-        return 2 if span.rows > FOLD_ROWS else 0 if entry and span.rows == 1 else 1
+        return 2 if span.rows > few else 0 if entry and span.rows == 1 else 1
 
     found: list[list[SpanView]] = []
     for span in sorted(spans, key=lambda s: (row_class(s), visible_keys(s, window))):
@@ -181,27 +197,58 @@ def call_of(
     device: torch.device,
     readable: int,
 ) -> KernelCall:
+    if len(bucket) == 1:
+        return span_call(bucket[0], spec, group, plain, dtype, device, readable)
+    n = padded_rows(max(span.rows for span in bucket), group, spec.padding.rows)
     in_mask = group if plain else 1  # rows of the mask for each row of queries
-    if len(bucket) == 1 and spec.padding == NO_PADDING:
-        return span_call(bucket[0], spec.window, in_mask, dtype, device)
-    call = joint_call(bucket, spec.window, in_mask, dtype, device, spec.padding, readable)
-    call.copies = ceil_div(spec.padding.rows, call.n * group)
-    if call.mask is not None and call.copies > 1 and call.n > 1:
+    call = joint_call(bucket, n, spec.window, in_mask, dtype, device, spec.padding, readable)
+    call.copies = ceil_div(spec.padding.rows, n * group)
+    if call.mask is not None and call.copies > 1 and n > 1:
         call.mask = call.mask.repeat(1, 1, call.copies, 1)
     return call
 
 
 def span_call(
-    span: SpanView, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    span: SpanView,
+    spec: LayerSpec,
+    group: int,
+    plain: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    readable: int,
 ) -> KernelCall:
-    n, length = span.rows, visible_keys(span, window)
-    where = span.where if length == span.context else span.tail(length)
-    mask = None if n == 1 else MASKS.slice(n, length, window, group if n <= FOLD_ROWS else 1, dtype, device)
-    return KernelCall(slice(span.first, span.last), 1, n, where, mask)
+    """One call for a span; slots up to `readable` may be read in place."""
+    padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.keys)
+    total = padding.keys * ceil_div(length, padding.keys)
+    where = span.tail(length)
+    if total > length:
+        where = padded_slots([where], total, device, readable)
+    folded = not plain or span.rows <= (FOLD_ROWS if padding == NO_PADDING else few_rows(group))
+    n = padded_rows(span.rows, group if folded else 1, padding.rows)
+    rows: slice | Tensor = slice(span.first, span.last)
+    if n > span.rows:
+        rows = torch.arange(span.first, span.first + n, device=device).clamp_(max=span.last - 1)
+    copies, mask = ceil_div(padding.rows, n * group), None
+    if n > 1 or padding != NO_PADDING:  # with a mask the kernel is another one
+        more, in_mask = n - span.rows, group if plain and folded and n > 1 else 1
+        mask = MASKS.slice(
+            n, length + more, spec.window, in_mask, dtype, device, padding=total - length - more
+        )
+        if copies > 1 and n > 1:
+            mask = mask.repeat(copies, 1)
+    return KernelCall(rows, 1, n, where, mask, folded, copies)
+
+
+def padded_rows(n: int, group: int, fewest: int) -> int:
+    """From `n` on, the first number of rows that leaves no block of fewer than so many behind full ones."""
+    while n * group > QUERY_BLOCK and 0 < n * group % QUERY_BLOCK < fewest:
+        n += 1
+    return n
 
 
 def joint_call(
     spans: list[SpanView],
+    n: int,
     window: int | None,
     group: int,
     dtype: torch.dtype,
@@ -209,8 +256,8 @@ def joint_call(
     padding: Padding = NO_PADDING,
     readable: int = 0,
 ) -> KernelCall:
-    """One call for spans, rows and keys padded at the end; slots up to `readable` may be read in place."""
-    n, step = max(s.rows for s in spans), padding.keys
+    """One call for spans, padded at the end to `n` rows; slots up to `readable` may be read in place."""
+    step = padding.keys
     lengths = [aligned_keys(span, window, step) for span in spans]
     length = step * ceil_div(max(lengths), step)
     tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]

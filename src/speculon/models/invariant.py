@@ -38,7 +38,11 @@ from speculon.models.target import Target, no_context
 
 ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
-PADDINGS = (Padding(64, 4), Padding(64, 8), Padding(512, 4), Padding(512, 8), Padding(512, 16))
+PADDINGS = (
+    Padding(64, 1, 64),
+    *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
+    Padding(512, 16),
+)
 # guess: a usual request, alone and for eight sequences; tokens of its prompt and of its answer
 TIMED, TIMED_LENGTH, TIMED_TOKENS = (1, 8), 200, 200
 TIMED_SECONDS, LEAST_STEPS = 0.5, 5  # of each measurement

@@ -12,28 +12,41 @@ class MaskCache:
     """Banded base masks, grown by doubling: a single span's mask is a slice of one of them."""
 
     def __init__(self) -> None:
-        self.bases: dict[tuple[int | None, int, torch.dtype, torch.device], tuple[Tensor, int, int]] = {}
+        self.bases: dict[tuple[int | None, int, torch.dtype, torch.device], tuple[Tensor, int, int, int]] = {}
 
     def slice(
-        self, n: int, length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:  # [n * g, length]
+        self,
+        n: int,
+        length: int,
+        window: int | None,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        padding: int = 0,
+    ) -> Tensor:  # [n * g, length + padding]
         """The mask of the last n positions: row i * g + j sees the keys up to length - n + i."""
         key = (window, group, dtype, device)
-        base, rows, before = self.bases.get(key, (None, 0, 0))
-        if base is None or n > rows or length - n > before:
-            rows = max(rows, power_of_two(n))
-            before = max(before, power_of_two(length - n)) if window is None else window - 1
-            base = banded(rows, before, window, group, dtype, device)
-            self.bases[key] = base, rows, before
-        return base[: n * group, before - (length - n) : before + n]
+        base, rows, before, after = self.bases.get(key, (None, 0, 0, 0))
+        if base is None or n > rows or length - n > before or n + padding > after:
+            rows, after = max(rows, power_of_two(n)), max(after, power_of_two(n + padding))
+            before = max(before, power_of_two(length - n))
+            base = banded(rows, before, after, window, group, dtype, device)
+            self.bases[key] = base, rows, before, after
+        return base[: n * group, before - (length - n) : before + n + padding]
 
 
 def banded(
-    rows: int, before: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    rows: int,
+    before: int,
+    after: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """0 where row i sees column c (before + i - window < c <= before + i), minus infinity elsewhere."""
     last = (before + torch.arange(rows, device=device)).repeat_interleave(group)[:, None]  # [rows * g, 1]
-    column = torch.arange(before + rows, device=device)[None]
+    column = torch.arange(before + after, device=device)[None]
     hidden = column > last
     if window is not None:
         hidden |= column <= last - window
