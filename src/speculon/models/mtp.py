@@ -64,9 +64,7 @@ class Module:
         """
         kept = {} if cache is None else {"past_key_values": cache}
         x = self.join(ids, states)
-        out = self.layer(
-            x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **kept
-        )
+        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **kept)
         return self.norm(out[0] if isinstance(out, tuple) else out)
 
 

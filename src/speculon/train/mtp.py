@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from speculon.checkpoints.locate import locate
-from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
+from speculon.checkpoints.mtp import MTP, MtpConfig, find_mtp
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.models.mtp import Module
 from speculon.models.mtp_load import load_modules, mtp_needs, read_tensors, rotary_of, stored_tensors
@@ -73,15 +74,18 @@ class MtpTraining:
         }
 
     def _config(self, teacher: Teacher) -> MtpConfig:
-        start = self.settings.start
-        return mtp_of(teacher.folder if start is None else locate(start))
+        folder = teacher.folder if self.settings.start is None else locate(self.settings.start)
+        found = find_mtp(folder)
+        if found is None:
+            advice = "start (--start) names a folder that has some"
+            raise UnsupportedModel(f"{folder}: no MTP modules to train; {advice}")
+        return found
 
     def _network(self, teacher: Teacher) -> MtpDrafter:
         config, target = self._config(teacher), target_of(teacher)
         layers = mtp_needs(config, target, rows=0, scored=0).layers
         modules = load_modules(config, target)
-        for number, module in enumerate(modules):
-            refuse_other_head(module, teacher, f"{config.path}: MTP module {number}")
+        refuse_other_heads(modules, teacher)
         windows = [layer.window for layer in layers[1 : 1 + len(modules)]]
         drafter = MtpDrafter(modules, rotary_of(target, layers), windows, self.settings)
         drafter.use_attention("sdpa" if teacher.model._supports_sdpa else "eager")
@@ -104,11 +108,16 @@ def target_of(teacher: Teacher) -> Target:
     )
 
 
-def refuse_other_head(module: Module, teacher: Teacher, where: str) -> None:
-    """Raises UnsupportedModel for an output head that does not score the target's tokens one by one."""
-    head, expected = module.head, teacher.head.weight.shape
-    if not isinstance(head, nn.Linear) or head.bias is not None or head.weight.shape != expected:
-        raise UnsupportedModel(f"{where} needs an output head {list(expected)}, without bias")
+def refuse_other_heads(modules: Seq[Module], teacher: Teacher) -> None:
+    """Raises UnsupportedModel where logits are more than a matrix over the states, or of other tokens."""
+    if getattr(teacher.config, "final_logit_softcapping", None):
+        raise UnsupportedModel(f"{teacher.folder}: its logits are capped, so MTP modules cannot learn them")
+    expected = teacher.head.weight.shape
+    for number, module in enumerate(modules):
+        head = module.head
+        if not isinstance(head, nn.Linear) or head.bias is not None or head.weight.shape != expected:
+            what = f"a matrix {list(expected)} without bias as its output head"
+            raise UnsupportedModel(f"{teacher.folder}: MTP module {number} needs {what}")
 
 
 def shared(module: Module, teacher: Teacher) -> set[str]:
