@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from speculon.checkpoints.locate import locate
 from speculon.checkpoints.mtp import MTP, MtpConfig, find_mtp
@@ -52,7 +52,7 @@ class MtpTraining:
         """The modules alone, under the names and in the dtypes of the checkpoint they were read from."""
         config = self._config(teacher)
         before = read_tensors(config)
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for module, names in zip(drafter.chain, config.modules, strict=True):
             left_out = shared(module, teacher)
             tensors |= {stored: before[stored] for name, stored in names.items() if name not in left_out}
