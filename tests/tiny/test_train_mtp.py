@@ -283,7 +283,8 @@ def test_an_incomplete_module_is_named(tmp_path: Path) -> None:
 
 def test_modules_learn_and_draft_better_in_the_engine(world: Path) -> None:
     own = {"regenerate": 40, "regenerate_tokens": 32, "eval_prompts": 4, "eval_data": (world / "texts",)}
-    given = settings(world, "better", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)
+    rates = {"optimizer": "muon", "lr": 5e-3, "muon_lr": 2e-2}
+    given = settings(world, "better", steps=100, eval_every=100, **rates, **own)
     done = train(MtpTraining(MtpSettings()), given, Silent())
     assert done.record is not None
     record = json.loads((given.out / "training.json").read_text())
