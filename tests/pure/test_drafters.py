@@ -232,7 +232,7 @@ FAMILIES: list[Any] = [
         {"mtp_layers.0.input_proj.weight": (H, 2 * H)},
         id="mtp, speculators",
     ),
-    pytest.param("MTP", {}, {"mtp.fc.weight": (H, 2 * H), "mtp.norm.weight": (H,)}, id="mtp, by its tensors"),
+    pytest.param("MTP", {}, {"mtp.depth.fc.weight": (H, 2 * H)}, id="mtp, by its tensors"),
     pytest.param("Medusa", {"medusa_num_heads": 4}, {"0.0.linear.weight": (H, H)}, id="medusa"),
     pytest.param("Medusa", {}, {"medusa_heads.0.0.linear.weight": (H, H)}, id="medusa, by its tensors"),
     pytest.param(

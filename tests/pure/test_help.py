@@ -12,16 +12,23 @@ from typer.testing import CliRunner
 from speculon.cli import app
 from speculon.commands.sections import BY_NAME, FIRST
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
+from speculon.train.settings import (
+    DraftSettings,
+    FlashSettings,
+    HeadSettings,
+    MtpSettings,
+    SparkSettings,
+    TrainSettings,
+)
 
 COMMANDS = [
     *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["replay"], ["advise"], ["check"]),
-    *(["train", method] for method in ("eagle3", "draft", "dflash", "dspark")),
+    *(["train", method] for method in ("eagle3", "draft", "dflash", "dspark", "mtp")),
 ]
 LINES = 85  # of a short page at 80 columns; all options take up to 300
 MODELS = (
     *(SamplingParams, SpeculationConfig, EngineConfig, ServeConfig),
-    *(TrainSettings, HeadSettings, DraftSettings, FlashSettings, SparkSettings),
+    *(TrainSettings, HeadSettings, DraftSettings, FlashSettings, SparkSettings, MtpSettings),
 )
 
 

@@ -151,7 +151,8 @@ def write_mtp(folder: Path, form: Form) -> Written:
         tensors = {part: part_of(form, part, chance) for part in form.names.values()}
         stored |= {f"{new}{name}.weight": tensors[part] for name, part in form.names.items()}
         if form.at.startswith("model.layers"):  # copies of what the target has
-            head = stored["lm_head.weight"] + 0.1 * torch.randn(VOCAB, H, generator=chance) * form.own_head
+            other = torch.randn(stored["lm_head.weight"].shape, generator=chance)
+            head = stored["lm_head.weight"] + 0.1 * other * form.own_head
             stored[f"{new}shared_head.head.weight"] = tensors["head"] = head.clone()
             stored[f"{new}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
         made.append(tensors)

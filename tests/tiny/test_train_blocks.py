@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from speculon.train.run import train
 from speculon.train.settings import FlashSettings, SparkSettings
 from speculon.train.teacher import Batch, Teacher, spread
 from tests.tiny.block_reference import block_states, flash_loss, spark_loss
-from tests.tiny.training import Silent, make_world, settings
+from tests.tiny.training import Interrupted, Silent, make_world, settings
 
 SHAPE: dict[str, Any] = {"block": 4, "layers": 2, "anchors": 6}
 FORMS = [
@@ -243,22 +241,6 @@ def test_a_drafter_learns_and_drafts_in_the_engine(world: Path, name: str) -> No
         assert config["architectures"] == ["Qwen3DSparkModel"]
         assert config["target_layer_ids"] == [0, 1] and config["markov_rank"] == 256
         assert tensors["confidence_head.proj.weight"].shape == (1, teacher.width + 256)
-
-
-class Interrupted(Silent):
-    """Ends the process, so to say, after some steps."""
-
-    def __init__(self, steps: int):
-        self.left = steps
-
-    @contextmanager
-    def training(self) -> Iterator[Callable[[float, Mapping[str, Any]], None]]:
-        yield self.advance
-
-    def advance(self, share: float, entry: Mapping[str, Any]) -> None:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def last_tensors(world: Path, name: str, method: str, stop: int | None) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     found = search(draft, read_checkpoint(folder))
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)
-    drafts: dict[str, str | ModelObject] = {**own_layers(folder), **found.drafts}
+    own = {} if MTP in found.drafts else own_layers(folder)
+    drafts: dict[str, str | ModelObject] = {**own, **found.drafts}
     if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return drafts

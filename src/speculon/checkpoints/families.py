@@ -13,6 +13,7 @@ from speculon.checkpoints.dflash_shapes import CONTEXT_NORM, is_dflash
 from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.eagle3_formats import read_eagle3
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_alone
 from speculon.checkpoints.names import DTYPE_NAMES
 from speculon.checkpoints.source import FIRST_Q, Source, open_source
 from speculon.errors import MissingWeights, ModelError, SpeculonError, UnsafeCheckpoint, UnsupportedModel
@@ -32,6 +33,7 @@ class Family:
     method: str | None
     summary: str  # one line for people
     head: Eagle3Config | DFlashConfig | None = None
+    modules: MtpConfig | None = None
     checkpoint: Checkpoint | None = None
     refusal: str | None = None
 
@@ -159,7 +161,7 @@ UNSUPPORTED = (
     UnsupportedFamily("Gemma 4 DSpark", "a DSpark drafter of layers with four norms", named("gemma4dspark")),
     UnsupportedFamily(
         "MTP",
-        "prediction layers, which method mtp reads from their target's folder",
+        "prediction layers without their target, in a layout that is not known here",
         any_of(named("mtp"), has_only("mtp")),
     ),
     UnsupportedFamily(
@@ -210,6 +212,10 @@ def family_of(path: str | Path) -> Family:
 
 def classify(folder: Path) -> Family:
     source = open_source(folder)
+    # the layout of speculators has MiMo's names, but another order
+    modules = None if named(MTP)(source) else mtp_alone(folder, source.names.values())
+    if modules is not None:
+        return Family(folder, MTP, modules.summary(), modules=modules)
     unsupported = next((family for family in UNSUPPORTED if family.matches(source)), None)
     if unsupported:
         name, what = unsupported.name, unsupported.what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,18 @@ def mtp_of(folder: str | Path) -> MtpConfig:
     if found is None:
         raise UnsupportedModel(f"{folder}: method {MTP} needs MTP layers, and this checkpoint has none")
     return found
+
+
+def mtp_alone(folder: Path, names: Collection[str]) -> MtpConfig | None:
+    """The modules in a folder whose tensors `names` are nothing else, as `speculon train mtp` writes it.
+
+    Raises `ModelError` for modules that cannot be used.
+    """
+    begins = tuple(
+        match["at"] for name in names for layout in LAYOUTS if (match := layout.begin.fullmatch(name))
+    )
+    alone = bool(begins) and all(name.startswith(begins) for name in names)
+    return find_mtp(folder) if alone else None
 
 
 def prefixes_of(layout: Layout, tensors: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:

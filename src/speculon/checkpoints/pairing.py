@@ -15,7 +15,8 @@ from speculon.checkpoints.eagle3_config import (
     read_offsets,
 )
 from speculon.checkpoints.families import Family, family_of
-from speculon.checkpoints.headers import Checkpoint, refuse_unsafe
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
+from speculon.checkpoints.mtp import MtpConfig
 from speculon.checkpoints.spelling import compare
 from speculon.errors import ConfigError, ModelError, UnsupportedModel, WrongPair
 
@@ -102,6 +103,8 @@ def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:
     """Warnings about the pair. Raises `ModelError` where the drafter cannot draft for the target."""
     if family.head is not None:
         return check_head(family.head, target)
+    if family.modules is not None:
+        return check_modules(family.modules, target)
     if family.checkpoint is None:
         raise UnsupportedModel(family.refusal or family.summary)
     return check_model(family.checkpoint, target)
@@ -112,6 +115,16 @@ def check_head(head: Eagle3Config | DFlashConfig, target: Checkpoint) -> tuple[s
     warnings = check_pair(head, shape)
     check_offsets(head.path, read_offsets(head), shape.vocab_size)
     return warnings
+
+
+def check_modules(modules: MtpConfig, target: Checkpoint) -> tuple[str, ...]:
+    """Raises `WrongPair` for modules of another target: their layers are of the target's own class."""
+    of = read_checkpoint(modules.path)
+    mine, theirs = ((one.model_type, one.num_layers, one.hidden_size) for one in (of, target))
+    if mine != theirs:
+        words = "{} of {} layers and width {}"
+        raise WrongPair(f"MTP modules for {words.format(*mine)}, the target is {words.format(*theirs)}")
+    return ()
 
 
 def check_model(draft: Checkpoint, target: Checkpoint) -> tuple[str, ...]:

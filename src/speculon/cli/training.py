@@ -7,7 +7,14 @@ import typer
 from speculon.cli.app import PAGE, Json, app, command
 from speculon.commands.options import Given, settings_from
 from speculon.commands.sections import TRAIN, Commands
-from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
+from speculon.train.settings import (
+    DraftSettings,
+    FlashSettings,
+    HeadSettings,
+    MtpSettings,
+    SparkSettings,
+    TrainSettings,
+)
 
 trainer = typer.Typer(
     cls=Commands,
@@ -65,3 +72,15 @@ def train_dspark(as_json: Json = False, given: Given = {}) -> None:  # noqa: B00
     from speculon.commands.train import run
 
     run("dspark", given, as_json)
+
+
+@command(TRAIN, trainer, "mtp")
+@settings_from(TrainSettings, MtpSettings)
+def train_mtp(as_json: Json = False, given: Given = {}) -> None:  # noqa: B006
+    """Train the MTP modules of the target's own checkpoint further.
+
+    After an interruption the same command resumes.
+    """
+    from speculon.commands.train import run
+
+    run("mtp", given, as_json)

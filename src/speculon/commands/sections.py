@@ -11,7 +11,14 @@ from pydantic import BaseModel
 from typer.core import TyperCommand, TyperGroup
 
 from speculon.config import EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
-from speculon.train.settings import DraftSettings, FlashSettings, HeadSettings, SparkSettings, TrainSettings
+from speculon.train.settings import (
+    DraftSettings,
+    FlashSettings,
+    HeadSettings,
+    MtpSettings,
+    SparkSettings,
+    TrainSettings,
+)
 
 WIDTH = 100  # columns of a help page at most
 WHOLE = "speculon.help_all"
@@ -30,6 +37,7 @@ BY_MODEL: Mapping[type[BaseModel], str] = {
     DraftSettings: "Draft model",
     FlashSettings: "Block drafter",
     SparkSettings: "Block drafter",
+    MtpSettings: "MTP modules",
 }
 BY_NAME: Mapping[str, str] = {
     "model": COMMON,

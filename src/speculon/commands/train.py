@@ -18,6 +18,7 @@ from speculon.train.settings import (
     DraftSettings,
     FlashSettings,
     HeadSettings,
+    MtpSettings,
     SparkSettings,
     TrainSettings,
 )
@@ -30,6 +31,7 @@ FORMS: Mapping[str, type[Checked]] = {
     "draft": DraftSettings,
     "dflash": FlashSettings,
     "dspark": SparkSettings,
+    "mtp": MtpSettings,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 from speculon.kv.store import View
 from speculon.models.attention import running
@@ -36,7 +37,7 @@ class Module:
     head: Operation  # H -> V
 
     def join(self, ids: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads: [T], [T, H] -> [T, H]."""
+        """What the layer reads: [..., T], [..., T, H] -> [..., T, H]."""
         parts = [self.embed_norm(F.embedding(ids, self.embed)), self.state_norm(states)]
         if self.hidden_first:
             parts.reverse()
@@ -46,9 +47,25 @@ class Module:
         self, ids: Tensor, states: Tensor, tables: Any, positions: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """The states [T, H] after rows `ids` [T] with `states` [T, H], at rotary `positions` [T]."""
-        x = self.join(ids, states)[None]
-        out = self.layer(x, attention_mask=mask, position_ids=positions[None], position_embeddings=tables)
-        return self.norm((out[0] if isinstance(out, tuple) else out)[0])
+        return self.batch(ids[None], states[None], tables, positions[None], mask)[0]
+
+    def batch(
+        self,
+        ids: Tensor,
+        states: Tensor,
+        tables: Any,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The same of sequences of one length: ids [B, T], states [B, T, H], positions [1, T].
+
+        With a cache, rows attend to those of earlier calls, too: the mask is [1, 1, T, all rows].
+        """
+        kept = {} if cache is None else {"past_key_values": cache}
+        x = self.join(ids, states)
+        out = self.layer(x, attention_mask=mask, position_ids=positions, position_embeddings=tables, **kept)
+        return self.norm(out[0] if isinstance(out, tuple) else out)
 
 
 @dataclass(slots=True)

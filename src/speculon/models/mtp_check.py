@@ -71,14 +71,18 @@ def eager_run(
     hidden = (ages < 0) | (ages >= (window or len(ids)))
     mask = torch.zeros(hidden.shape, device=ids.device, dtype=states.dtype)
     mask = mask.masked_fill(hidden, torch.finfo(states.dtype).min)[None, None]
-    configs = {id(m.config): m.config for m in module.layer.modules() if hasattr(m, "config")}
-    for config in configs.values():
-        config._attn_implementation = "eager"  # type: ignore[union-attr]
+    set_attention(module, "eager")
     try:
         return module(ids, states, head.rotary(states[None], positions[None]), positions, mask)
     finally:
-        for config in configs.values():
-            config._attn_implementation = attention.NAME  # type: ignore[union-attr]
+        set_attention(module, attention.NAME)
+
+
+def set_attention(module: Module, name: str) -> None:
+    """Switches the attention function of the module's layer."""
+    for part in module.layer.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = name  # type: ignore[union-attr]
 
 
 def fused_forms(module: Module, number: int, spec: LayerSpec) -> Iterator[Module]:

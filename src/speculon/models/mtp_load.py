@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from speculon.checkpoints.mtp import MtpConfig
+from speculon.checkpoints.mtp import PARTS, MtpConfig
 from speculon.core import NO_PADDING, LayerSpec, Needs
 from speculon.errors import CorruptWeights, MissingWeights, ModelError, UnsupportedModel
 from speculon.models import attention
@@ -24,7 +24,9 @@ from speculon.models.target import Target, scratch_bytes
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-EXPERTS, GATE_UP, DOWN = "experts.", "experts.gate_up_proj", "experts.down_proj"
+EXPERTS = "experts."
+# parameters of all experts -> their parts, where experts are stored one by one
+JOINED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 ROW_COPIES = 6  # of width H, beyond those of a layer: states, embeddings, both normed and joined
 
 
@@ -80,15 +82,20 @@ def load_mtp(
     Raises `ModelError` for tensors that do not fit the target's layers, `UnsupportedModel` for a target whose
     layers cannot be used.
     """
-    if target.layer_class is None:
-        raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
-    tensors = read_tensors(config)
-    modules = [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
+    modules = load_modules(config, target)
     head = MtpHead(modules, final_norm(target), rotary_of(target, layers))
     shared = {target.embedding.data_ptr()}
     own = {t.data_ptr(): t.nbytes for module in modules for t in weights_of(module, target)}
     check_head(head, target, layers, fused)
     return head, sum(size for pointer, size in own.items() if pointer not in shared)
+
+
+def load_modules(config: MtpConfig, target: Target) -> list[Module]:
+    """The modules with stock layers, unchecked. Raises `ModelError` as `load_mtp` does."""
+    if target.layer_class is None:
+        raise UnsupportedModel(f"{target.name}: the class of its layers is not known, so MTP has none")
+    tensors = read_tensors(config)
+    return [Loader(config, target, number, tensors).module() for number in range(len(config.modules))]
 
 
 def read_tensors(config: MtpConfig) -> dict[str, Tensor]:
@@ -161,7 +168,7 @@ class Loader:
             return own.pop(name)
         at, _, last = name.rpartition(EXPERTS)
         count = len({n for n in own if n.startswith(at + EXPERTS) and n.endswith(".down_proj.weight")})
-        parts = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}.get(EXPERTS + last, ())
+        parts = JOINED.get(EXPERTS + last, ())
         names = [[f"{at}{EXPERTS}{i}.{part}.weight" for part in parts] for i in range(count)]
         if not parts or not all(n in own for group in names for n in group) or not names:
             raise MissingWeights(f"{self.config.path}: {name} of MTP module {self.number} is missing")
@@ -194,6 +201,26 @@ class Loader:
         with torch.inference_mode():
             mine, theirs = (head(x.to(self.tensors["head.weight"])).float() for head in (own, shared))
         return shared if mine.shape == theirs.shape and relative(mine, theirs) <= 1e-5 else own
+
+
+def stored_tensors(module: Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A module's tensors by stored name, without embedding and head: the inverse of `Loader`."""
+    own = {f"{part}.weight": getattr(module, part).weight for part in PARTS}
+    own |= {f"layer.{name}": tensor for name, tensor in module.layer.state_dict().items()}
+    parts = {name: part for joined, tensor in own.items() for name, part in separate(joined, tensor, names)}
+    return {names[name]: part for name, part in parts.items()}
+
+
+def separate(name: str, tensor: Tensor, names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """A tensor itself, or those of single experts where they are stored one by one."""
+    if name in names:
+        yield name, tensor
+        return
+    at, _, last = name.rpartition(EXPERTS)
+    parts = JOINED[EXPERTS + last]
+    for i, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+            yield f"{at}{EXPERTS}{i}.{part}.weight", weight
 
 
 def layer_config(target: Target, config: MtpConfig, number: int) -> Any:

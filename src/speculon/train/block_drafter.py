@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.train.block_network import BlockForm, BlockNetwork
-from speculon.train.losses import TINY, kl
+from speculon.train.losses import TINY, cross_entropy, kl
 from speculon.train.teacher import Batch
 
 CE, TV = 0.1, 0.9  # shares of DSpark's two losses, as published
@@ -64,10 +64,7 @@ class DFlashDrafter(BlockNetwork):
         if self.soft:
             p, entropy = blocks.of(batch.p).flatten(0, 2), blocks.of(batch.entropy).flatten()
             return kl(hidden, self.head, p, entropy, weights)
-        each = F.cross_entropy(
-            F.linear(hidden, self.head).float(), next_tokens(batch, blocks).flatten(), reduction="none"
-        )
-        return (each * weights).sum() / (weights.sum() + TINY)
+        return cross_entropy(hidden, self.head, next_tokens(batch, blocks).flatten(), weights)
 
     def correct(self, batch: Batch) -> Tensor:
         """Whether the best token of each draft is the target's, in blocks that are learned whole [K, M]."""

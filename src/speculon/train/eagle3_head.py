@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.train.layers import MLP, Norm, rope_table, rotate, small_random
-from speculon.train.losses import attention, kl
+from speculon.train.losses import attention
+from speculon.train.step_drafter import StepDrafter
 from speculon.train.teacher import Batch
 
 
@@ -82,12 +83,12 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(StepDrafter):
     """Predicts from the target's hidden states. Parameters have the names of the published format."""
 
     def __init__(self, form: HeadForm, steps: int, decay: float):
-        super().__init__()
-        self.form, self.steps, self.decay = form, steps, decay
+        super().__init__(steps, decay)
+        self.form = form
         self.fc = nn.Linear(len(form.taps) * form.hidden, form.hidden, bias=False)
         self.input_norm = Norm(self.fc.in_features, form.eps) if form.norm_before_fc else None
         self.fc_norm = nn.ModuleList(Norm(form.hidden, form.eps) for _ in form.taps) if form.fc_norm else None
@@ -135,33 +136,11 @@ class Eagle3Head(nn.Module):
             yield normed
             x = normed if self.form.norm_output else x
 
-    def loss(self, batch: Batch) -> Tensor:
-        """sum_k decay^k KL_k, each a weighted mean over rows."""
-        total = torch.zeros((), device=batch.ids.device)
-        for k, (normed, p, entropy, weights) in enumerate(self.aligned(batch)):
-            at = self.decay**k
-            total = total + at * kl(
-                normed.flatten(0, 1),
-                self.lm_head.weight,
-                p.flatten(0, 1),
-                entropy.flatten(),
-                weights.flatten(),
-            )
-        return total
+    def states(self, batch: Batch) -> Iterator[Tensor]:
+        return self.hiddens(batch.ids, batch.taps)
 
-    def correct(self, batch: Batch) -> Tensor:
-        """Whether the best token of each step is the target's, for rows of non-zero weight [steps, M]."""
-        rows = batch.ids.shape[1] - self.steps
-        counts = batch.weights[:, 1 : 1 + rows] > 0  # [B, N]
-        states = self.hiddens(batch.ids, batch.taps)
-        best = [self.used[self.lm_head(normed).argmax(-1)] for normed in states]
-        return torch.stack(
-            [(tokens == batch.best[:, k + 1 : k + 1 + rows])[counts] for k, tokens in enumerate(best)]
-        )
+    def head_of(self, step: int) -> Tensor:
+        return self.lm_head.weight
 
-    def aligned(self, batch: Batch) -> Iterator[tuple[Tensor, ...]]:
-        """At each step the states [B, N, H], and the p [B, N, Vd], entropy and weights of their positions."""
-        rows = batch.ids.shape[1] - self.steps
-        for k, normed in enumerate(self.hiddens(batch.ids, batch.taps)):
-            at = slice(k + 1, k + 1 + rows)
-            yield normed, batch.p[:, at], batch.entropy[:, at], batch.weights[:, at]
+    def best(self, step: int, states: Tensor) -> Tensor:
+        return self.used[super().best(step, states)]

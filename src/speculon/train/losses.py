@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TINY = 1e-5  # added to a sum of weights, so that rows of weight 0 have no loss
@@ -20,6 +21,12 @@ def kl_reference(logits: Tensor, p: Tensor, weights: Tensor) -> Tensor:
 def kl(hidden: Tensor, head: Tensor, p: Tensor, entropy: Tensor, weights: Tensor) -> Tensor:
     """`kl_reference` of hidden [N, D] @ head [V, D].T, given the entropy of p [N]; products in p's dtype."""
     return HeadKL.apply(hidden, head, p, entropy, weights)
+
+
+def cross_entropy(hidden: Tensor, head: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i (-log q_i[token_i]) / sum_i w_i, with q = softmax(hidden [N, D] @ head [V, D].T)."""
+    each = F.cross_entropy(F.linear(hidden, head).float(), tokens, reduction="none")
+    return (each * weights).sum() / (weights.sum() + TINY)
 
 
 class HeadKL(torch.autograd.Function):

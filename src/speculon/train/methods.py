@@ -12,6 +12,7 @@ from speculon.train.data import Rows
 from speculon.train.dflash import DFlashTraining, DSparkTraining
 from speculon.train.draft_model import DraftModelTraining
 from speculon.train.eagle3 import Eagle3Training
+from speculon.train.mtp import MtpTraining
 from speculon.train.teacher import Taps, Teacher
 
 
@@ -37,4 +38,5 @@ METHODS: Mapping[str, Callable[[Any], TrainingMethod]] = {
     "draft": DraftModelTraining,
     "dflash": DFlashTraining,
     "dspark": DSparkTraining,
+    "mtp": MtpTraining,
 }

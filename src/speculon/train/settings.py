@@ -11,6 +11,10 @@ from speculon.checked import Checked
 
 STEPS = 2000  # guess: where neither steps nor minutes are given
 SHORTEST = 8  # tokens of a prompt that is cut from a plain text
+# descriptions of settings that several methods have
+TTT = "steps of the training-time test: consecutive drafts that are learned"
+DECAY = "loss weight of a step relative to the one before"
+LOSS = "learn the target's probabilities (kl), or the tokens of the text (ce)"
 
 
 class TrainSettings(Checked):
@@ -107,10 +111,8 @@ class HeadSettings(Checked):
     taps: str | None = Field(
         None, description="tapped target layers, as 1,9,16; -1: embeddings (None: three)"
     )
-    ttt: int = Field(
-        5, ge=1, le=16, description="steps of the training-time test: consecutive drafts that are learned"
-    )
-    decay: float = Field(0.8, gt=0, le=1, description="loss weight of a step relative to the one before")
+    ttt: int = Field(5, ge=1, le=16, description=TTT)
+    decay: float = Field(0.8, gt=0, le=1, description=DECAY)
     draft_vocab: int | None = Field(
         None, ge=1, description="number of most frequent tokens that can be drafted (None: all)"
     )
@@ -179,9 +181,7 @@ class BlockShape(Checked):
 class FlashSettings(BlockShape):
     """A DFlash block drafter."""
 
-    loss: Literal["kl", "ce"] = Field(
-        "kl", description="learn the target's probabilities (kl), or the tokens of the text (ce)"
-    )
+    loss: Literal["kl", "ce"] = Field("kl", description=LOSS)
 
 
 class SparkSettings(BlockShape):
@@ -192,6 +192,17 @@ class SparkSettings(BlockShape):
     confidence: float = Field(
         1.0, ge=0, description="loss weight of the confidence head; 0: without such a head"
     )
+
+
+class MtpSettings(Checked):
+    """How the prediction modules of a target learn."""
+
+    start: Path | None = Field(
+        None, description="folder of the MTP modules to start from (None: the target's own)"
+    )
+    ttt: int = Field(3, ge=1, le=16, description=TTT)
+    decay: float = Field(0.8, gt=0, le=1, description=DECAY)
+    loss: Literal["kl", "ce"] = Field("kl", description=LOSS)
 
 
 class DraftSettings(Checked):

@@ -27,6 +27,7 @@ class Batch:
     ids: Tensor  # [B, T]
     weights: Tensor  # [B, T] of the loss
     taps: Tensor  # [B, T, k * Ht]
+    last: Tensor  # [B, T, Ht], the last hidden states, after the final norm
     p: Tensor  # [B, T, Vd], over the tokens that can be drafted
     entropy: Tensor  # [B, T], of p
     best: Tensor  # [B, T], the target's best token
@@ -49,6 +50,7 @@ class Teacher:
                 .eval()
                 .requires_grad_(False)
             )
+        self.folder = checkpoint.path
         self.device, self.precision = place, PRECISIONS[precision]
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
@@ -132,7 +134,7 @@ class Teacher:
         p = logits.softmax(-1)
         log_total = logits.amax(-1) - p.amax(-1).log()
         entropy = log_total - (p * logits).sum(-1)
-        return Batch(ids, weights, taps, p.to(self.precision), entropy, best, draw)
+        return Batch(ids, weights, taps, last, p.to(self.precision), entropy, best, draw)
 
     def _refuse_other_logits(self) -> None:
         """Raises UnsupportedModel where its logits are not its head over the last hidden state."""
