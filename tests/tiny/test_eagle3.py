@@ -131,7 +131,7 @@ def check_format(format: str, k: int, tmp_path: Path) -> None:
     assert len(watch.rows) > 20
 
 
-@pytest.mark.parametrize(("format", "k"), zip(FORMATS, cycle(KS), strict=False))
+@pytest.mark.parametrize(("format", "k"), list(zip(FORMATS, cycle(KS), strict=False)))
 def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
     check_format(format, k, tmp_path)
 

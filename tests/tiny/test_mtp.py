@@ -108,7 +108,7 @@ def check_layout(form: str, k: int) -> None:
     assert len(watch.rounds) > 10
 
 
-@pytest.mark.parametrize(("form", "k"), zip(FORMS, cycle(KS), strict=False))
+@pytest.mark.parametrize(("form", "k"), list(zip(FORMS, cycle(KS), strict=False)))
 def test_every_layout_changes_no_token(form: str, k: int) -> None:
     check_layout(form, k)
 

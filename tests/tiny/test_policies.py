@@ -100,7 +100,7 @@ def check_alone(policy: str, mode: str) -> None:
     assert_same(requests_of(mode), results, plain(mode))
 
 
-@pytest.mark.parametrize(("policy", "mode"), zip(NAMES, cycle(MODES), strict=False))
+@pytest.mark.parametrize(("policy", "mode"), list(zip(NAMES, cycle(MODES), strict=False)))
 def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
     check_alone(policy, mode)
 

@@ -105,7 +105,7 @@ def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
     check_batch(mode, setting, k, chained)
 
 
-@pytest.mark.parametrize(("variant", "mode"), zip(WRONG, cycle(MODES), strict=False))
+@pytest.mark.parametrize(("variant", "mode"), list(zip(WRONG, cycle(MODES), strict=False)))
 def test_alone_any_prediction_gives_the_plain_output(variant: str, mode: str) -> None:
     check_alone(mode, variant)
 

@@ -409,13 +409,13 @@ def check_lower(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rejected(serve(recurrent_target(name), drafted_requests())) > 9
 
 
-@pytest.mark.parametrize(("plant", "name"), zip(PLANTS, cycle(TWO), strict=False))
+@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS, cycle(TWO), strict=False)))
 def test_a_planted_error_changes_drafts_and_no_text(
     plant: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_planted(name, plant, monkeypatch)
 
 
-@pytest.mark.parametrize(("plant", "name"), zip(PLANTS[1:], cycle(TWO), strict=False))
+@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS[1:], cycle(TWO), strict=False)))
 def test_a_planted_error_lowers_acceptance(plant: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_lower(name, plant, monkeypatch)
