@@ -145,4 +145,4 @@ def test_an_answer_that_is_not_as_described_is_seen(monkeypatch: pytest.MonkeyPa
         for planted in (lambda *_: whole, lambda *_: 1 / 0):
             monkeypatch.setattr("speculon.server.answer.Answer.whole", planted)
             with pytest.raises((FailureGroup, ExceptionGroup)):
-                fuzz(fuzzed, "post", "/v1/completions", GenerationMode.POSITIVE)
+                fuzz(fuzzed, "post", "/v1/completions", GenerationMode.POSITIVE, examples=40)
