@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import count
+from itertools import count, product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,20 @@ from speculon.telemetry import RequestStats
 
 _ids = count()
 OF_REQUEST = {field.name for field in fields(Request)}
+
+
+def spread(first: Iterable[Any], second: Iterable[Any], *others: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every pair of the first two, with all combinations of the others in turn, along the diagonals.
+
+    The whole product is for the soak.
+    """
+    rows, columns, ways = list(first), list(second), list(product(*others))
+    assert len(ways) < len(rows) + len(columns), "some combinations would be left out"
+    return [
+        (row, column, *ways[(i + j) % len(ways)])
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
 
 
 def make_sequence(

@@ -58,13 +58,17 @@ def plain(texts: int) -> float:
     return texts / STEP(texts, 0)
 
 
-@pytest.mark.parametrize("texts", [1, 8])
-@pytest.mark.parametrize("accept", [0.3, 0.6, 0.95])
-def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts: int) -> None:
+def check_rate(accept: float, texts: int) -> None:
     rounds = 2000 if texts == 1 else 1000
     best = max(plain(texts), fixed(lambda k: world(lambda *_: accept, lambda _: texts, most=k), rounds))
     rates = [run(world(lambda *_: accept, lambda _: texts), rounds, seed).rate(200) for seed in range(3)]
     assert mean(rates) > 0.95 * best and min(rates) > 0.92 * best
+
+
+# the soak has the other three
+@pytest.mark.parametrize(("accept", "texts"), [(0.3, 1), (0.6, 8), (0.95, 1)])
+def test_it_comes_close_to_the_best_fixed_number_of_drafts(accept: float, texts: int) -> None:
+    check_rate(accept, texts)
 
 
 @pytest.mark.parametrize("texts", [1, 8])
@@ -82,12 +86,17 @@ def test_a_drafter_that_collapses_is_out_soon() -> None:
     assert played.rate(500) > 0.93 * plain(1)
 
 
-def test_a_drafter_that_recovers_is_used_again_within_400_rounds() -> None:
+def late(seeds: range) -> list[int]:
+    """Where it took more than 400 rounds: how long a drafter waited that accepts again."""
     waited = []
-    for seed in range(20):
+    for seed in seeds:
         played = run(world(lambda number, _: 0.0 if number < 1000 else 0.8), 1405, seed)
         waited.append(next((i for i in range(401) if all(played.drafted[1000 + i : 1005 + i])), 401))
-    assert sum(rounds < 400 for rounds in waited) >= 19, waited
+    return [rounds for rounds in waited if rounds >= 400]
+
+
+def test_a_drafter_that_recovers_is_used_again_within_400_rounds() -> None:
+    assert not late(range(5))
 
 
 def test_sequences_that_differ_are_told_apart() -> None:
@@ -110,14 +119,14 @@ def best_in_phase(texts: int) -> float:
     return max(plain(texts), *(played.rate() for played in plays))
 
 
-def swing(first: int) -> list[float]:
+def swing(first: int, seeds: int) -> list[float]:
     """Mean rate in each phase of a load that swings, over the better of plain and best fixed there."""
     phases = [first, 65 - first] * 2
     ends = list(accumulate(PHASES[texts] for texts in phases))
     scene = swinging(
         lambda number: next(texts for texts, end in zip(phases, ends, strict=True) if number < end)
     )
-    runs = [run(scene, ends[-1], seed) for seed in range(2)]
+    runs = [run(scene, ends[-1], seed) for seed in range(seeds)]
     return [
         mean(one.rate(end - PHASES[t], end) for one in runs) / best_in_phase(t)
         for t, end in zip(phases, ends, strict=True)
@@ -126,7 +135,7 @@ def swing(first: int) -> list[float]:
 
 @pytest.mark.parametrize("first", PHASES)
 def test_load_that_swings_is_followed(first: int) -> None:
-    assert min(swing(first)) > 0.94
+    assert min(swing(first, seeds=1)) > 0.94
 
 
 class OneSize(Costs):

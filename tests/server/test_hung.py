@@ -124,26 +124,22 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path, number: s
         check_clean(server)
 
 
-def test_a_step_without_an_end_costs_the_open_requests_alone(tmp_path: Path) -> None:
+def test_a_step_without_an_end_costs_the_open_requests_alone_and_a_quick_restart_waits(
+    tmp_path: Path,
+) -> None:
     with started(tmp_path, *AGAIN) as server:
         url = server.ready()
         (engine,) = server.children()
         lost = complete(url, prompt=HANGING)
         assert lost.status_code == 503 and lost.headers["retry-after"]
         check_served_again(server, url, engine, 1)
-        check_clean(server)
-
-
-def test_the_second_of_two_quick_restarts_waits(tmp_path: Path) -> None:
-    with started(tmp_path, *AGAIN) as server:
-        url = server.ready()
-        for restarts in (1, 2):
-            (engine,) = server.children()
-            began = time.monotonic()
-            os.kill(engine, signal.SIGKILL)
-            server.wait_for(lambda: len(lines_of(server, "the engine serves again")) == restarts, 15)  # noqa: B023
-            check_served_again(server, url, engine, restarts)
+        (engine,) = server.children()
+        began = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        server.wait_for(lambda: len(lines_of(server, "the engine serves again")) == 2, 15)
+        check_served_again(server, url, engine, 2)
         assert time.monotonic() - began > 1.0
+        check_clean(server)
 
 
 def test_a_model_that_does_not_load_again_ends_the_server(tmp_path: Path) -> None:

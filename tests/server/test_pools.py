@@ -6,7 +6,8 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 
 from speculon.config import EngineConfig
 from speculon.engine import async_engine
+from speculon.engine.build import build_engine
 from speculon.errors import ConfigError, EngineError
 from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
-from tests.server.outside import REAL, Outside, started
+from tests.server.outside import Outside
 from tests.server.test_abuse import refusal
 from tests.tiny.checkpoint import write_checkpoint
 
@@ -302,14 +304,8 @@ def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outsi
     assert count > 50 and 1e-6 < seconds / count < 1e-2
 
 
-@pytest.mark.timeout(240)  # two starts of the server
-def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) -> None:
-    folder = tmp_path / "state"
-    model = write_checkpoint(tmp_path / "model")
-    arguments = (
-        *("--model", str(model), "--served-model-name", "demo", "--threads", "1", "--state", str(folder)),
-        *("--policy", "goodput", "--no-warmup", "--method", "suffix"),
-    )
+def check_kept(folder: Path, serve: Callable[[str], AbstractContextManager[str]]) -> None:
+    """`serve` yields the address of a server that keeps its state in the folder."""
 
     def at(url: str) -> openai.OpenAI:
         return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
@@ -320,21 +316,30 @@ def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) 
         return float(found[1]) if found else -1
 
     fixed = {"policy": "fixed"}
-    with started(tmp_path / "first", *arguments, program=REAL) as server, at(server.ready()) as client:
+    with serve("first") as url, at(url) as client:
         cold = calls(client, "a", user="alice", speculation=fixed)
         calls(client, "a", user="bob", speculation={"policy": "goodput"})
-        assert server.end() == 0, server.stderr
     (pools,) = folder.glob("pools-*")
     assert len(pools.read_text().splitlines()) == 4 and "alice" not in pools.read_text()
-    with (
-        started(tmp_path / "second", *arguments, program=REAL) as server,
-        at(url := server.ready()) as client,
-    ):
+    with serve("second") as url, at(url) as client:
         wait_until(lambda: restored(url, "pools") == 2)
         assert restored(url, "policies") == 2, "costs, and goodput"
         others, own = (calls(client, key, user="alice", speculation=fixed) for key in "ba")
         assert others == cold > 2 * own
         assert httpx.delete(url + ROUTE, headers=by("a"), trust_env=False).status_code == 204
         assert len(pools.read_text().splitlines()) == 3, "only the other key's is left, at once"
-        server.process.kill()
-        server.process.wait()
+
+
+def test_answers_outlive_the_server_and_can_be_deleted_for_good(tmp_path: Path) -> None:
+    """With the engine in this process; in the soak both servers are processes."""
+    speculation = {"policy": "goodput", "method": "suffix"}
+    settings = {"warmup": False, "state": tmp_path / "state", "speculation": speculation}
+    config = EngineConfig(model=str(write_checkpoint(tmp_path / "model")), **settings)
+
+    @contextmanager
+    def serve(name: str) -> Iterator[str]:
+        with closing(build_engine(config)) as engine:
+            with served(over=engine, served_model_name="demo") as inside:
+                yield inside.url
+
+    check_kept(tmp_path / "state", serve)

@@ -1,5 +1,5 @@
 """Two hundred seeded requests for JSON, at temperature 1: all end by themselves, parse, validate, and equal
-the plain texts.
+the plain texts. Every form of the tiny models under every method, mode and setting.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import pytest
 
 from speculon import LLM
 from speculon.outputs import RequestOutput
+from speculon.proposers import registry
 from tests.tiny.demo_forms import report, write, wrong
 from tests.tiny.demo_texts import MISSING
+from tests.tiny.test_structured import MODES, SETTINGS, WAYS, check_drafts, check_forms
 
 REQUESTS = 200
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(3600),
-    pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout"),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +29,7 @@ def plain(llm: LLM) -> list[RequestOutput]:
     return write(llm, REQUESTS, {"method": "off"})
 
 
+@pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout")
 @pytest.mark.parametrize(
     "speculation",
     [
@@ -51,3 +50,23 @@ def test_two_hundred_of_two_hundred(
         print(f"\n{report(str(speculation), outputs)}", flush=True)
     assert wrong(outputs) == []
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+
+
+@pytest.fixture
+def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("own_methods")
+def test_drafts_change_no_token(mode: str, way: str, setting: str) -> None:
+    check_drafts(mode, way, setting)
+
+
+@pytest.mark.parametrize("seed", range(3, 12))
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.usefixtures("own_methods")
+def test_rules_with_q_keep_the_form(acceptance: str, seed: int) -> None:
+    check_forms(acceptance, seed)

@@ -52,18 +52,19 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "a draft model": with_draft,
     "a draft model without memory": without_memory,
     "no tokenizer": without_tokenizer,
-    "recurrent states": lambda: engine_of(recurrent_target("qwen3_next")),
+    "recurrent states": lambda: engine_of(recurrent_target("lfm2")),
     "no snapshots": lambda: engine_of(recurrent_target("lfm2"), snapshot_memory_gb=0),
     "few pages": lambda: engine_of(num_blocks=8, prefix_cache=False, max_batch_tokens=8, max_num_seqs=2),
     "off": lambda: engine_of(speculation={"method": "off", "suffix_pools": 0, "policy": "solo"}),
     "ngram": lambda: engine_of(speculation={"method": "ngram", "num_speculative_tokens": 7}),
     # of these, what the model itself decides
     "windows": lambda: engine_of(tiny_target("mistral"), num_blocks=8, max_batch_tokens=8, max_num_seqs=2),
+    "states in one call": lambda: engine_of(recurrent_target("qwen3_next")),
     "states row by row": lambda: engine_of(recurrent_target("jamba")),
     "without attention": lambda: engine_of(recurrent_target("mamba")),
     "not fused": lambda: engine_of(tiny_target("llama", fused=False), fuse=False),
 }
-OF_MODELS = tuple(ENGINES)[-4:]
+OF_MODELS = tuple(ENGINES)[-5:]
 OF_REQUESTS = ("methods", "parameters", "policies", "acceptance")
 
 # what a request asks for each parameter, and a value beyond the limit of the row
@@ -191,7 +192,7 @@ def is_changed(engine: Engine, name: str, value: Any) -> bool:
         (draws and seq.request.acceptance != plain.request.acceptance)
         or seq.request.limits != plain.request.limits
         or seq.grammar is not None
-        or (cached(engine) > 0 and not cached(engine, **{name: value}))
+        or (caches(engine) and not cached(engine, **{name: value}))
         or (name == "n" and engine.config.speculation.policy == "solo")
     )
 
@@ -223,6 +224,11 @@ def cached(engine: Engine, **params: Any) -> int:
         for _ in range(2):  # the first prompt shows what is shared, the second leaves a snapshot there
             ask(engine)
         return ask(engine, **{**params, "n": 1}).stats.cached_tokens
+
+
+@cache
+def caches(engine: Engine) -> bool:
+    return cached(engine) > 0
 
 
 @cache

@@ -126,6 +126,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", {**CONVOLUTION, **MOE, "num_dense_layers": 1}),
     "lfm3": ("lfm3", CONVOLUTION),
 }
+# one of each class of mixer
+DIFFERENT = ("qwen3_next", "kimi_linear", "bailing_hybrid", "falcon_h1", "mamba2", "mamba", "jamba", "lfm2")
 TWO = ("qwen3_next", "jamba")  # one whose rows continue a state in one call, and one of row by row
 LENGTHS = (5, 31, 1, 17, 8, 24)  # of the prompts
 # a method and K for each

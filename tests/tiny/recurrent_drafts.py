@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculon.checkpoints.memory import model_needs
 from speculon.core import Draft
 from speculon.models.target import Target
 from speculon.proposers.draft_model import NAME, DraftModel
 from speculon.proposers.registry import register
 from speculon.sequence import Sequence
+from tests.tiny.conftest import tiny_target
 from tests.tiny.recurrent import TIE, recurrent_model, recurrent_target, requests
-from tests.tiny.scripted import Key, Request, Result, drain, make_engine
+from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
 
 Force = Callable[[Key, int], int | None]  # (text, position in it) -> the token to draft there; None: its own
 Ids = dict[Key, list[int]]  # prompt and output
@@ -148,3 +152,50 @@ def serve(target: Target, made: list[Request], **settings: Any) -> dict[Key, Res
 def ids_of(made: list[Request], results: dict[Key, Result]) -> Ids:
     prompts = {request.id: request.prompt for request in made}
     return {key: [*prompts[key[0]], *result.tokens] for key, result in results.items()}
+
+
+@cache
+def truth_of(name: str) -> dict[Key, Result]:
+    """Of the usual requests."""
+    return plain(name, drafted_requests())
+
+
+def plain(name: str, made: list[Request]) -> dict[Key, Result]:
+    target = tiny_target("llama") if name == "llama" else recurrent_target(name)
+    return run(target, [replace(request, speculation={"method": "off"}) for request in made])
+
+
+def texts(results: dict[Key, Result]) -> dict[Key, list[int]]:
+    return {key: result.tokens for key, result in results.items()}
+
+
+def rejected(results: dict[Key, Result]) -> int:
+    return sum(done.rejected for result in results.values() if (done := result.stats.speculation()))
+
+
+def check_accepted(name: str) -> None:
+    """Drafts of the target itself."""
+    use_drafts(name)
+    results = serve(recurrent_target(name), drafted_requests())
+    assert texts(results) == texts(truth_of(name)) and rejected(results) == 0
+    assert sum(result.stats.preemptions for result in results.values()) > 0
+
+
+def check_states(name: str, kept: bool) -> None:
+    """Wrong drafts are planted; all others are the stock model's next tokens."""
+    made = drafted_requests()
+    truth = truth_of(name)
+    drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
+    results = serve(recurrent_target(name), made)
+    assert texts(results) == texts(truth) and rejected(results) > 9
+    assert drafts.wrong(ids_of(made, truth)) == []
+    assert bool(drafts.last.needs.spare_states) == kept
+
+
+def check_estimate(name: str, folder: Path) -> None:
+    recurrent_model(name).save_pretrained(folder)
+    needs = model_needs(folder, torch.float32, torch.device("cpu"), 8, 8)
+    loaded = recurrent_target(name)
+    assert needs.states == loaded.state_specs
+    sizes = [sum(layer.bytes_per_token for layer in layers) for layers in (needs.layers, loaded.layers)]
+    assert sizes[0] == sizes[1]

@@ -21,6 +21,7 @@ from speculon.events import read
 from speculon.proposers import registry
 from speculon.proposers.suffix import Suffix
 from speculon.sequence import Sequence
+from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
@@ -116,12 +117,7 @@ def write(engine: Engine, mode: str, **options: Any) -> dict[Key, Result]:
     return results
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
-    mode: str, setting: str, policy: str
-) -> None:
+def check_lengths(mode: str, setting: str, policy: str) -> None:
     engine, runs = with_chain(plain(mode), **SETTINGS[setting])
     results = write(engine, mode, policy=policy)
     assert_same(requests_of(mode), results, plain(mode))
@@ -136,6 +132,13 @@ def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
         )
     if policy == "shadow":
         assert not runs
+
+
+@pytest.mark.parametrize(("policy", "mode", "setting"), spread(POLICIES, MODES, SETTINGS))
+def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
+    mode: str, setting: str, policy: str
+) -> None:
+    check_lengths(mode, setting, policy)
 
 
 @pytest.mark.parametrize("chained", [None, False])

@@ -19,6 +19,7 @@ from speculon.models import dflash, dflash_load
 from speculon.models.dflash_heads import RecurrentMarkov
 from speculon.models.load import wrap_model
 from speculon.proposers import registry
+from tests.builders import spread
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
 from tests.tiny.conftest import build
 from tests.tiny.dflash_checkpoints import FORMATS, make_drafter, write_dflash
@@ -31,6 +32,7 @@ from tests.tiny.test_eagle3 import SETTINGS, plain, requests_of, shifted, texts_
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
+MARKOV = (None, "vanilla", "gated", "rnn")
 SPARK: dict[str, Any] = {"format": "speculators", "from_anchor": True, "windows": (9, None), "markov": "rnn"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "short blocks": {"block_size": 2},
@@ -77,17 +79,19 @@ def test_every_format_changes_no_token(format: str, tmp_path: Path) -> None:
     assert len(watch.rounds) > 20
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("markov", [None, "vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("from_anchor", [False, True])
-def test_both_layouts_draft_with_every_head(
-    from_anchor: bool, markov: str | None, k: int, tmp_path: Path
-) -> None:
+def check_layout(from_anchor: bool, markov: str | None, k: int, tmp_path: Path) -> None:
     variant: dict[str, Any] = {"format": "speculators", "from_anchor": from_anchor, "markov": markov}
     results, watch = drafted_with(tmp_path, k, **variant)
     assert texts_of(results) == plain("greedy")
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_blocks(watch, drafter_of(**variant), whole("greedy"))
+
+
+@pytest.mark.parametrize(("from_anchor", "markov", "k"), spread([False, True], MARKOV, KS))
+def test_both_layouts_draft_with_every_head(
+    from_anchor: bool, markov: str | None, k: int, tmp_path: Path
+) -> None:
+    check_layout(from_anchor, markov, k, tmp_path)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

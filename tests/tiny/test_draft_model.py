@@ -19,6 +19,7 @@ from speculon.kv.store import View
 from speculon.models.target import Output
 from speculon.proposers import registry
 from speculon.sequence import Event
+from tests.builders import spread
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
@@ -67,16 +68,18 @@ def texts(results: dict[Key, Result]) -> Texts:
     return {key: result.tokens for key, result in results.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_no_token_changes(setting: str, method: str, mode: str) -> None:
+def check_tokens(setting: str, method: str, mode: str) -> None:
     """Alone is a batch of one: all spans, chunks and preemptions of the batch are there too."""
     noisy_draft()
     results = write(drafted_requests(mode, method), **SETTINGS[setting])
     assert texts(results) == plain(mode)
     outcomes = {kind for result in results.values() for kind in result.stats.outcomes}
     assert {SpanOutcome.FULL, SpanOutcome.TAIL, SpanOutcome.EARLY} <= outcomes
+
+
+@pytest.mark.parametrize(("setting", "method", "mode"), spread(SETTINGS, METHODS, MODES))
+def test_no_token_changes(setting: str, method: str, mode: str) -> None:
+    check_tokens(setting, method, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)

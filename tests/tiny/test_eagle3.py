@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from speculon.errors import SpeculonError, UnsupportedModel
 from speculon.models import eagle, eagle_load
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.proposers import registry
+from tests.builders import spread
 from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
     CONTEXT,
@@ -118,9 +120,7 @@ def ask(k: int) -> dict[str, Any]:
     return {"method": "eagle3", "num_speculative_tokens": k}
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
+def check_format(format: str, k: int, tmp_path: Path) -> None:
     taps = None if format in TAPLESS else (1, 3, 4)
     head = write_eagle3(tmp_path, deep_model().config, format, taps=taps)
     watch = watch_heads(plain("greedy"))
@@ -129,6 +129,11 @@ def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> N
     assert accepted_lengths(results) >= set(range(k + 1))
     assert not wrong_rows(watch, head_of(taps=taps), whole("greedy"))
     assert len(watch.rows) > 20
+
+
+@pytest.mark.parametrize(("format", "k"), list(zip(FORMATS, cycle(KS), strict=False)))
+def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
+    check_format(format, k, tmp_path)
 
 
 def test_beyond_its_context_rounds_are_plain(tmp_path: Path) -> None:
@@ -154,10 +159,7 @@ def test_rows_are_those_of_the_formula(variant: str, tmp_path: Path) -> None:
     assert not wrong_rows(watch, head_of(**VARIANTS[variant]), whole("greedy"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
+def check_setting(setting: str, k: int, mode: str, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, deep_model().config, draft_vocab=64)
     watch = watch_heads(plain(mode, 9))
     results = write(requests_of(mode, 9), folder_of(head), ask(k), **SETTINGS[setting])
@@ -166,6 +168,11 @@ def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tm
         assert any(result.stats.preemptions for result in results.values())
     if mode == "greedy":
         assert not wrong_rows(watch, head_of(draft_vocab=64), whole(mode, 9))
+
+
+@pytest.mark.parametrize(("setting", "mode", "k"), spread(SETTINGS, MODES, KS))
+def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
+    check_setting(setting, k, mode, tmp_path)
 
 
 @pytest.mark.parametrize("k", KS)

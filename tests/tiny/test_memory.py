@@ -338,7 +338,7 @@ from pathlib import Path
 from speculon import LLM, SamplingParams
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-llm = LLM("demo", threads=1, num_blocks=64)
+llm = LLM("demo", threads=1, num_blocks=64, warmup=False)
 llm.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=8))
 weights, before = llm.engine.target.num_bytes, held()
 del llm

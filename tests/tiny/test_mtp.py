@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from speculon.models.mtp import Module as MtpModule
 from speculon.models.mtp import MtpHead
 from speculon.proposers import registry
 from speculon.proposers.mtp import Mtp
+from tests.builders import spread
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine
 from tests.tiny.test_parity import GREEDY, MODES, OFF, accepted_lengths
 
 KS = (1, 3, 7)
+BOTH = ("qwen3_next", "mimo, three modules")
 SETTINGS: dict[str, dict[str, Any]] = {
     "prompts in chunks": {"max_batch_tokens": 7},
     "a page each token": {"block_size": 1},
@@ -96,9 +99,7 @@ def ask(k: int) -> dict[str, Any]:
     return {"method": "mtp", "num_speculative_tokens": k}
 
 
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_layout_changes_no_token(form: str, k: int) -> None:
+def check_layout(form: str, k: int) -> None:
     watch = watch_mtp(plain(form, "greedy"))
     results = write(form, requests_of("greedy"), ask(k))
     assert texts_of(results) == plain(form, "greedy")
@@ -107,10 +108,12 @@ def test_every_layout_changes_no_token(form: str, k: int) -> None:
     assert len(watch.rounds) > 10
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", ["qwen3_next", "mimo, three modules"])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_no_setting_changes_a_token_or_a_row(setting: str, form: str, mode: str) -> None:
+@pytest.mark.parametrize(("form", "k"), list(zip(FORMS, cycle(KS), strict=False)))
+def test_every_layout_changes_no_token(form: str, k: int) -> None:
+    check_layout(form, k)
+
+
+def check_setting(setting: str, form: str, mode: str) -> None:
     watch = watch_mtp(plain(form, mode, 9))
     results = write(form, requests_of(mode, 9), ask(4), **SETTINGS[setting])
     assert texts_of(results) == plain(form, mode, 9)
@@ -118,6 +121,11 @@ def test_no_setting_changes_a_token_or_a_row(setting: str, form: str, mode: str)
         assert any(result.stats.preemptions for result in results.values())
     if mode == "greedy":
         assert not wrong_rows(watch, written(form), whole(form, mode, 9))
+
+
+@pytest.mark.parametrize(("setting", "form", "mode"), spread(SETTINGS, BOTH, MODES))
+def test_no_setting_changes_a_token_or_a_row(setting: str, form: str, mode: str) -> None:
+    check_setting(setting, form, mode)
 
 
 @pytest.mark.parametrize("form", ["deepseek, two modules", "qwen3_5", "mimo"])

@@ -22,7 +22,7 @@ from speculon.kv.store import View
 from speculon.models.target import Output
 from speculon.sampling import Row, row_key, sample, uniform
 from speculon.sequence import Rules
-from tests.builders import make_sequence
+from tests.builders import make_sequence, spread
 from tests.tiny.conftest import TINY, tiny_model, tiny_target
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
 
@@ -167,10 +167,7 @@ def test_alone_every_accepted_length_gives_the_plain_output(mode: str, k: int) -
     assert accepted_lengths(results) >= set(range(k + 1))
 
 
-@pytest.mark.parametrize("k", DRAFTS)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
+def check_lengths(mode: str, setting: str, k: int) -> None:
     truth = plain(mode)
     script(truth)
     results = run(tiny_target("llama"), drafting(requests_of(mode), k), **SETTINGS[setting])
@@ -180,15 +177,24 @@ def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, sett
     assert (sum(r.stats.preemptions for r in results.values()) > 0) == scarce
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(mode: str, setting: str) -> None:
+@pytest.mark.parametrize(("mode", "setting", "k"), spread(MODES, SETTINGS, DRAFTS))
+def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
+    check_lengths(mode, setting, k)
+
+
+def check_methods(mode: str, setting: str, k: int) -> None:
     truth = plain(mode)
-    for k in DRAFTS:
-        script(truth)
-        results = run(tiny_target("llama"), mixed(requests_of(mode), k), **SETTINGS[setting])
-        assert_same(requests_of(mode), results, truth)
-        assert {source for r in results.values() for source in r.stats.drafted_from} >= {"scripted", "ngram"}
+    script(truth)
+    results = run(tiny_target("llama"), mixed(requests_of(mode), k), **SETTINGS[setting])
+    assert_same(requests_of(mode), results, truth)
+    assert {source for r in results.values() for source in r.stats.drafted_from} >= {"scripted", "ngram"}
+
+
+@pytest.mark.parametrize(("mode", "setting", "k"), spread(MODES, SETTINGS, DRAFTS))
+def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(
+    mode: str, setting: str, k: int
+) -> None:
+    check_methods(mode, setting, k)
 
 
 @pytest.mark.parametrize("mode", MODES)

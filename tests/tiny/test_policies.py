@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from time import sleep
 from typing import Any
 
@@ -21,6 +22,7 @@ from speculon.errors import InvalidParameter
 from speculon.proposers import registry
 from speculon.sequence import Sequence
 from speculon.text import Tokenizer
+from tests.builders import spread
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
 from tests.tiny.scripted import Key, Letters, Request, Result, drain, make_engine, run, script
@@ -74,10 +76,7 @@ def test_both_tables_have_the_same_policies() -> None:
     assert {"fixed", "adaptive", "solo", "shadow", "goodput"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", NAMES)
-def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) -> None:
+def check_batch(policy: str, mode: str, setting: str) -> None:
     script(plain(mode))
     engine = make_engine(tiny_target(LLAMA), **SETTINGS[setting])
     for request in under(policy, mode):
@@ -88,14 +87,22 @@ def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) 
     assert unknown_to(engine)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", NAMES)
-def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
+@pytest.mark.parametrize(("policy", "mode", "setting"), spread(NAMES, MODES, SETTINGS))
+def test_a_batch_writes_the_plain_outputs(policy: str, mode: str, setting: str) -> None:
+    check_batch(policy, mode, setting)
+
+
+def check_alone(policy: str, mode: str) -> None:
     script(plain(mode))
     results: dict[Key, Result] = {}
     for request in under(policy, mode, "scripted"):
         results |= run(tiny_target(LLAMA), [request])
     assert_same(requests_of(mode), results, plain(mode))
+
+
+@pytest.mark.parametrize(("policy", "mode"), list(zip(NAMES, cycle(MODES), strict=False)))
+def test_sequences_alone_are_the_plain_ones(policy: str, mode: str) -> None:
+    check_alone(policy, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,15 +113,17 @@ def test_sequences_of_different_policies_share_a_batch(mode: str) -> None:
         assert_same(requests_of(mode), results, plain(mode))
 
 
-@pytest.mark.parametrize("chained", CHAINED)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", NAMES)
-def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, chained: str) -> None:
+def check_draft_model(policy: str, mode: str, chained: str) -> None:
     noisy_draft()
     engine = make_engine(tiny_target(LLAMA), speculation={**DRAFT, "policy": policy, **CHAINED[chained]})
     for request in under(policy, mode, "auto"):
         engine.add_request(request.prompt, request.params, {"method": "auto"}, request.id)
     assert texts(drain(engine)) == plain(mode)
+
+
+@pytest.mark.parametrize(("policy", "mode", "chained"), spread(NAMES, MODES, CHAINED))
+def test_a_draft_model_stays_right_under_every_policy(policy: str, mode: str, chained: str) -> None:
+    check_draft_model(policy, mode, chained)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -276,11 +285,7 @@ def at_costs(given: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, **s
     return engine
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
-    mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_cheap(mode: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script(plain(mode))
     engine = at_costs(
         CHEAP,
@@ -294,6 +299,15 @@ def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
     assert_same(requests_of(mode), results, plain(mode))
     assert accepted_lengths(results) == set(range(5))
     assert sum(result.stats.accepted for result in results.values()) > 100 and unknown_to(engine)
+
+
+@pytest.mark.parametrize(
+    ("mode", "setting"), [("greedy", "chunked"), ("sampled", "roomy"), ("sampled", "few pages")]
+)
+def test_where_drafts_are_cheap_every_accepted_length_gives_the_plain_output(
+    mode: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cheap(mode, setting, monkeypatch)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, s
 from tests.tiny.test_parity import MODES, SETTINGS, Texts, assert_same, plain, requests_of
 
 K = 8
+KS = (1, K, None)
 CHANCE = random.Random(3)
 WRONG: dict[str, Callable[[list[int]], list[int]]] = {
     "right": lambda text: text,
@@ -69,35 +71,43 @@ def one(i: int, fields: dict[str, Any], **settings: Any) -> Result:
     return result
 
 
-@pytest.mark.parametrize("chained", [False, True], ids=["separate", "chained"])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
-def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
-    mode: str, setting: str, chained: bool
-) -> None:
+def check_batch(mode: str, setting: str, k: int | None, chained: bool) -> None:
     truth = plain(mode)
-    for k in (1, K, None):
-        results = run(
-            tiny_target("llama"), with_predictions(requests_of(mode), truth, k, chained), **SETTINGS[setting]
-        )
-        assert_same(requests_of(mode), results, truth)
-        right = results["q0", 0].stats
-        assert (
-            right.accepted_prediction_tokens > (5 if setting == "few pages" else 20)
-            and not right.rejected_prediction_tokens
-        )
-        assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
+    results = run(
+        tiny_target("llama"), with_predictions(requests_of(mode), truth, k, chained), **SETTINGS[setting]
+    )
+    assert_same(requests_of(mode), results, truth)
+    right = results["q0", 0].stats
+    assert (
+        right.accepted_prediction_tokens > (5 if setting == "few pages" else 20)
+        and not right.rejected_prediction_tokens
+    )
+    assert (sum(r.stats.preemptions for r in results.values()) > 0) == (setting == "few pages")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("variant", WRONG)
-def test_alone_any_prediction_gives_the_plain_output(mode: str, variant: str) -> None:
+def check_alone(mode: str, variant: str) -> None:
     truth = plain(mode)
     results: dict[Key, Result] = {}
     for request in requests_of(mode)[:3]:
         tokens = WRONG[variant](truth[request.id, 0])
         results |= run(tiny_target("llama"), [replace(request, speculation={"prediction": tokens})])
     assert_same(requests_of(mode)[:3], results, {key: truth[key] for key in results})
+
+
+# every setting in every mode, with every K, chained and not; the soak has the whole product
+SOME = zip(product(SETTINGS, MODES), cycle(product((False, True), KS)), strict=False)
+
+
+@pytest.mark.parametrize(("setting", "mode", "chained", "k"), [(*place, *way) for place, way in SOME])
+def test_predictions_of_all_variants_in_a_batch_give_the_plain_output(
+    setting: str, mode: str, chained: bool, k: int | None
+) -> None:
+    check_batch(mode, setting, k, chained)
+
+
+@pytest.mark.parametrize(("variant", "mode"), list(zip(WRONG, cycle(MODES), strict=False)))
+def test_alone_any_prediction_gives_the_plain_output(variant: str, mode: str) -> None:
+    check_alone(mode, variant)
 
 
 @pytest.mark.parametrize("mode", MODES)

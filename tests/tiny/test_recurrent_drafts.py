@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from speculon import LLM, SpeculativeDecoder
-from speculon.checkpoints.memory import model_needs
 from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.engine import engine as engine_module
@@ -32,17 +31,24 @@ from speculon.proposers.draft_model import NAME
 from speculon.sequence import Sequence
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.conftest import build, tiny_model, tiny_target
-from tests.tiny.recurrent import RECURRENT, TWO, recurrent_model, recurrent_target, requests
+from tests.tiny.recurrent import DIFFERENT, RECURRENT, TWO, recurrent_model, recurrent_target, requests
 from tests.tiny.recurrent_drafts import (
     POOL,
+    check_accepted,
+    check_estimate,
+    check_states,
     drafted_requests,
     ids_of,
+    plain,
+    rejected,
     right_now_and_then,
     serve,
+    texts,
+    truth_of,
     use_drafts,
     wrong_now_and_then,
 )
-from tests.tiny.scripted import Key, Request, Result, make_engine, run
+from tests.tiny.scripted import Key, Request, Result, make_engine
 
 OFF = {"method": "off"}
 # without slots for states after each draft: tokens are read again
@@ -56,50 +62,21 @@ def restored() -> Iterator[None]:
     registry._registered.pop(NAME, None)
 
 
-@cache
-def truth_of(name: str) -> dict[Key, Result]:
-    """Of the usual requests."""
-    return plain(name, drafted_requests())
-
-
-def plain(name: str, made: list[Request]) -> dict[Key, Result]:
-    target = tiny_target("llama") if name == "llama" else recurrent_target(name)
-    return run(target, [replace(request, speculation=OFF) for request in made])
-
-
-def texts(results: dict[Key, Result]) -> dict[Key, list[int]]:
-    return {key: result.tokens for key, result in results.items()}
-
-
-def rejected(results: dict[Key, Result]) -> int:
-    return sum(done.rejected for result in results.values() if (done := result.stats.speculation()))
-
-
 # a draft that is the target itself
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_every_draft_of_the_target_itself_is_accepted(name: str) -> None:
-    use_drafts(name)
-    results = serve(recurrent_target(name), drafted_requests())
-    assert texts(results) == texts(truth_of(name)) and rejected(results) == 0
-    assert sum(result.stats.preemptions for result in results.values()) > 0
+    check_accepted(name)
 
 
-@pytest.mark.parametrize(("name", "kept"), [*((name, True) for name in RECURRENT), *AGAIN])
+@pytest.mark.parametrize(("name", "kept"), [*((name, True) for name in DIFFERENT), *AGAIN])
 def test_after_rejected_drafts_its_states_are_those_of_the_text(
     name: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong drafts are planted; all others are the stock model's next tokens."""
     if not kept:
         monkeypatch.setattr(model_drafter, "KEPT_BYTES", 0)
-    made = drafted_requests()
-    truth = truth_of(name)
-    drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
-    results = serve(recurrent_target(name), made)
-    assert texts(results) == texts(truth) and rejected(results) > 9
-    assert drafts.wrong(ids_of(made, truth)) == []
-    assert bool(drafts.last.needs.spare_states) == kept
+    check_states(name, kept)
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -318,14 +295,9 @@ def test_its_states_are_part_of_the_memory_estimate() -> None:
     assert engine.memory.states == held + 6 * target.state_bytes
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_the_estimate_before_loading_is_that_of_the_loaded_draft(name: str, tmp_path: Path) -> None:
-    recurrent_model(name).save_pretrained(tmp_path)
-    needs = model_needs(tmp_path, torch.float32, torch.device("cpu"), 8, 8)
-    loaded = recurrent_target(name)
-    assert needs.states == loaded.state_specs
-    sizes = [sum(layer.bytes_per_token for layer in layers) for layers in (needs.layers, loaded.layers)]
-    assert sizes[0] == sizes[1]
+    check_estimate(name, tmp_path)
 
 
 @pytest.fixture
@@ -423,11 +395,7 @@ def one_token_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTS = [nothing_restored, states_exchanged, not_from_zero, one_token_left_out]
 
 
-@pytest.mark.parametrize("plant", PLANTS)
-@pytest.mark.parametrize("name", TWO)
-def test_a_planted_error_changes_drafts_and_no_text(
-    name: str, plant: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_planted(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, truth = drafted_requests(), truth_of(name)
     plant(monkeypatch)
     drafts = use_drafts(name, wrong_now_and_then(ids_of(made, truth)))
@@ -435,9 +403,19 @@ def test_a_planted_error_changes_drafts_and_no_text(
     assert texts(results) == texts(truth) and drafts.wrong(ids_of(made, truth))
 
 
-@pytest.mark.parametrize("plant", [states_exchanged, not_from_zero, one_token_left_out])
-@pytest.mark.parametrize("name", TWO)
-def test_a_planted_error_lowers_acceptance(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_lower(name: str, plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     use_drafts(name)
     assert rejected(serve(recurrent_target(name), drafted_requests())) > 9
+
+
+@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS, cycle(TWO), strict=False)))
+def test_a_planted_error_changes_drafts_and_no_text(
+    plant: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_planted(name, plant, monkeypatch)
+
+
+@pytest.mark.parametrize(("plant", "name"), list(zip(PLANTS[1:], cycle(TWO), strict=False)))
+def test_a_planted_error_lowers_acceptance(plant: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_lower(name, plant, monkeypatch)

@@ -1,0 +1,26 @@
+"""Chained drafts in every mode and setting under every policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculon.control.policies import POLICIES
+from speculon.proposers import registry
+from tests.tiny.test_chained import check_lengths
+from tests.tiny.test_parity import MODES, SETTINGS
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_chained_drafts_of_every_accepted_length_give_the_plain_output(
+    mode: str, setting: str, policy: str
+) -> None:
+    check_lengths(mode, setting, policy)

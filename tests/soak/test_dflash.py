@@ -1,0 +1,29 @@
+"""Both layouts of DFlash blocks with every Markov head and every K."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from speculon.proposers import registry
+from tests.tiny.test_dflash import KS, MARKOV, check_layout
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("dflash", None)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("markov", MARKOV)
+@pytest.mark.parametrize("from_anchor", [False, True])
+def test_both_layouts_draft_with_every_head(
+    from_anchor: bool, markov: str | None, k: int, tmp_path: Path
+) -> None:
+    check_layout(from_anchor, markov, k, tmp_path)

@@ -1,0 +1,35 @@
+"""EAGLE-3 heads of every format, in every mode and setting, with every K."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from speculon.proposers import registry
+from tests.tiny.checkpoint_formats import FORMATS
+from tests.tiny.test_eagle3 import KS, SETTINGS, check_format, check_setting
+from tests.tiny.test_parity import MODES
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The table of methods as it was."""
+    yield
+    registry._registered.pop("eagle3", None)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_changes_no_token(format: str, k: int, tmp_path: Path) -> None:
+    check_format(format, k, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_setting_changes_a_token_or_a_row(setting: str, k: int, mode: str, tmp_path: Path) -> None:
+    check_setting(setting, k, mode, tmp_path)

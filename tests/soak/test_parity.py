@@ -1,0 +1,25 @@
+"""Drafts of every accepted length in every mode and setting, with every K."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiny.test_parity import DRAFTS, MODES, SETTINGS, check_lengths, check_methods
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("k", DRAFTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_in_a_batch_every_accepted_length_gives_the_plain_output(mode: str, setting: str, k: int) -> None:
+    check_lengths(mode, setting, k)
+
+
+@pytest.mark.parametrize("k", DRAFTS)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_of_different_methods_and_lengths_gives_the_plain_output(
+    mode: str, setting: str, k: int
+) -> None:
+    check_methods(mode, setting, k)
