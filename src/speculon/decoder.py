@@ -76,6 +76,9 @@ class SpeculativeDecoder:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
         if settings.get("state") is not None:
             raise ConfigError(f"state = {settings['state']!r}: is kept by LLM and by the server")
+        if settings.get("monitor_share"):
+            raise ConfigError(f"monitor_share = {settings['monitor_share']!r}: is of LLM and of the server")
+        settings["monitor_share"] = 0.0  # of the environment or a file, neither
         speculation = {
             name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
         }
