@@ -57,7 +57,8 @@ def regret_of(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float
         return float(scores.amax() - scores[token])
     params = row.rules.params
     temperature = max(params.temperature, SMALLEST)
-    inside, among = filtered(scores / temperature, params, token, limit / temperature)
+    # relative to the best token first: a tiny temperature would overflow the quotient
+    inside, among = filtered((scores - scores.amax()) / temperature, params, token, limit / temperature)
     if not among:
         return float("inf")
     noise = noise_of([row], len(scores), scores.device).view(-1)  # [V]
@@ -67,12 +68,12 @@ def regret_of(logits: Tensor, row: Row, token: int, limit: float = 0.0) -> float
 
 def filtered(logits: Tensor, params: SamplingParams, token: int, slack: float) -> tuple[Tensor, bool]:  # [V]
     """Which tokens survive the filters although any logit is wrong by `slack`, and whether `token` may."""
-    x = logits - logits.amax()
-    inside = keep_likely(x[None], [widened(params, -slack)])[0] > NEVER
-    if 0 < params.top_k < len(x):
-        inside &= x > x.topk(params.top_k + 1).values[-1] + slack
-    x[token] += slack
-    return inside, bool(keep_likely(x[None], [widened(params, slack)])[0, token] > NEVER)
+    inside = keep_likely(logits[None], [widened(params, -slack)])[0] > NEVER
+    if 0 < params.top_k < len(logits):
+        inside &= logits > logits.topk(params.top_k + 1).values[-1] + slack
+    raised = logits.clone()
+    raised[token] += slack
+    return inside, bool(keep_likely(raised[None], [widened(params, slack)])[0, token] > NEVER)
 
 
 def widened(params: SamplingParams, slack: float) -> SamplingParams:
