@@ -74,8 +74,8 @@ class SpeculativeDecoder:
         for name in OF_CHECKPOINTS:
             if name in settings:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
-        if name := next((name for name in ("state", "monitor_share") if settings.get(name)), None):
-            raise ConfigError(f"{name} = {settings[name]!r}: is kept by LLM and by the server")
+        if kept := [name for name in ("state", "monitor_share") if settings.get(name)]:
+            raise ConfigError(f"{kept[0]} = {settings[kept[0]]!r}: is kept by LLM and by the server")
         speculation = {
             name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
         }
