@@ -74,8 +74,8 @@ class SpeculativeDecoder:
         for name in OF_CHECKPOINTS:
             if name in settings:
                 raise ConfigError(f"{name} = {settings[name]!r}: the model object has settled it")
-        if settings.get("state") is not None:
-            raise ConfigError(f"state = {settings['state']!r}: is kept by LLM and by the server")
+        if kept := [name for name in ("state", "monitor_share") if settings.get(name)]:
+            raise ConfigError(f"{kept[0]} = {settings[kept[0]]!r}: is kept by LLM and by the server")
         speculation = {
             name: settings.pop(name) for name in SpeculationConfig.model_fields if name in settings
         }
@@ -87,7 +87,7 @@ class SpeculativeDecoder:
         speculation |= (
             {} if draft is None else {"draft": by_method(draft) if isinstance(draft, str) else draft}
         )
-        self.config = EngineConfig(**settings, speculation=speculation)
+        self.config = EngineConfig(**{**settings, "monitor_share": 0.0}, speculation=speculation)
         if method in WITH_CHECKPOINT and method not in self.config.speculation.drafts:
             raise ConfigError(f"method = {method!r}: needs draft = a model object or a checkpoint")
         if self.config.threads:

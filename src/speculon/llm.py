@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeGuard
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
@@ -16,6 +16,7 @@ from speculon.engine.shared import AsyncRequestGroup, Call, RequestGroup, Shared
 from speculon.errors import ConfigError, InvalidParameter, InvalidRequest
 from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
+from speculon.telemetry import MonitorCounts
 from speculon.text import NO_TOKENIZER, Stream, Tokenizer, check_messages, final_text
 
 log = logging.getLogger("speculon")
@@ -172,6 +173,14 @@ class LLM:
         """
         with self._shared.turn() as engine:
             return engine.forget_pools(pool)
+
+    def replay(self) -> MonitorCounts:
+        """Replays the answers that the monitor has taken (`monitor_share`), and returns its counts so far.
+
+        Requests of other threads are not delayed by more than one forward.
+        """
+        self._shared.replay()
+        return replace(self.engine.counters.monitor)
 
     def close(self) -> None:
         """Ends what is still open, with `abort`, and writes what is to be kept of events and state.

@@ -284,6 +284,20 @@ class RequestStats:
 
 
 @dataclass(slots=True)
+class MonitorCounts:
+    """What the monitor has found: answers that were written again without speculation."""
+
+    replayed: int = 0
+    equal: int = 0
+    ties: int = 0  # differ where two tokens are nearly equal
+    faults: int = 0  # differ, and no tie explains it
+    dropped: int = 0  # not replayed although taken: the engine was not idle for long enough, or it failed
+    waiting: int = 0
+    ms: float = 0.0
+    limit: float = 0.0  # nat; below this regret a difference is a tie
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """Cumulative, over the engine's life. Times in ms."""
 
@@ -303,6 +317,7 @@ class EngineCounters:
     pool_tokens: int = 0  # in them
     # what came from an earlier process: pools, policies
     restored: Counter[str] = field(default_factory=Counter)
+    monitor: MonitorCounts = field(default_factory=MonitorCounts)
     totals: RequestStats = field(default_factory=RequestStats)
 
     @property
@@ -325,6 +340,7 @@ class EngineCounters:
             "preemptions": self.totals.preemptions,
             "reasons": dict(self.totals.reasons),
             "changes": self.totals.change_list(),
+            "monitor": asdict(self.monitor),
             "speculation": stats and stats.to_dict(),
         }
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 import speculon as speculon_package
 from speculon import LLM, SamplingParams, __version__
 from speculon.cli import app
-from speculon.commands.options import NO_FLAG, engine_settings, metavar_of, pick, vllm_alias
+from speculon.commands.options import MONITOR, NO_FLAG, engine_settings, metavar_of, pick, vllm_alias
 from speculon.commands.screen import account
 from speculon.config import EngineConfig, SpeculationConfig
 from speculon.demo import corpus
@@ -83,9 +83,11 @@ def test_every_field_has_a_flag_and_no_default_of_its_own() -> None:
     options = {option.name: option for option in get_command(app).commands["generate"].params}  # type: ignore[attr-defined]
     for model in (SamplingParams, SpeculationConfig, EngineConfig):
         for name, field in model.model_fields.items():
-            if name not in NO_FLAG:
+            if name not in NO_FLAG.union(MONITOR):
                 assert "--" + name.replace("_", "-") in options[name].opts and not options[name].default
                 assert (field.description or "") in options[name].help
+    served = {option.name for option in get_command(app).commands["serve"].params}  # type: ignore[attr-defined]
+    assert served >= set(MONITOR) and not options.keys() & set(MONITOR)
     assert "--max-tokens" in speculon("generate", "--help").stdout
     assert engine_settings({}) == pick(SamplingParams, {}) == {}
 

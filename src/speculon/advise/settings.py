@@ -20,7 +20,7 @@ HEADER = re.compile(r"^\s*\[\[?\s*([\w-]+|\"[^\"]*\"|'[^']*')")
 KEY = re.compile(r"^\s*[\"']?([\w-]+)[\"']?\s*=")
 # settings that the measurement does not depend on
 UNRELATED = {"speculation", "serve", "events", "events_limit_mb", "state", "warmup"}
-UNRELATED |= {"prefix_cache", "snapshot_memory_gb"}
+UNRELATED |= {"prefix_cache", "snapshot_memory_gb", "monitor_share", "monitor_max_tokens"}
 
 
 def settings(

@@ -9,24 +9,25 @@ text is judged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from math import isfinite, log
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from speculon.check.arms import Advance, ArmStats, Texts, write
 from speculon.check.plan import CheckPlan
 from speculon.config import MAX_LOGPROBS, SamplingParams
-from speculon.core import TokenLogprobs
+from speculon.engine.lane import Lane
 from speculon.proposers.registry import OFF
-from speculon.sampling import exponential, row_key, uniform
+from speculon.regret import TOP, at_or_none, first_difference, movement, regret_of, tie_limit
+from speculon.sampling import Row
 
 if TYPE_CHECKING:
+    from speculon.engine.engine import Engine
     from speculon.llm import LLM
 
-TIE_NATS = 1e-4  # fp32, law 6 of docs/architecture.md
-TOP = 8  # guess: the second best token of a batch is among so many of another
 # drafts from pooled plain texts would never be wrong, and show nothing
 NO_POOL = {"pool": ""}
 PLAIN = {**NO_POOL, "method": OFF}
@@ -89,9 +90,7 @@ class Margin:
 
         Zero where rows are invariant: there a tie is decided alike too.
         """
-        if self.invariant:
-            return 0.0
-        return max(self.largest, TIE_NATS) if self.half else TIE_NATS
+        return tie_limit(self.largest, coarse=self.half, invariant=self.invariant)
 
 
 def greedy(
@@ -169,11 +168,6 @@ def judged(sampler: SamplingParams) -> bool:
     return sampler.model_fields_set <= {"temperature", "seed", "n", "max_tokens"}
 
 
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    shorter = min(len(a), len(b))
-    return next((i for i in range(shorter) if a[i] != b[i]), None if len(a) == len(b) else shorter)
-
-
 def judge(
     llm: LLM,
     prompts: list[list[int]],
@@ -194,45 +188,34 @@ def judge(
         # a text that was cut off, or filtered, is explained by no tie
         if token is not None and other is not None and (drawn is None or judged(drawn[i][0])):
             sampled = None if drawn is None else drawn[i]
-            regrets = regrets_of(llm, [*prompts[i], *base[:at]], at, (token, other), sampled)
+            regrets = regrets_of(llm, prompts[i], base[:at], (token, other), sampled)
         yield Divergence(i, at, other, token, *(regrets or (None, None)))
 
 
 def regrets_of(
     llm: LLM,
-    context: list[int],
-    at: int,
+    prompt: list[int],
+    output: list[int],
     tokens: tuple[int, int],
     sampled: tuple[SamplingParams, int] | None,
 ) -> tuple[float, float] | None:
-    """Of both tokens after the context, in nat; None where one of them has probability 0."""
-    scores = [score(llm, context, token) for token in tokens]
-    if sampled is None:
-        regrets = [one.top[0][1] - one.logprob for one in scores]
-    else:
-        params, sample = sampled
-        chances = noise(params.seed or 0, sample, at, *tokens)
-        noisy = [one.logprob - params.temperature * log(e) for one, e in zip(scores, chances, strict=True)]
-        regrets = [max(noisy) - each for each in noisy]
+    """Of both tokens after the prompt and this output, in nat; None where one of them has probability 0."""
+    logits, row = row_after(llm.engine, prompt, output, sampled)
+    regrets = [regret_of(logits, row, token) for token in tokens]
     return (regrets[0], regrets[1]) if all(map(isfinite, regrets)) else None
 
 
-def at_or_none(tokens: list[int], at: int) -> int | None:
-    return tokens[at] if at < len(tokens) else None
-
-
-def score(llm: LLM, context: list[int], token: int) -> TokenLogprobs:
-    """log p of a token after a context, and of the best one, from one forward without a cache."""
-    ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    scored = llm.generate([[*context, token]], ask, speculation=PLAIN)[0].prompt_logprobs
-    assert scored is not None and scored[-1] is not None
-    return scored[-1]
-
-
-def noise(seed: int, sample: int, position: int, *tokens: int) -> list[float]:
-    """The exponential noise E of a seed for these tokens; the largest p^(1/T) / E is drawn."""
-    low, high = torch.tensor([row_key(seed, sample, position)], dtype=torch.int32).chunk(2, 1)
-    return exponential(uniform(low, high, torch.tensor(tokens, dtype=torch.int32)))[0].tolist()
+def row_after(
+    engine: Engine, prompt: list[int], output: list[int], sampled: tuple[SamplingParams, int] | None
+) -> tuple[Tensor, Row]:  # [V]
+    """The logits of the token after an output, from forwards over prompt and output without a cache."""
+    params, sample = sampled or (SamplingParams(temperature=0), 0)
+    params = params.model_copy(update={"max_tokens": len(output) + 1})
+    seq = engine.admission.admit("judge", prompt, params, PLAIN, output, prefix_cache=False)[sample]
+    lane = Lane(engine.target, engine.pool, engine.leases, engine.config.max_batch_tokens)
+    with closing(lane.run(seq)) as steps:
+        logits = next(step.logits for step in steps if step.span.samples)
+    return logits[-1], Row(seq, seq.request.rules)
 
 
 def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Iterator[float]:
@@ -244,7 +227,5 @@ def movements(llm: LLM, prompts: list[list[int]], texts: Texts, top: int) -> Ite
         output = llm.generate([[*prompt, *text[: len(logprobs)]]], ask, speculation=PLAIN)[0]
         again = (output.prompt_logprobs or [])[len(prompt) :]
         for decoded, fresh in zip(logprobs, again, strict=True):
-            if fresh is not None and len(decoded.top) > 1:
-                (a, best), (b, second) = decoded.top[:2]
-                known, beyond = dict(fresh.top), fresh.top[-1][1]
-                yield abs((best - second) - (known.get(a, beyond) - known.get(b, beyond)))
+            if fresh is not None and (nats := movement(decoded, fresh)) is not None:
+                yield nats

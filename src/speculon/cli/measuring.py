@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from speculon.cli.app import AsChat, Json, SpeculativeConfig, command
-from speculon.commands.options import Given, settings_from
+from speculon.commands.options import MONITOR, Given, settings_from
 from speculon.commands.sections import MEASURE
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 
@@ -55,7 +55,7 @@ Control = Annotated[
 
 
 @command(MEASURE)
-@settings_from(SpeculationConfig, EngineConfig, without=("method", "state"))
+@settings_from(SpeculationConfig, EngineConfig, without=("method", "state", *MONITOR))
 def bench(
     workloads: Annotated[
         str | None,
@@ -119,7 +119,7 @@ def replay(
 
 
 @command(MEASURE)
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state"))
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", "state", *MONITOR))
 def advise(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="a sample prompt; may be repeated")
@@ -176,7 +176,7 @@ def advise(
 
 
 @command(MEASURE)
-@settings_from(SpeculationConfig, EngineConfig)
+@settings_from(SpeculationConfig, EngineConfig, without=MONITOR)
 def check(
     prompt: CheckPrompts = None,
     prompt_file: Annotated[

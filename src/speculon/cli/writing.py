@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from speculon.cli.app import AsChat, Json, PromptFiles, Prompts, SpeculativeConfig, command
-from speculon.commands.options import Given, pick, settings_from
+from speculon.commands.options import MONITOR, Given, pick, settings_from
 from speculon.commands.sections import MODELS, SERVER, TEXT
 from speculon.config import MAX_DRAFTS, EngineConfig, SamplingParams, ServeConfig, SpeculationConfig
 
@@ -17,7 +17,7 @@ FIT = ("draft", "method", "memory_policy", "memory_limit_gb", "additional_memory
 
 
 @command(TEXT)
-@settings_from(EngineConfig, without=("state",))
+@settings_from(EngineConfig, without=("state", *MONITOR))
 def demo(
     num_speculative_tokens: Annotated[
         int | None,
@@ -37,7 +37,7 @@ def demo(
 
 
 @command(TEXT)
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig)
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=MONITOR)
 def generate(
     prompt: Prompts = None,
     prompt_file: PromptFiles = None,
@@ -63,7 +63,7 @@ def generate(
 
 
 @command(TEXT)
-@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n",))
+@settings_from(SamplingParams, SpeculationConfig, EngineConfig, without=("n", *MONITOR))
 def chat(
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     raw: Annotated[

@@ -21,6 +21,7 @@ from speculon.config import VARIABLE, EngineConfig, ServeConfig, SpeculationConf
 from speculon.errors import ConfigError, InvalidParameter, SpeculonError
 
 NO_FLAG = {"speculation", "serve"}  # tables: their fields have flags
+MONITOR = ("monitor_share", "monitor_max_tokens")  # of no effect in a command that ends with its texts
 NAMES = {float: "FLOAT", int: "INTEGER", str: "TEXT", SecretStr: "TEXT", Path: "FILE"}
 VLLM_NAMES = {
     "model": "draft",

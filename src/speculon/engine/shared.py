@@ -114,6 +114,16 @@ class SharedEngine:
         del self._groups[request_id]
         return engine.abort(request_id)
 
+    def replay(self) -> None:
+        """All replays of the monitor, each forward of them only while nobody's request runs."""
+        more = True
+        while more:
+            self.step_until(lambda: not self._engine.has_work)
+            with self.turn() as engine:
+                if not engine.has_work and engine.has_replays:
+                    engine.replay()
+                more = engine.has_work or engine.has_replays
+
     def check_when_idle(self) -> None:
         """Raises AssertionError unless every page is accounted for; does nothing while requests run."""
         if not self._groups:

@@ -18,6 +18,7 @@ from speculon.errors import ConfigError
 PARTS = ("held", "drafters", "scratch", "remembered", "pages", "states", "snapshots", "additional")
 SHORTEST = 2  # tokens of a request: one of prompt, one of answer
 SHARE_OF_FREE = 0.3  # guess: leaves room for weights that load later and for other programs
+REPLAY_ROWS = 64  # guess: rows of a replay's prompt chunk, for which an arriving request may have to wait
 SHARE_OF_SNAPSHOTS = 0.05  # guess: a few per sequence where states are large
 
 
@@ -113,15 +114,15 @@ class Budget:
     def estimate(self, drafters: list[Needs]) -> MemoryEstimate:
         """With these drafters, loaded or not."""
         settings = self._config.speculation
-        everyone = (self._target, *drafters)
+        everyone, pages = (self._target, *drafters), self._count(drafters) * self._page_bytes(drafters)
         given = settings.memory_limit_gb
         return MemoryEstimate(
             held=self._held,
             drafters=sum(needs.bytes_fixed for needs in drafters),
             scratch=max(needs.bytes_scratch for needs in everyone),  # one model runs at a time
             remembered=self._remembered,
-            pages=self._count(drafters) * self._page_bytes(drafters),
-            states=self._states(drafters),
+            pages=pages + self._for_replay()[0],
+            states=self._states(drafters) + self._for_replay()[1],
             snapshots=self._for_snapshots(drafters),
             additional=int(settings.additional_memory_gb * 2**30),
             limit=self._held + self._free if given is None else int(given * 2**30),
@@ -192,7 +193,16 @@ class Budget:
 
     def _left(self, drafters: list[Needs]) -> int:
         weights = sum(needs.bytes_fixed for needs in drafters)
-        return self._free - self._remembered - self._states(drafters) - weights
+        replay = sum(self._for_replay())
+        return self._free - self._remembered - self._states(drafters) - weights - replay
+
+    def _for_replay(self) -> tuple[int, int]:
+        """Bytes of the pages and of the states of the monitor's one sequence."""
+        if not self._config.monitor_share:
+            return 0, 0
+        pages = replay_pages(self._config, self._max_context, self._target.layers)
+        states = self._target.bytes_states // self._config.max_num_seqs
+        return pages * self._page_bytes([]), states
 
     def _page_bytes(self, drafters: list[Needs]) -> int:
         # at least 1: a model without attention keeps nothing in pages, whose number then only counts tokens
@@ -201,3 +211,9 @@ class Budget:
 
     def _layers(self, drafters: list[Needs]) -> list[LayerSpec]:
         return [layer for needs in drafters for layer in needs.layers]
+
+
+def replay_pages(config: EngineConfig, max_context: int, layers: tuple[LayerSpec, ...]) -> int:
+    """The monitor's own pages: those of one sequence of the longest prompt and answer that it replays."""
+    tokens = min(max_context, config.monitor_max_tokens)
+    return most_pages(tokens, REPLAY_ROWS, joint_reach(layers), config.block_size)

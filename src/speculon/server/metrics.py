@@ -19,7 +19,7 @@ from speculon.core import Load, Reason
 from speculon.engine.messages import Ready
 from speculon.server.access_log import AccessRecord
 from speculon.server.capture import Capture
-from speculon.telemetry import EngineCounters, RequestStats
+from speculon.telemetry import EngineCounters, MonitorCounts, RequestStats
 
 # upper bounds of buckets
 MATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -108,6 +108,7 @@ class EngineCollector(Collector):
         yield from self._proposals(counters)
         yield from self._decisions(counters.totals)
         yield from self._state(counters)
+        yield from self._monitor(counters.monitor)
 
     def _totals(self, counters: EngineCounters) -> Iterator[Metric]:
         totals = counters.totals
@@ -187,6 +188,19 @@ class EngineCollector(Collector):
             yield gauge("kv_pages", "pages of the KV pool", facts.pages)
             yield gauge("kv_pages_held", "of these, held by sequences; cached pages count as free", used)
             yield gauge("kv_usage_ratio", "share of the pages that sequences hold", used / facts.pages)
+
+    def _monitor(self, counts: MonitorCounts) -> Iterator[Metric]:
+        for name, text, value in (
+            ("replayed", "answers that were written again without speculation", counts.replayed),
+            ("equal", "of these, equal to the answer", counts.equal),
+            ("ties", "of these, different where two tokens are nearly equal", counts.ties),
+            ("faults", "of these, different without such a tie", counts.faults),
+            ("dropped", "answers that were to be replayed, and were not", counts.dropped),
+            ("seconds", "time of replays", counts.ms / 1e3),
+        ):
+            yield counter(f"monitor_{name}", text, {(): value})
+        yield gauge("monitor_waiting", "answers that wait for their replay", counts.waiting)
+        yield gauge("monitor_tie_limit_nats", "regret below which a difference is a tie", counts.limit)
 
     def _vllm(self, counters: EngineCounters) -> Iterator[Metric]:
         """Four counters under vLLM's names, for dashboards made for vLLM."""

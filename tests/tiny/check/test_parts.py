@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from speculon import LLM, SamplingParams
 from speculon.check import sampled as check_sampled
 from speculon.check.arms import ArmStats, watched, whole
 from speculon.check.chart import lay_out
-from speculon.check.exact import Divergence, ExactResult, Margin, judge, noise
+from speculon.check.exact import Divergence, ExactResult, Margin, judge, row_after
 from speculon.check.plan import CheckPlan, named
 from speculon.check.run import Findings, check, count_tokens
 from speculon.check.tables import terminal
 from speculon.errors import InvalidParameter, TooLong
 from speculon.llm import Completion
+from speculon.regret import regret_of
 from tests.pure.screens import cut_off, on_screen
 from tests.tiny.check.plans import PROMPTS, SMALL, TINY
 
@@ -52,15 +52,16 @@ def test_a_changed_token_is_judged_by_its_regret(llm: LLM) -> None:
     assert short == Divergence(1, 7, plain.token_ids[7], None, None, None)
 
 
-def test_the_noise_of_a_seed_is_what_the_engine_draws_with(llm: LLM) -> None:
-    """argmax p / E over the likeliest tokens, computed here, is the token that was written."""
+def test_a_sampled_token_has_no_regret_and_all_others_have_some(llm: LLM) -> None:
+    """The judge scores with the noise of the seed that the engine draws with."""
     prompt = llm.tokenizer.encode(PROMPTS[1])
     params = SamplingParams(temperature=0.7, max_tokens=6, seed=11, n=2, logprobs=100)
     for n, one in enumerate(llm.generate([prompt], params, speculation={"method": "off"})[0].outputs):
         for position, logprobs in enumerate(one.logprobs or ()):
-            tokens, logp = zip(*logprobs.top, strict=True)
-            scores = torch.tensor(logp) - 0.7 * torch.tensor(noise(11, n, position, *tokens)).log()
-            assert tokens[int(scores.argmax())] == one.token_ids[position]
+            logits, row = row_after(llm.engine, prompt, one.token_ids[:position], (params, n))
+            regrets = {token: regret_of(logits, row, token) for token, _ in logprobs.top}
+            assert [token for token, regret in regrets.items() if not regret] == [one.token_ids[position]]
+    llm.engine.check_integrity()
 
 
 def test_a_stop_token_belongs_to_the_output() -> None:

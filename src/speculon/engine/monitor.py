@@ -1,0 +1,263 @@
+"""Replays a share of the answers without speculation while the engine is idle, and judges differences.
+
+A replay has pages of its own, in which nothing of a request ever is. It drafts nothing, finds no prefix, and
+tells nothing to policies, counters of requests, pools and the record of rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from math import floor, isfinite
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from speculon.config import EngineConfig, SamplingParams
+from speculon.core import Finish, Reason, TokenLogprobs
+from speculon.engine.lane import Lane, Step
+from speculon.regret import TOP, at_or_none, movement, regret_of, tie_limit
+from speculon.sampling import Row
+from speculon.sequence import Ending, Request, Rules, Sequence
+from speculon.telemetry import MonitorCounts, RequestStats
+from speculon.verify import rows_of
+
+if TYPE_CHECKING:
+    from speculon.grammar import Matcher
+    from speculon.models.target import Target
+
+MOST_WAITING = 32  # guess: answers; the oldest is dropped for the next one
+MEASURED = 2048  # guess: positions at which a coarse dtype's limit is measured
+
+log = logging.getLogger("speculon")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sequence that has ended, as far as its replay needs it."""
+
+    request: Request
+    sample: int
+    tokens: list[int]  # prompt, then output
+    finish: Finish
+    grammar: Matcher | None  # at the beginning of the text
+
+    @classmethod
+    def of(cls, seq: Sequence, finish: Finish) -> Answer:
+        grammar = None if seq.grammar is None else seq.grammar.anew()
+        return cls(seq.request, seq.sample, list(seq.tokens), finish, grammar)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.request.prompt_len]
+
+    @property
+    def output(self) -> list[int]:
+        """With the stop token that ended it: another stop is a difference, too."""
+        return with_stop(self.tokens[self.request.prompt_len :], self.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first differs from its answer."""
+
+    at: int  # output position
+    token: int | None  # of the answer; None where it had ended
+    replayed: int | None
+    logits: Tensor  # [V] of the replay's row
+    row: Row
+
+    def regret(self, limit: float) -> float | None:
+        """Of the answer's token; None where an end has nothing to compare, or p is 0."""
+        if self.token is None or self.replayed is None:
+            return None
+        regret = regret_of(self.logits, self.row, self.token, limit)
+        return regret if isfinite(regret) else None
+
+
+class Monitor:
+    """Takes every (1 / share)-th answer that can be replayed exactly, and replays it a forward at a time.
+
+    Between two forwards requests may run: a replay that has begun continues after them.
+    """
+
+    @classmethod
+    def of(
+        cls, target: Target, config: EngineConfig, max_context: int, counts: MonitorCounts
+    ) -> Monitor | None:
+        """None where nothing is to be monitored: then no page is taken."""
+        if not config.monitor_share:
+            return None
+        lane = Lane.with_own_pages(target, config, max_context)
+        return cls(target, lane, config.monitor_share, config.monitor_max_tokens, counts)
+
+    def __init__(self, target: Target, lane: Lane, share: float, most: int, counts: MonitorCounts):
+        self.counts = counts
+        self._lane, self._share, self._most = lane, share, most
+        self._top = min(TOP, target.vocab_size)
+        self._invariant = target.batch_invariant
+        self._coarse = target.dtype.itemsize < 4 and not target.batch_invariant
+        self._moved, self._positions = 0.0, 0  # the largest change of a gap, and where it was measured
+        self._seen = 0  # answers that could be replayed
+        self._waiting: deque[Answer] = deque()
+        self._replay: Generator[None, None, None] | None = None
+        self._ids = itertools.count()
+        counts.limit = self.limit
+
+    @property
+    def limit(self) -> float:
+        """The largest regret of a tie, in nat."""
+        return tie_limit(self._moved, coarse=self._coarse, invariant=self._invariant)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._replay or self._waiting)
+
+    def take(self, seq: Sequence, finish: Finish) -> None:
+        """Queues an answer that has just ended, if it is its turn; the oldest gives way to it."""
+        if not self._exact(seq, finish):
+            return
+        self._seen += 1
+        # evenly spread, and the same answers in every run
+        if floor(self._seen * self._share) == floor((self._seen - 1) * self._share):
+            return
+        if len(self._waiting) == MOST_WAITING:
+            self._waiting.popleft()
+            self.counts.dropped += 1
+        self._waiting.append(Answer.of(seq, finish))
+        self.counts.waiting = len(self._waiting)
+
+    def _exact(self, seq: Sequence, finish: Finish) -> bool:
+        """Whether plain decoding has to write the same tokens, and has pages for them."""
+        request = seq.request
+        fixed = request.params.greedy or request.params.seed is not None
+        ended = finish.reason in ("stop", "length") and (seq.num_output > 0 or finish.matched is not None)
+        return fixed and ended and not request.needs_q and len(seq.tokens) <= self._most
+
+    def step(self) -> None:
+        """One forward of a replay. An error costs this replay, and nothing else."""
+        if self._replay is None:
+            if not self._waiting:
+                return
+            self._replay = self._replay_of(self._waiting.popleft())
+        began = perf_counter()
+        try:
+            if next(self._replay, True):  # True: it has ended
+                self._replay = None
+        except Exception:
+            log.exception("the monitor: a replay failed")
+            self.counts.dropped += 1
+            self._replay = None
+        self.counts.waiting = len(self._waiting)
+        self.counts.ms += (perf_counter() - began) * 1e3
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page of its own is free between two replays."""
+        if self._replay is None:
+            self._lane.pool.check_integrity([])
+
+    def _replay_of(self, answer: Answer) -> Generator[None, None, None]:
+        difference, decoded, output = None, list[TokenLogprobs](), answer.output
+        with closing(self._lane.run(self._sequence(answer))) as steps:
+            for step in steps:
+                if difference := differs(output, answer.finish, step):
+                    break
+                decoded += step.verdict.logprobs or ()
+                yield
+        if decoded and self._measures:
+            yield from self._measure(answer, decoded)
+        self._count(answer, difference)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether the limit is not known yet."""
+        return self._coarse and self._positions < MEASURED
+
+    def _sequence(self, answer: Answer) -> Sequence:
+        """The same request, without anything that drafts; it may exceed its answer by one token."""
+        request = answer.request
+        top = self._top if self._measures else None
+        params = request.params.model_copy(update={"n": 1, "logprobs": top, "prompt_logprobs": None})
+        plain = replace(
+            request,
+            params=params,
+            max_len=min(request.max_len, len(answer.tokens) + 1),
+            limits={},
+            lookups=frozenset(),
+            brought=(),
+            off=Reason.OFF_REQUEST,
+            prediction=(),
+            pool="",
+            prefix_cache=False,
+        )
+        return Sequence(
+            next(self._ids), plain, answer.prompt, RequestStats(), answer.sample, grammar=answer.grammar
+        )
+
+    def _measure(self, answer: Answer, decoded: list[TokenLogprobs]) -> Iterator[None]:
+        """How far the gaps of the replay's best tokens move when one forward computes all of them."""
+        tokens = [*answer.prompt, *(one.token for one in decoded)]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=self._top)
+        request = replace(
+            self._sequence(answer).request,
+            params=params,
+            rules=Rules.of(params),
+            ending=Ending(),
+            prompt_len=len(tokens),
+            max_len=len(tokens) + 1,
+        )
+        fresh: list[TokenLogprobs] = []  # of each token but the first
+        with closing(self._lane.run(Sequence(next(self._ids), request, tokens, RequestStats()))) as steps:
+            for step in steps:
+                fresh += step.verdict.prompt_logprobs or ()
+                yield
+        for one, again in zip(decoded, fresh[-len(decoded) :], strict=True):
+            self._moved = max(self._moved, movement(one, again) or 0.0)
+        self._positions += len(decoded)
+        self.counts.limit = self.limit
+
+    def _count(self, answer: Answer, difference: Difference | None) -> None:
+        counts = self.counts
+        counts.replayed += 1
+        if difference is None:
+            counts.equal += 1
+            return
+        limit = self.limit
+        regret = difference.regret(limit)
+        tie = regret is not None and regret < limit
+        counts.ties += tie
+        counts.faults += not tie
+        log.log(
+            logging.INFO if tie else logging.ERROR,
+            "the monitor: %s, sample %d, differs from plain decoding at token %d: %s, regret %s, limit %.2g",
+            answer.request.id,
+            answer.sample,
+            difference.at,
+            "a tie" if tie else "a fault",
+            "none" if regret is None else f"{regret:.2g} nat",
+            limit,
+        )
+
+
+def differs(output: list[int], finish: Finish, step: Step) -> Difference | None:
+    """Whether the one token of a plain step, or the end after it, is not that of an answer."""
+    span, verdict = step.span, step.verdict
+    if not span.samples:
+        return None
+    at = span.seq.num_output
+    token, replayed = at_or_none(output, at), at_or_none(with_stop([*verdict.tokens], verdict.finish), 0)
+    if token == replayed:
+        if verdict.finish == (finish if at + 1 == len(output) else None):
+            return None
+        token = None  # the same token, and only one of them ends there
+    logits, rows = rows_of([span], step.logits)
+    return Difference(at, token, replayed, logits[-1], rows[-1])
+
+
+def with_stop(tokens: list[int], finish: Finish | None) -> list[int]:
+    return [*tokens, finish.matched] if finish and isinstance(finish.matched, int) else tokens
