@@ -251,3 +251,16 @@ def test_in_a_coarse_dtype_the_limit_is_measured(monkeypatch: pytest.MonkeyPatch
     assert counts.equal == 4 and 0.01 < counts.limit < 0.05
     assert engine.monitor._positions == 72, "measured until it is known: three answers of 24 tokens"
     assert max(moves) == len(PROMPT) + 1 + 24
+
+
+def test_answers_of_a_forgotten_pool_are_not_replayed() -> None:
+    engine = engine_of()
+    for name, pool in (("a", "x"), ("b", "y")):
+        ask(engine, name, speculation={"pool": pool})
+    drain(engine)
+    engine.forget_pools("x")
+    assert results_of(replayed(engine)) == (1, 1, 0, 0, 0)
+    ask(engine, "c", speculation={"pool": "x"})
+    drain(engine)
+    engine.forget_pools()
+    assert results_of(replayed(engine)) == (1, 1, 0, 0, 0)

@@ -305,6 +305,8 @@ class Engine:
         A text that is being written enters its pool when it ends.
         """
         count = self.proposers.forget(tenant, pool)
+        if self.monitor is not None:
+            self.monitor.forget(tenant, pool)
         if self.state is not None and count:
             self.state.save()
         self._count_pools()

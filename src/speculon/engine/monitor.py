@@ -156,6 +156,15 @@ class Monitor:
         self.counts.waiting = len(self._waiting)
         self.counts.ms += (perf_counter() - began) * 1e3
 
+    def forget(self, tenant: str, pool: str | None) -> None:
+        """Drops the answers that wait, of one pool or of all of a tenant."""
+
+        def stays(request: Request) -> bool:
+            return request.tenant != tenant or pool not in (None, request.pool)
+
+        self._waiting = deque(answer for answer in self._waiting if stays(answer.request))
+        self.counts.waiting = len(self._waiting)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page of its own is free between two replays."""
         if self._replay is None:
