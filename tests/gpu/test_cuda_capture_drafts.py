@@ -1,4 +1,4 @@
-"""CUDA graphs of drafters: no token changes, each row and block is the formula's, and nothing stays a loop."""
+"""CUDA graphs of drafters: no token changes, and each row and block is the formula's."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def restored() -> Iterator[None]:
     registry._registered.clear()
 
 
-def drained(engine: Engine, requests: Any, asked: dict[str, Any]) -> Any:
+def drained(engine: Engine, requests: Any, speculation: dict[str, Any]) -> Any:
     for request in requests:
-        engine.add_request(request.prompt, request.params, asked, request.id)
+        engine.add_request(request.prompt, request.params, speculation, request.id)
     return texts_of(drain(engine))
 
 
@@ -81,8 +81,8 @@ def test_a_draft_model_is_captured_beside_its_target(seed: int, tmp_path: Path) 
     engine = Engine(captured_target("llama"), None, config)
     drafter: Any = engine.proposers.find("draft_model")
     assert isinstance(drafter.model.run, Captured), str(drafter.fusion)
-    asked = {"method": "draft_model", "num_speculative_tokens": 4}
-    assert drained(engine, requests_to_llama("greedy"), asked) == plain_of_llama("greedy")
+    speculation = {"method": "draft_model", "num_speculative_tokens": 4}
+    assert drained(engine, requests_to_llama("greedy"), speculation) == plain_of_llama("greedy")
 
 
 def test_half_precision_is_captured(tmp_path: Path) -> None:

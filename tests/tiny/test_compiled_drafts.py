@@ -187,8 +187,8 @@ def drafts_of(engine: Engine, drafter: DraftModel, requests: Any) -> tuple[Texts
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(drafter, "propose", recorded)
         for request in requests:
-            asked = {"method": "draft_model", "num_speculative_tokens": 3}
-            engine.add_request(request.prompt, request.params, asked, request.id)
+            speculation = {"method": "draft_model", "num_speculative_tokens": 3}
+            engine.add_request(request.prompt, request.params, speculation, request.id)
         return texts_of(drain(engine)), found
 
 

@@ -7,6 +7,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class CapturedDraft(Pieces):
         super().__init__(blocks, heads, inputs)
         self.record(record)
 
-    def __call__(self, *arguments: Tensor | View) -> Tensor:  # [T, H]
+    def __call__(self, *arguments: Any) -> Tensor:  # [T, H]
         *inputs, view = arguments
         rows = len(inputs[0])
         if rows > BUCKETS[-1]:
