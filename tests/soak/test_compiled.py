@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
+DRAFTS: Any = {"draft_model": "demo-draft", "eagle3": "demo-eagle3", "dflash": "demo-dflash"}
 PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
 # too long to share a call with those
 LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))
@@ -30,30 +31,39 @@ LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in r
 def test_outputs_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     plain, fast = (
-        LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed"})
+        LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed", "draft": DRAFTS})
         for compile in (False, True)
     )
     fusion = fast.engine.target.fusion
     assert fusion is not None and fusion.one_loop
     if not fusion.compiled:  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
-    run = fast.engine.target.run
-    assert isinstance(run, Compiled)
-    calls = Counter[str]()
-    for name, program in list(run.programs.items()):
-        run.programs[name] = partial(counted, calls, name, program)
+    assert fast.engine.target.taps is not None, "every step is tapped"
+    drafter: Any = fast.engine.proposers.find("draft_model")
+    runs, calls = {"target": fast.engine.target.run, "draft": drafter.model.run}, Counter[str]()
+    for of, run in runs.items():
+        assert isinstance(run, Compiled), str(drafter.fusion)
+        for name, program in list(run.programs.items()):
+            run.programs[name] = partial(counted, calls, f"{of}: {name}", program)
     greedy = SamplingParams(temperature=0, max_tokens=64)
     for speculation in (
         {"method": "off"},
         {"method": "ngram", "num_speculative_tokens": 8},
         {"method": "draft_model"},
+        {"method": "eagle3"},
+        {"method": "dflash"},
     ):
         for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, LONG]):
             mine, theirs = (llm.generate(prompts, greedy, speculation=speculation) for llm in (fast, plain))
             assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], speculation
-    assert calls.keys() == run.programs.keys() and min(calls.values()) > 20, calls
+            drafted = [output.speculation.drafted for output in mine if output.speculation is not None]
+            assert speculation["method"] == "off" or sum(drafted) > 0, speculation
+    of_target = {name: count for name, count in calls.items() if name.startswith("target")}
+    run = runs["target"]
+    assert isinstance(run, Compiled) and len(of_target) == len(run.programs), calls
+    assert min(of_target.values()) > 20 and calls["draft: one"] > 20, calls
 
 
-def counted(calls: Counter[str], name: str, program: Program, *given: Any) -> Tensor:
+def counted(calls: Counter[str], name: str, program: Program, *given: Any) -> list[Tensor]:
     calls[name] += 1
     return program(*given)

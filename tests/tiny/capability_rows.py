@@ -16,10 +16,12 @@ from speculon.engine.engine import Engine
 from speculon.errors import SpeculonError
 from speculon.kv import slots
 from speculon.models.captured import Captured
+from speculon.models.captured_drafts import CapturedDraft
 from speculon.models.compiled import Compiled
 from speculon.models.fuse import FusedLayer
 from speculon.models.loop import Loop
 from speculon.proposers.base import Extending
+from speculon.proposers.model_drafter import ModelDrafter
 from speculon.proposers.registry import known_methods
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft
@@ -325,7 +327,19 @@ def check_mode(engine: Engine, name: str, row: Capability) -> None:
     assert row.status == ("on" if found[name]() else "off")
 
 
+def check_programs(engine: Engine, name: str, row: Capability) -> None:
+    """Of the target, where `name` is that of the group; else of a drafter's model or network."""
+    if name in ("compiled", "captured"):
+        check_mode(engine, name, row)
+        return
+    drafter: Any = engine.proposers.find(name)
+    run = drafter.model.run if isinstance(drafter, ModelDrafter) else getattr(drafter, "run", None)
+    assert row.status == ("on" if isinstance(run, Compiled | Captured | CapturedDraft) else "off")
+
+
 CHECKS: dict[str, Callable[[Engine, str, Capability], None]] = {
+    "compiled": check_programs,
+    "captured": check_programs,
     "methods": check_method,
     "parameters": check_parameter,
     "policies": check_policy,

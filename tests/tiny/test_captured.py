@@ -250,6 +250,25 @@ def test_a_planted_error_is_found(plant: str, monkeypatch: pytest.MonkeyPatch) -
     assert "not captured: " in reasons(made())
 
 
+def exchanged(states: list[Tensor]) -> list[Tensor]:
+    return [x.flip(0) for x in states]
+
+
+def a_layer_late(states: list[Tensor]) -> list[Tensor]:
+    return [states[-1], *states[:-1]]
+
+
+@pytest.mark.parametrize("wrong", [exchanged, a_layer_late])
+def test_wrong_taps_are_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Captured.replay
+
+    def planted(self: Captured, rows: int, view: View) -> Any:
+        return iter(wrong([x.clone() for x in replay(self, rows, view)]))
+
+    monkeypatch.setattr(Captured, "replay", planted)
+    assert "not captured: it computes something else" in reasons(made())
+
+
 def failing(device: torch.device) -> Any:
     def fail(piece: Piece) -> Piece:
         raise RuntimeError("called a synchronizing CUDA operation\nin a long text")

@@ -44,13 +44,15 @@ def model_needs(
     weights = weight_bytes(checkpoint, dtype)
     if fused:
         weights += fused_bytes(config, weights, dtype, device)
+    scratch = scratch_bytes(config, dtype, device, rows, scored)
     if fused and compile:
-        weights += compiled_bytes(config, weights, dtype, device)
+        more, of_row = compiled_bytes(config, weights, dtype, device)
+        weights, scratch = weights + more, scratch + rows * of_row
     return Needs(
         layers=expected_layers(config, dtype),
         max_context=getattr(config, "max_position_embeddings", None),
         bytes_fixed=weights,
-        bytes_scratch=scratch_bytes(config, dtype, device, rows, scored),
+        bytes_scratch=scratch,
         states=states_of(config, dtype),
     )
 
@@ -80,13 +82,16 @@ def fused_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, devi
     return head if config.tie_word_embeddings and head_is_copied(head, weights, dtype, device) else 0
 
 
-def compiled_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What `compile` adds: CUDA graphs, or the programs of torch's compiler."""
+def compiled_bytes(
+    config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    """What `compile` adds, and what it adds for each row of a step: CUDA graphs, or compiled programs."""
     if device.type in RECORDERS:
-        return capture_bytes(config, expected_layers(config, dtype), dtype)
-    from speculon.models.compiled import extra_bytes  # imports the compiler
+        return capture_bytes(config, expected_layers(config, dtype), dtype), 0
+    from speculon.models.compiled import extra_bytes, row_bytes  # imports the compiler
 
-    return extra_bytes(weights, dtype, device)
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    return extra_bytes(weights, dtype, device), row_bytes(layers, hidden, dtype, device)
 
 
 def expected_layers(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[LayerSpec, ...]:

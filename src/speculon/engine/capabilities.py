@@ -24,7 +24,7 @@ from speculon.core import Reason, ceil_div
 from speculon.engine.admission import OF_VOCABULARY
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.kv.states import KEPT_BYTES
-from speculon.proposers.base import Extending, Remembering
+from speculon.proposers.base import Extending, Remembering, RunsModel
 from speculon.proposers.registry import AUTO, OF_TARGET, OFF, TABLE, WITH_CHECKPOINT, known_methods
 from speculon.sequence import Sequence
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from speculon.engine.admission import Admission
     from speculon.kv.blocks import BlockPool
     from speculon.kv.budget import MemoryEstimate
+    from speculon.models.fusion import Fusion
     from speculon.models.target import Target
     from speculon.proposers.compose import Proposers
     from speculon.text import Tokenizer
@@ -120,8 +121,12 @@ def modes(engine: Engine) -> Rows:
     why = "setting fuse is off" if not config.fuse else "of layers with recurrent states only norms are"
     fused = fusion is not None and (fusion.blocks > 0 or fusion.one_loop)
     yield "fusion", row("on" if fused else "off", str(fusion) if fusion is not None else why)
+    drafters = {name: engine.proposers.find(name) for name in known_methods() if name != OFF}
     for name in ("compiled", "captured"):
-        yield name, programs(name, target, config)
+        yield name, programs(name, fusion, target.device.type, config)
+        for method, drafter in drafters.items():
+            if isinstance(drafter, RunsModel):
+                yield f"{name}.{method}", programs(name, drafter.fusion, target.device.type, config)
     why = target.invariance.partition(": ")[2] or "setting batch_invariant is off"
     yield "batch_invariant", row("on" if target.batch_invariant else "off", why)
     text = engine.tokenizer
@@ -141,15 +146,15 @@ def prefix_cache(engine: Engine) -> Capability:
     return row("off", off or "recurrent states: there is no room for snapshots of them")
 
 
-def programs(name: str, target: Target, config: EngineConfig) -> Capability:
-    """Whether steps are compiled ahead of time (CPU), or captured as graphs (CUDA)."""
-    fusion, device = target.fusion, "cuda" if name == "captured" else "cpu"
+def programs(name: str, fusion: Fusion | None, here: str, config: EngineConfig) -> Capability:
+    """Whether forwards of a model on device type `here` are compiled ahead of time, or captured as graphs."""
+    device = "cuda" if name == "captured" else "cpu"
     if fusion is not None and getattr(fusion, name):
         return row("on", str(fusion))
     if not config.compile:
         return row("off", "setting compile is off")
-    if target.device.type != device:
-        return row("off", f"only on {device}, and this is {target.device.type}")
+    if here != device:
+        return row("off", f"only on {device}, and this is {here}")
     return row("off", str(fusion) if fusion is not None else "no layer is fused")
 
 

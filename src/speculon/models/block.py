@@ -127,12 +127,15 @@ class Block:
     norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # before and after each of the two
 
     def __call__(self, x: Tensor, tables: Tables | None, view: View) -> Tensor:
-        return self.end(x, self.attention.attend(*self.begin(x, tables), view))
+        return self.end(x, self.attend(*self.begin(x, tables), view))
 
     def begin(self, x: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
         """The part before attention; see `Attention.begin`."""
         before = self.norms[0]
         return self.attention.begin(before(x) if before else x, tables)
+
+    def attend(self, rotated: Tensor, value: Tensor, view: View) -> Tensor:  # [T, H, Dh]
+        return self.attention.attend(rotated, value, view)
 
     def end(self, x: Tensor, seen: Tensor) -> Tensor:  # [T, D], [T, H, Dh] -> [T, D]
         """The part after attention."""

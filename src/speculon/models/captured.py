@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from transformers import PreTrainedConfig
 from speculon.batch import Batch
 from speculon.core import LayerSpec
 from speculon.kv.store import View
-from speculon.models.block import CannotReplace, Stock
+from speculon.models.block import CannotReplace, Stock, Tables
 from speculon.models.compare import close
 from speculon.models.loop import Loop
-from speculon.models.taps import Taps
-from speculon.models.target import STATES_OF_ROW, Target
+from speculon.models.taps import EMBEDDINGS, Taps
+from speculon.models.target import STATES_OF_ROW, Run, Target
 
 # guess: rows of a step; 128 are 16 sequences with 7 drafts each
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -82,47 +83,119 @@ def synchronising_refused() -> Iterator[None]:
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphRecorder}  # by type of device
 
 
-class Captured:
+class Layer(Protocol):
+    """A layer in parts; of these, only attention reads spans and pages."""
+
+    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, ...]:
+        """[T, D] -> the arguments of `attend`, [T, any, Dh] each."""
+        ...
+
+    @property
+    def attend(self) -> Callable[..., Tensor]:
+        """Those and a view -> [T, H, Dh]."""
+        ...
+
+    def end(self, x: Tensor, seen: Tensor) -> Tensor:
+        """[T, D], [T, H, Dh] -> [T, D']."""
+        ...
+
+
+class Pieces:
+    """The pieces of some layers, captured on static buffers."""
+
+    def __init__(self, blocks: Sequence[Layer], heads: int, inputs: tuple[Tensor, ...]):
+        """`inputs` are the buffers that `start` reads, for the most rows."""
+        self.blocks, self.inputs, most = blocks, inputs, BUCKETS[-1]
+        self.first, self.tables = self.start(most)
+        parts = blocks[0].begin(self.first, self.tables)
+        self.sizes = [part.shape[1] for part in parts]
+        self.heads = torch.cat(parts, 1)  # [rows, H + 2 Hkv, Dh]
+        self.attended = self.first.new_zeros(most, heads, parts[0].shape[-1])
+        after = blocks[0].end(self.first, self.attended)
+        self.x = self.first if after.shape == self.first.shape else after
+        self.pieces: dict[int, list[Piece]] = {}
+
+    def start(self, rows: int) -> tuple[Tensor, Tables]:
+        """What the first layer reads, and the rotary tables of all, for the first rows of the inputs."""
+        raise NotImplementedError
+
+    def finish(self, x: Tensor) -> Tensor:
+        """What is left to do after the last layer."""
+        return x
+
+    def record(self, record: Recorder) -> None:
+        """Captures every piece, the largest first: the others reuse its memory."""
+        for size in reversed(BUCKETS):
+            self.record_size(size, record)
+
+    def record_size(self, size: int, record: Recorder) -> None:
+        self.pieces[size] = [
+            record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)
+        ]
+
+    def piece(self, number: int, rows: int) -> None:
+        """The end of layer `number` - 1, or the start, and the beginning of layer `number`, or the finish."""
+        last, x = number == len(self.blocks), self.read_by(number)[:rows]
+        if number:
+            after = self.blocks[number - 1].end(self.read_by(number - 1)[:rows], self.attended[:rows])
+            x.copy_(self.finish(after) if last else after)
+        else:
+            first, tables = self.start(rows)
+            for kept, new in zip((x, *self.tables), (first, *tables), strict=True):
+                kept[:rows].copy_(new)
+        if not last:
+            cos, sin = self.tables
+            torch.cat(self.blocks[number].begin(x, (cos[:rows], sin[:rows])), 1, out=self.heads[:rows])
+
+    def read_by(self, number: int) -> Tensor:
+        """The buffer that a layer reads."""
+        return self.x if number else self.first
+
+    def replay(self, rows: int, view: View) -> Iterator[Tensor]:
+        """Runs the captured pieces and attention between them; yields what each layer reads, then the end."""
+        parts = self.heads[:rows].split(self.sizes, 1)
+        for number, replay in enumerate(self.pieces[bucket_of(rows)]):
+            replay()
+            yield self.read_by(number)[:rows]
+            if number < len(self.blocks):
+                self.attended[:rows].copy_(self.blocks[number].attend(*parts, view))
+
+
+class Captured(Pieces):
     """A loop whose pieces are captured. A step of more rows than any captured one takes the loop."""
 
     def __init__(self, loop: Loop, device: torch.device, record: Recorder):
-        self.loop, self.blocks, most = loop, loop.blocks, BUCKETS[-1]
-        if any(isinstance(block.mlp, Stock) for block in self.blocks):
+        if any(isinstance(block.mlp, Stock) for block in loop.blocks):
             raise CannotReplace("not captured: it has experts, or another MLP that is not fused")
         shapes = {
             (block.attention.heads, block.attention.kv_heads, block.attention.head_dim)
-            for block in self.blocks
+            for block in loop.blocks
         }
         if len(shapes) > 1:
             raise CannotReplace("not captured: its layers have different numbers of heads")
-        heads, kv_heads, head_dim = shapes.pop()
-        self.both = heads + kv_heads
-        self.ids, self.positions, rows = torch.zeros(3, 1, most, dtype=torch.long, device=device)
+        self.loop = loop
+        self.ids, self.positions, rows = torch.zeros(3, 1, BUCKETS[-1], dtype=torch.long, device=device)
         self.score_rows = rows[0]
-        self.x, self.tables = loop.begin(self.ids, self.positions)
-        self.heads = torch.cat(self.blocks[0].begin(self.x, self.tables), 1)  # [rows, H + 2 Hkv, Dh]
-        self.attended = self.x.new_zeros(most, heads, head_dim)
+        super().__init__(loop.blocks, shapes.pop()[0], (self.ids, self.positions))
         self.logits = loop.end(self.x, self.score_rows)
-        self.pieces: dict[int, list[Piece]] = {}
         self.scores: dict[int, Piece] = {}
-        for size in reversed(BUCKETS):  # the largest first: the others reuse its memory
-            self.scores[size] = record(partial(self.score, size))
-            self.pieces[size] = [
-                record(partial(self.piece, number, size)) for number in range(len(self.blocks) + 1)
-            ]
+        self.record(record)
+
+    def start(self, rows: int) -> tuple[Tensor, Tables]:
+        return self.loop.begin(self.ids[:, :rows], self.positions[:, :rows])
+
+    def record_size(self, size: int, record: Recorder) -> None:
+        self.scores[size] = record(partial(self.score, size))
+        super().record_size(size, record)
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
         if rows > BUCKETS[-1]:
             return self.loop(batch, view, taps)
         self.fill(batch, rows, scored)
-        rotated, value = self.heads[:rows, : self.both], self.heads[:rows, self.both :]
-        for number, replay in enumerate(self.pieces[bucket_of(rows)]):
-            replay()
-            if taps is not None and number - 1 in taps.layers:  # -1: the embeddings
-                taps.keep(number - 1, copied(self.x[:rows]))
-            if number < len(self.blocks):
-                self.attended[:rows].copy_(self.blocks[number].attention.attend(rotated, value, view))
+        for layer, states in enumerate(self.replay(rows, view), EMBEDDINGS):
+            if taps is not None and layer in taps.layers:
+                taps.keep(layer, copied(states))
         if not scored:
             return None
         self.scores[bucket_of(scored)]()
@@ -133,19 +206,6 @@ class Captured:
         self.ids[:, :rows].copy_(batch.input_ids)
         self.positions[:, :rows].copy_(batch.position_ids)
         self.score_rows[:scored].copy_(batch.score_rows)
-
-    def piece(self, number: int, rows: int) -> None:
-        """The end of layer `number` - 1 (or the embedding), and the beginning of layer `number` (if any)."""
-        x = self.x[:rows]
-        if number:
-            x.copy_(self.blocks[number - 1].end(x, self.attended[:rows]))
-        else:
-            found, tables = self.loop.begin(self.ids[:, :rows], self.positions[:, :rows])
-            for kept, new in zip((self.x, *self.tables), (found, *tables), strict=True):
-                kept[:rows].copy_(new)
-        if number < len(self.blocks):
-            cos, sin = self.tables
-            torch.cat(self.blocks[number].begin(x, (cos[:rows], sin[:rows])), 1, out=self.heads[:rows])
 
     def score(self, rows: int) -> None:
         self.logits[:rows].copy_(self.loop.end(self.x, self.score_rows[:rows]))
@@ -169,20 +229,40 @@ def copied(part: Tensor) -> Tensor:
 
 def captured(loop: Loop, target: Target, batches: Iterable[tuple[Batch, View]], record: Recorder) -> Captured:
     """The loop captured, and compared with it on every batch. Raises `CannotReplace` where that fails."""
-    try:
+    layers = (EMBEDDINGS, *range(len(loop.blocks)))
+    with reported():
         made = Captured(loop, target.device, record)
         for batch, view in batches:
-            expected, found = loop(batch, view), made(batch, view)
-            if expected is None or found is None or not alike(found, expected):
-                raise CannotReplace("not captured: it computes something else")
-    except RuntimeError as error:  # for example a synchronising operation, or too little memory
-        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
-        raise CannotReplace(f"not captured: {line}") from error
+            check(results(made, batch, view, layers), results(loop, batch, view, layers))
     return made
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:  # [R, V] each
-    """Whether two computations of the same logits agree, within what other kernels change."""
+def results(run: Run, batch: Batch, view: View, layers: tuple[int, ...]) -> list[Tensor]:
+    """Logits, and the states of all rows after each of these layers."""
+    taps = Taps(layers)
+    logits = run(batch, view, taps)
+    assert logits is not None  # every batch that is tried scores rows
+    return [logits, *(states for _, states in sorted(taps.take().items()))]
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Within the context, errors of a capture are reasons not to use it."""
+    try:
+        yield
+    except RuntimeError as error:  # for example a synchronising operation, or too little memory
+        line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
+        raise CannotReplace(f"not captured: {line}") from error
+
+
+def check(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Raises `CannotReplace` where they differ."""
+    if len(found) != len(expected) or not all(map(alike, found, expected)):
+        raise CannotReplace("not captured: it computes something else")
+
+
+def alike(found: Tensor, expected: Tensor) -> bool:  # [R, any] each
+    """Whether two computations of the same rows agree, within what other kernels change."""
     if expected.dtype is torch.float32:
         return close(found, expected)
     found, expected = found.float(), expected.float()

@@ -25,8 +25,8 @@ from speculon.models.linear import Linear, layout_of
 from speculon.models.loop import Loop
 from speculon.models.masks import MASKS
 from speculon.models.programs import FOLDED, SHARED, TUNED, Arguments, Program, Settings, key_of, program
-from speculon.models.taps import Taps
-from speculon.models.target import Target
+from speculon.models.taps import EMBEDDINGS, Taps
+from speculon.models.target import Run, Target
 
 COPIES = 5  # of the weights, where each program holds one
 # of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory
@@ -49,10 +49,7 @@ IN_BLOCKS = CompilePlan({"one": TUNED, "few": TUNED, "scattered": TUNED, "many":
 
 
 class Compiled:
-    """A loop and its programs, for one number of threads.
-
-    Steps without scored rows and all steps of a tapped model take the loop: programs return no states.
-    """
+    """A loop and its programs, for one number of threads. Steps without scored rows take the loop."""
 
     def __init__(self, loop: Loop, layer_kinds: list[int], plan: CompilePlan):
         self.loop, self.layer_kinds, self.plan = loop, layer_kinds, plan
@@ -62,11 +59,15 @@ class Compiled:
         self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        if taps is not None or not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
+        if not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
             return self.loop(batch, view, taps)
         variant, arguments = self.arguments(batch, view)
         with running(view):
-            return self.programs[variant](*arguments)
+            logits, *states = self.programs[variant](*arguments)
+        if taps is not None:
+            for layer, after in enumerate(states, EMBEDDINGS):
+                taps.keep(layer, after)
+        return logits
 
     def arguments(self, batch: Batch, view: View) -> tuple[str, Arguments]:
         """The program for a step, and its arguments."""
@@ -148,6 +149,11 @@ def extra_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
     return JOINT_BYTES if plan_for(dtype, device) is IN_ROWS else COPIES * weights
 
 
+def row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Memory of the states that a program returns, for each row of a step."""
+    return (layers + 1) * hidden * dtype.itemsize if measured(dtype, device) else 0
+
+
 def measured(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether compiling was measured to be faster for such weights."""
     return device.type == "cpu" and dtype is torch.float32
@@ -191,16 +197,21 @@ def compile_programs(loop: Loop, plan: CompilePlan, steps: list[Step]) -> Compil
 
 
 def check_step(made: Compiled, step: Step) -> None:
-    """Raises `CannotReplace` where logits or written pages differ from the loop's."""
-    (batch, view), layers = step, range(len(made.layer_kinds))
-    expected = [made.loop(batch, view), *written(view, layers)]
+    """Raises `CannotReplace` where logits, states or written pages differ from the loop's."""
+    (_, view), layers = step, range(len(made.layer_kinds))
+    expected = results(made.loop, step, layers)
     for layer in layers:  # rows that the program does not write stay NaN
         view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-    found = [made(batch, view), *written(view, layers)]
-    if any(a is None or b is None or not close(a, b) for a, b in zip(found, expected, strict=True)):
+    found = results(made, step, layers)
+    if len(found) != len(expected) or not all(map(close, found, expected)):
         raise CannotReplace("not compiled: it computes something else")
 
 
-def written(view: View, layers: range) -> list[Tensor]:
-    """Keys and values of a step's rows, [T, Hkv, D] for each layer."""
-    return [rows.clone() for layer in layers for rows in view.slots_of(layer, view.slots)]
+def results(run: Run, step: Step, layers: range) -> list[Tensor]:
+    """Logits of a step, states of all rows after each layer, and the keys and values that are written."""
+    (batch, view), taps = step, Taps((EMBEDDINGS, *layers))
+    logits = run(batch, view, taps)
+    assert logits is not None  # every step that is tried scores rows
+    states = [states for _, states in sorted(taps.take().items())]
+    written = [rows.clone() for layer in layers for rows in view.slots_of(layer, view.slots)]
+    return [logits, *states, *written]

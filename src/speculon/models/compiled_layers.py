@@ -106,7 +106,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """`Loop` as a module that can be exported and compiled: logits [R, V]."""
+    """`Loop` as a module that can be exported: logits [R, V], then the states [T, D] that taps may keep."""
 
     def __init__(self, loop: Loop, layer_kinds: list[int]):
         super().__init__()
@@ -116,7 +116,7 @@ class Layers(nn.Module):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, scored: Tensor, slots: Tensor | None, *pages: Tensor
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """`scored` [R] are rows, `slots` [T] the places of their keys and values.
 
         `pages` are keys of all slots for each layer, then values, then `Compiled.joint`, if any.
@@ -126,6 +126,7 @@ class Layers(nn.Module):
         x = self.embed(input_ids[None])
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
+        states = [x]
         count, distinct = len(self.layer_kinds), len(set(self.layer_kinds))
         more = pages[2 * count :]
         for number, (layer, kind) in enumerate(zip(self.layers, self.layer_kinds, strict=True)):
@@ -142,7 +143,8 @@ class Layers(nn.Module):
             else:
                 attend = partial(attend_back, *stored, slots, number)
             x = layer(x, tables, attend)
-        return self.head(self.norm(x[scored]))
+            states.append(x)
+        return [self.head(self.norm(x[scored])), *states]
 
 
 def linear_of(product: Product) -> nn.Linear:

@@ -42,11 +42,19 @@ class BlockLayer:
         return rotate(k if self.k_norm is None else self.k_norm(k), tables), v
 
     def __call__(self, x: Tensor, tables: Tables, view: View) -> Tensor:  # [T, H] -> [T, H]
+        return self.end(x, self.attend(*self.begin(x, tables), view))
+
+    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, [T, heads, D] each."""
         normed = self.norm(x)
         q = self.q(normed).view(len(x), -1, self.head_dim)
         q = rotate(q if self.q_norm is None else self.q_norm(q), tables)
-        k, v = self.keys_values(normed, tables)
-        seen = attend_blocks(view, self.layer, self.sight, q, k, v, self.head_dim**-0.5)
+        return q, *self.keys_values(normed, tables)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:  # [T, heads, D]
+        return attend_blocks(view, self.layer, self.sight, q, k, v, self.head_dim**-0.5)
+
+    def end(self, x: Tensor, seen: Tensor) -> Tensor:  # [T, H], [T, heads, D] -> [T, H]
         x = x + self.out(seen.reshape(len(x), -1))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -76,11 +84,15 @@ class DFlashModel:
 
     def __call__(self, ids: Tensor, positions: Tensor, view: View) -> Tensor:
         """The normed states [T, H] of the rows of blocks; ids, positions [T], and `block_view` of them."""
-        x = F.embedding(ids, self.embed)
-        tables = self.tables(x, positions)
+        x, tables = self.begin(ids, positions)
         for layer in self.layers:
             x = layer(x, tables, view)
         return self.norm(x)
+
+    def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
+        """What the first layer reads [T, H], and the rotary tables of all."""
+        x = F.embedding(ids, self.embed)
+        return x, self.tables(x, positions)
 
     def tables(self, x: Tensor, positions: Tensor) -> Tables:
         cos, sin = self.rotary(x, positions[None])

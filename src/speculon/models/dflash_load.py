@@ -11,6 +11,8 @@ from speculon.checkpoints.dflash_config import GATE, JOINT, W1, DFlashConfig
 from speculon.core import LayerSpec, Needs
 from speculon.errors import UnsupportedModel, WrongPair
 from speculon.models.block import Norm
+from speculon.models.captured import RECORDERS
+from speculon.models.captured_drafts import draft_capture_bytes
 from speculon.models.dflash import BlockLayer, DFlashModel
 from speculon.models.dflash_attention import Sight
 from speculon.models.dflash_heads import Confidence, GatedMarkov, Markov, RecurrentMarkov
@@ -18,7 +20,9 @@ from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_conf
 from speculon.models.target import Target, scratch_bytes
 
 
-def dflash_needs(config: DFlashConfig, target: Target, rows: int, scored: int) -> Needs:
+def dflash_needs(
+    config: DFlashConfig, target: Target, rows: int, scored: int, compile: bool = False
+) -> Needs:
     """The needs of a drafter that is not loaded; T = `rows` and R = `scored` in its largest forward."""
     dtype, widths = target.dtype, config.taps * config.target_hidden
     layers = [LayerSpec("taps", 1, widths, 0, dtype)]
@@ -29,12 +33,15 @@ def dflash_needs(config: DFlashConfig, target: Target, rows: int, scored: int) -
     sizes = rope_config(config)
     sizes.vocab_size = target.vocab_size  # its logits cover the target's vocabulary
     scratch = scratch_bytes(sizes, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
+    captured = 0
+    if compile and target.device.type in RECORDERS:
+        captured = draft_capture_bytes(sizes, config.layers, dtype)
     return Needs(
         taps=config.tap_layouts(len(target.layers))[0],
         layers=tuple(layers),
         max_context=config.max_context,
         max_drafts=config.max_drafts,
-        bytes_fixed=weight_bytes(config, dtype),
+        bytes_fixed=weight_bytes(config, dtype) + captured,
         bytes_scratch=scratch,
     )
 

@@ -23,7 +23,7 @@ from speculon.models.target import Target
 
 @dataclass(slots=True)
 class FirstLayer:
-    """Attention over [embedding, state] side by side; the sum runs over the state alone."""
+    """Attention over [embedding, state] side by side, [T, 2 H]; the sum runs over the state alone."""
 
     embed_norm: Norm
     state_norm: Norm
@@ -32,11 +32,24 @@ class FirstLayer:
     mlp: Gated
     norm_before_residual: bool
 
-    def __call__(self, embedded: Tensor, state: Tensor, tables: Tables, view: View) -> Tensor:
-        """[T, H] each -> [T, H]."""
-        normed = self.state_norm(state)
-        seen = self.attention(torch.cat([self.embed_norm(embedded), normed], -1), tables, view)
-        x = (normed if self.norm_before_residual else state) + seen
+    def __call__(self, x: Tensor, tables: Tables, view: View) -> Tensor:  # [T, 2 H] -> [T, H]
+        return self.end(x, self.attend(*self.begin(x, tables), view))
+
+    def begin(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """The part before attention; see `Attention.begin`."""
+        embedded, state = x.chunk(2, -1)
+        return self.attention.begin(
+            torch.cat([self.embed_norm(embedded), self.state_norm(state)], -1), tables
+        )
+
+    def attend(self, rotated: Tensor, value: Tensor, view: View) -> Tensor:  # [T, heads, Dh]
+        return self.attention.attend(rotated, value, view)
+
+    def end(self, x: Tensor, seen: Tensor) -> Tensor:  # [T, 2 H], [T, heads, Dh] -> [T, H]
+        """The part after attention."""
+        _, state = x.chunk(2, -1)
+        state = self.state_norm(state) if self.norm_before_residual else state
+        x = state + self.attention.out(seen.reshape(len(seen), -1))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -65,12 +78,22 @@ class EagleHead:
 
     def __call__(self, ids: Tensor, state: Tensor, positions: Tensor, view: View) -> Tensor:
         """The state [T, H] after each row, which the next draft position reads; ids, positions [T]."""
+        x, tables = self.begin(ids, state, positions)
+        for block in self.blocks:
+            x = block(x, tables, view)
+        return self.end(x)
+
+    @property
+    def blocks(self) -> list[FirstLayer | Block]:
+        return [self.first, *self.more]
+
+    def begin(self, ids: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tables]:
+        """What the first layer reads [T, 2 H], and the rotary tables of all."""
         embedded = F.embedding(ids, self.embed)
         cos, sin = self.rotary(embedded, positions[None])
-        tables = tables_of(cos, sin, self.first.attention.head_dim)
-        x = self.first(embedded, state, tables, view)
-        for block in self.more:
-            x = block(x, tables, view)
+        return torch.cat([embedded, state], -1), tables_of(cos, sin, self.first.attention.head_dim)
+
+    def end(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
         return self.norm(x) if self.norm_output else x
 
     def logits(self, state: Tensor, vocab_size: int) -> Tensor:  # [R, H] -> [R, V]

@@ -12,12 +12,23 @@ from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.core import LayerSpec, Needs
 from speculon.errors import UnsupportedModel
 from speculon.models.block import Attention, Block, Norm
+from speculon.models.captured import RECORDERS
+from speculon.models.captured_drafts import draft_capture_bytes
 from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_config, weight_bytes
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.models.target import Target, scratch_bytes
 
+OF_PAIRS = 3  # widths of a state: the given states, and the pairs that the first layer reads
 
-def head_needs(config: Eagle3Config, taps: tuple[int, ...], target: Target, rows: int, scored: int) -> Needs:
+
+def head_needs(
+    config: Eagle3Config,
+    taps: tuple[int, ...],
+    target: Target,
+    rows: int,
+    scored: int,
+    compile: bool = False,
+) -> Needs:
     """The needs of a head that is not loaded; T = `rows` and R = `scored` in its largest forward."""
     dtype, widths = target.dtype, config.taps * config.target_hidden
     layers = [LayerSpec("taps", 1, widths, 0, dtype)]
@@ -28,11 +39,14 @@ def head_needs(config: Eagle3Config, taps: tuple[int, ...], target: Target, rows
     sizes = rope_config(config)
     sizes.vocab_size = config.vocab_size  # its logits cover the target's vocabulary
     scratch = scratch_bytes(sizes, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
+    captured = 0
+    if compile and target.device.type in RECORDERS:
+        captured = draft_capture_bytes(sizes, config.layers, dtype, more=OF_PAIRS)
     return Needs(
         taps,
         tuple(layers),
         config.max_context,
-        bytes_fixed=weight_bytes(config, dtype),
+        bytes_fixed=weight_bytes(config, dtype) + captured,
         bytes_scratch=scratch,
     )
 

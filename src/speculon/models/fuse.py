@@ -251,9 +251,10 @@ def compiled_loop(loop: Loop, target: Target) -> Compiled:
     """The loop compiled. Raises `CannotReplace` where that fails."""
     if any(spec.chunk for spec in target.layers):
         raise CannotReplace("not compiled: attention in chunks")
-    from speculon.models.compiled import compiled, extra_bytes  # imports the compiler
+    from speculon.models.compiled import compiled, extra_bytes, row_bytes  # imports the compiler
 
     made = compiled(loop, target, trial_steps(loop, target))
+    target.row_bytes = row_bytes(len(loop.blocks), target.hidden_size, target.dtype, target.device)
     target.num_bytes += extra_bytes(target.num_bytes, target.dtype, target.device)
     return made
 

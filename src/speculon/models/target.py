@@ -69,6 +69,7 @@ class Target:
         self.taps: Taps | None = None
         self.fusion: Fusion | None = None
         self.context: Callable[[Runs], AbstractContextManager[Any]] = no_context  # of each forward
+        self.row_bytes = 0  # of the states that a compiled step returns, for each of its rows
         self.prompts_apart = False  # whether rows of prompts run in other products than generated tokens
         self.invariance = "no"  # whether its logits are batch-invariant, and why not
         self.count()
@@ -150,7 +151,7 @@ class Target:
         draft model, whose rows are never rejected within a forward, gives 0 of them.
         """
         config = self.model.config.get_text_config()
-        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored)
+        scratch = scratch_bytes(config, self.dtype, self.device, rows, scored) + rows * self.row_bytes
         if sequences:  # the inputs of drafted rows are recorded, and states after them kept; all are scored
             scratch += scored * sum(mixer.width for mixer in self.mixers) * self.dtype.itemsize
             scratch += min(scored * self.state_bytes, KEPT_BYTES)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
+    from speculon.models.fusion import Fusion
     from speculon.models.target import Target
     from speculon.proposers.pools import Pools
     from speculon.text import Tokenizer
@@ -70,6 +71,16 @@ class Extending(Protocol):
 
         Nothing of `ahead` may be kept.
         """
+        ...
+
+
+@runtime_checkable
+class RunsModel(Protocol):
+    """A drafter with a network of its own."""
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """Which of its layers are fused, and whether its forwards are compiled or captured."""
         ...
 
 

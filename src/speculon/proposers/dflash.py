@@ -25,9 +25,11 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
+from speculon.models.captured_drafts import Forward, run_of_blocks
 from speculon.models.dflash import DFlashModel, Drawing
 from speculon.models.dflash_attention import block_view
 from speculon.models.dflash_load import dflash_needs, load_dflash
+from speculon.models.fusion import Fusion
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark
 from speculon.sequence import Sequence
@@ -51,8 +53,11 @@ class DFlashDrafter:
         assert target.model is not None
         self.config, self.target, self.min_confidence = config, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
-        self.needs: Needs = dflash_needs(config, target.model, target.rows, target.scored)
+        self.compile = target.compile
+        self.needs: Needs = dflash_needs(config, target.model, target.rows, target.scored, target.compile)
         self.model: DFlashModel
+        self.run: Forward  # of the model
+        self.fusion: Fusion
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> DFlashDrafter:
@@ -73,6 +78,8 @@ class DFlashDrafter:
 
     def load(self) -> None:
         self.model = load_dflash(self.config, self.target)
+        layers = self.needs.layers[1:]
+        self.run, self.fusion = run_of_blocks(self.model, layers, self.target, self.compile)
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt's states are read with the first draft."""
@@ -128,7 +135,7 @@ class DFlashDrafter:
             ids += [seq.tokens[n], *[self.model.mask_token_id] * (rows - 1)]
             positions += range(n, n + rows)
         flat = torch.tensor([ids, positions], device=self.target.device)
-        states = self.model(flat[0], flat[1], block_view(own, blocks))
+        states = self.run(flat[0], flat[1], block_view(own, blocks))
         ends = accumulate((rows for _, _, rows in blocks), initial=0)
         return [states[start + skipped : end] for start, end in pairwise(ends)]
 

@@ -23,8 +23,10 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
+from speculon.models.captured_drafts import Forward, run_of_head
 from speculon.models.eagle import EagleHead, agreement
 from speculon.models.eagle_load import head_needs, load_head
+from speculon.models.fusion import Fusion
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_chain, mark
 from speculon.sequence import Sequence
@@ -57,9 +59,12 @@ class Eagle3Drafter:
         self.head_config, self.target, self.min_confidence = head_config, target.model, min_confidence
         self.vocab_size, self.max_rows = target.vocab_size, target.rows or sys.maxsize
         self.needs: Needs = head_needs(
-            head_config, self.tap_layouts[0], target.model, target.rows, target.scored
+            head_config, self.tap_layouts[0], target.model, target.rows, target.scored, target.compile
         )
+        self.compile = target.compile
         self.head: EagleHead
+        self.run: Forward  # of the head
+        self.fusion: Fusion
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Eagle3Drafter:
@@ -80,6 +85,8 @@ class Eagle3Drafter:
 
     def load(self) -> None:
         self.head = load_head(self.head_config, self.target)
+        layers = self.needs.layers[1:]
+        self.run, self.fusion = run_of_head(self.head, layers, self.target, self.compile)
         if len(self.tap_layouts) > 1 and self.tokenizer is not None:
             self.needs = replace(
                 self.needs, taps=self._better_reading(self.tokenizer.encode(PROBE)[: self.target.max_context])
@@ -148,7 +155,7 @@ class Eagle3Drafter:
     def _forward(self, pieces: list[Piece], ids: list[int], states: Tensor, own: DraftLease) -> Tensor:
         positions = [slot - 1 for _, start, end in pieces for slot in range(start, end)]
         flat = torch.tensor([ids, positions], device=states.device)
-        return self.head(flat[0], states, flat[1], own.view(pieces, first=1))
+        return self.run(flat[0], states, flat[1], own.view(pieces, first=1))
 
 
 def overridden(head_config: Eagle3Config, options: Mapping[str, Any]) -> Eagle3Config:

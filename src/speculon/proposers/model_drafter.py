@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.lease import DraftLease
+    from speculon.models.fusion import Fusion
 
 
 class ModelDrafter:
@@ -96,6 +97,10 @@ class ModelDrafter:
             states=self.model.state_specs,
         )
         self.needs = self.with_slots(needs)
+
+    @property
+    def fusion(self) -> Fusion | None:
+        return self.model.fusion
 
     def take(self, model: Target) -> None:
         """Drafts with this model from now on. Raises `ModelError` for one that the method cannot use."""

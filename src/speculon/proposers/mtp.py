@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -21,6 +22,7 @@ from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_of
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
+from speculon.models.fusion import Fusion
 from speculon.models.mtp import MtpHead
 from speculon.models.mtp_load import load_mtp, mtp_needs
 from speculon.proposers.base import States, TargetFacts
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from speculon.kv.lease import DraftLease
 
 NAME = MTP
+AS_IT_IS = "neither compiled nor captured: a layer of the target's class runs as it is"
 NOT_READY = no_draft(Stop.NOT_READY)
 
 log = logging.getLogger("speculon")
@@ -48,6 +51,7 @@ class Mtp:
         self.fuse = target.fuse
         self.needs: Needs = mtp_needs(config, target.model, target.rows, target.scored)
         self.head: MtpHead
+        self.fusion: Fusion
 
     @classmethod
     def build(cls, config: SpeculationConfig, target: TargetFacts) -> Mtp:
@@ -64,6 +68,7 @@ class Mtp:
     def load(self) -> None:
         self.head, own = load_mtp(self.config, self.target, self.needs.layers, self.fuse)
         self.needs = replace(self.needs, bytes_fixed=own)
+        self.fusion = Fusion(len(self.head.modules), refused=Counter({AS_IT_IS: len(self.head.modules)}))
 
     def admit(self, seq: Sequence) -> None:
         """Nothing yet: the prompt is read with the first draft."""

@@ -1,0 +1,184 @@
+"""The networks of drafters as CUDA graphs between attentions, as `Captured` is for the target's loop.
+
+Captured are the forwards that draft. What reads committed states, and what makes logits of states, runs as
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from speculon.core import LayerSpec
+from speculon.kv.store import PageStore, SpanView, View
+from speculon.models.block import CannotReplace, Tables
+from speculon.models.captured import (
+    BUCKETS,
+    GRAPH,
+    RECORDERS,
+    Layer,
+    Pieces,
+    Recorder,
+    check,
+    copied,
+    reported,
+    sizes,
+)
+from speculon.models.dflash import DFlashModel
+from speculon.models.eagle import EagleHead
+from speculon.models.fusion import Fusion
+from speculon.models.target import STATES_OF_ROW, Target
+
+Forward = Callable[..., Tensor]  # inputs [T, ...] and a view -> states [T, H]
+Step = tuple[tuple[Tensor, ...], View]  # the arguments of one
+
+SEEN = 5  # positions of a trial's sequence before its rows
+NOT_COMPILED = "not compiled: programs are made of whole language models"
+
+
+class CapturedDraft(Pieces):
+    """A drafter's network whose pieces are captured. A call of more rows than any captured one runs it."""
+
+    def __init__(
+        self,
+        network: Forward,
+        start: Callable[..., tuple[Tensor, Tables]],
+        finish: Callable[[Tensor], Tensor],
+        blocks: Sequence[Layer],
+        heads: int,
+        inputs: tuple[Tensor, ...],
+        record: Recorder,
+    ):
+        self.network, self._start, self._finish = network, start, finish
+        super().__init__(blocks, heads, inputs)
+        self.record(record)
+
+    def __call__(self, *arguments: Any) -> Tensor:  # [T, H]
+        *inputs, view = arguments
+        rows = len(inputs[0])
+        if rows > BUCKETS[-1]:
+            return self.network(*arguments)
+        for kept, given in zip(self.inputs, inputs, strict=True):
+            kept[:rows].copy_(given)
+        *_, after = self.replay(rows, view)
+        return copied(after)
+
+    def start(self, rows: int) -> tuple[Tensor, Tables]:
+        return self._start(*(kept[:rows] for kept in self.inputs))
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self._finish(x)
+
+
+def run_of_head(
+    head: EagleHead, layers: tuple[LayerSpec, ...], target: Target, compile: bool
+) -> tuple[Forward, Fusion]:
+    """The head, captured if asked for; `layers` are those of its attention in the pages."""
+
+    def made(record: Recorder) -> CapturedDraft:
+        ids, positions = buffers(target.device)
+        states = head.norm.weight.new_zeros(BUCKETS[-1], len(head.norm.weight))
+        heads, inputs = head.first.attention.heads, (ids, states, positions)
+        return CapturedDraft(head, head.begin, head.end, head.blocks, heads, inputs, record)
+
+    def steps() -> Iterator[Step]:
+        for ids, positions, store, lengths in trials(layers, target):
+            yield (
+                (ids, torch.randn(len(ids), len(head.norm.weight)).to(head.norm.weight), positions),
+                view_of(store, lengths, written=True),
+            )
+
+    return chosen(head, len(head.blocks), target, compile, made, steps())
+
+
+def run_of_blocks(
+    model: DFlashModel, layers: tuple[LayerSpec, ...], target: Target, compile: bool
+) -> tuple[Forward, Fusion]:
+    """The same for a block drafter."""
+
+    def made(record: Recorder) -> CapturedDraft:
+        inputs = buffers(target.device)
+        query, *_ = model.layers[0].begin(*model.begin(*inputs))
+        return CapturedDraft(model, model.begin, model.norm, model.layers, query.shape[1], inputs, record)
+
+    def steps() -> Iterator[Step]:
+        for ids, positions, store, lengths in trials(layers, target):
+            yield (ids, positions), view_of(store, lengths, written=False)
+
+    return chosen(model, len(model.layers), target, compile, made, steps())
+
+
+def chosen(
+    network: Forward,
+    layers: int,
+    target: Target,
+    compile: bool,
+    make: Callable[[Recorder], CapturedDraft],
+    steps: Iterable[Step],
+) -> tuple[Forward, Fusion]:
+    """The captured network where that is asked for, possible and equal on every step; else the network."""
+    fusion = Fusion(layers, layers, one_loop=True)
+    if not compile:
+        return network, fusion
+    try:
+        if target.device.type not in RECORDERS:
+            raise CannotReplace(NOT_COMPILED)
+        with torch.inference_mode(), reported():
+            made = make(RECORDERS[target.device.type](target.device))
+            for inputs, view in steps:
+                check([made(*inputs, view)], [network(*inputs, view)])
+    except CannotReplace as reason:
+        fusion.refused[str(reason)] += 1
+        return network, fusion
+    fusion.captured = True
+    return made, fusion
+
+
+def buffers(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For token ids and positions."""
+    ids, positions = torch.zeros(2, BUCKETS[-1], dtype=torch.long, device=device)
+    return ids, positions
+
+
+def trials(
+    layers: tuple[LayerSpec, ...], target: Target
+) -> Iterator[tuple[Tensor, Tensor, PageStore, tuple[int, ...]]]:
+    """For each capture ids and positions of the fewest and the most rows, in one or two sequences."""
+    for rows in sizes():
+        lengths = (rows - rows // 2, rows // 2) if rows > 1 else (1,)
+        store = PageStore(layers, len(lengths), SEEN + lengths[0], target.device)
+        noise = torch.Generator(target.device).manual_seed(rows)
+        for pool in (*store.k, *store.v):
+            pool.normal_(generator=noise)
+        ids = torch.arange(rows, device=target.device) % target.vocab_size
+        positions = torch.cat([torch.arange(n, device=target.device) + SEEN for n in lengths])
+        yield ids, positions, store, lengths
+
+
+def view_of(store: PageStore, lengths: tuple[int, ...], written: bool) -> View:
+    """Rows after SEEN positions of each sequence; only where `written` have these slots of their own."""
+    spans, row = [], 0
+    for page, rows in enumerate(lengths):
+        start, seen = page * store.block_size, SEEN + rows * written
+        spans.append(SpanView(row, row + rows, slice(start, start + seen), seen))
+        row += rows
+    return store.view_of(spans) if written else View(store, slice(0, 0), spans)
+
+
+def draft_capture_bytes(sizes: LlamaConfig, layers: int, dtype: torch.dtype, more: int = 0) -> int:
+    """Memory of a capture; `more` is the width of what buffers hold besides a state, in states."""
+    hidden, inner = (1 + more) * sizes.hidden_size, sizes.intermediate_size
+    shared = (STATES_OF_ROW * hidden + 3 * inner) * dtype.itemsize
+    graphs = len(BUCKETS) * (layers + 1)
+    return draft_static_bytes(sizes, dtype, more) + BUCKETS[-1] * shared + graphs * GRAPH
+
+
+def draft_static_bytes(sizes: LlamaConfig, dtype: torch.dtype, more: int) -> int:
+    """The buffers: ids, positions, states, rotary tables, heads, attention outputs."""
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    row = (1 + more) * sizes.hidden_size + 2 * (1 + heads + kv_heads) * sizes.head_dim
+    return BUCKETS[-1] * (2 * torch.long.itemsize + row * dtype.itemsize)
