@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from speculon.config.models import Methods, ModelSettingsFile, store, written
 from speculon.errors import ConfigError
@@ -97,7 +99,7 @@ def kill_writers(path: Path, kills: int) -> dict[str, Any]:
     for _ in range(kills):
         path.write_text(TEXT, encoding="utf-8")
         reading, started = os.pipe()
-        child = forked(lambda: write_on(path, started))
+        child = forked(partial(write_on, path, started))
         os.read(reading, 1)
         time.sleep(chance.uniform(0, 8 * PAUSE))
         os.kill(child, signal.SIGKILL)
@@ -120,35 +122,39 @@ def write_together(path: Path, writers: int, tables: int) -> dict[str, Any]:
         for number in range(tables):
             ModelSettingsFile(path, METHODS).update(f"{writer}-{number}", {"top_k": number})
 
-    children = [forked(lambda writer=writer: add(writer)) for writer in range(writers)]  # type: ignore[misc]
+    children = [forked(partial(add, writer)) for writer in range(writers)]
     for child in children:
         os.waitpid(child, 0)
     names = ModelSettingsFile(path, METHODS).tables().keys()
     return {"lost": sum(f"{w}-{n}" not in names for w in range(writers) for n in range(tables))}
 
 
-def plant_in_place() -> None:
-    store.replace = in_place
+PLANTED: dict[str, dict[Any, dict[str, Any]]] = {
+    "nothing": {},
+    "in place": {store: {"replace": in_place}},
+    "left over": {Path: {"glob": without_temporary_names}},
+    "unlocked": {store: {"writing": unlocked, "replace": unlooked}},
+}
+TASKS: list[tuple[str, Callable[[Path], dict[str, Any]]]] = [
+    ("nothing", lambda path: kill_writers(path, kills=50)),
+    ("in place", lambda path: kill_writers(path, kills=15)),
+    ("left over", lambda path: kill_writers(path, kills=15)),
+    ("nothing", lambda path: write_together(path, writers=3, tables=6)),
+    ("unlocked", lambda path: write_together(path, writers=3, tables=6)),
+]
 
 
-def plant_left_over() -> None:
-    Path.glob = without_temporary_names  # type: ignore[method-assign, assignment]
-
-
-def plant_unlocked() -> None:
-    store.writing, store.replace = unlocked, unlooked
-
-
-PLANTED = {"in place": plant_in_place, "left over": plant_left_over, "unlocked": plant_unlocked}
-
-
-def main(task: str, planted: str, folder: str) -> None:
-    path = Path(folder) / "speculon-models.toml"
+def main(folder: str) -> None:
     os.fsync = slow_sync
-    PLANTED.get(planted, lambda: None)()
-    kills = 15 if planted in PLANTED else 50
-    found = kill_writers(path, kills) if task == "kill" else write_together(path, writers=3, tables=6)
-    print(json.dumps(found | {"torch": "torch" in sys.modules}))
+    found = []
+    for number, (planted, task) in enumerate(TASKS):
+        path = Path(folder) / str(number) / "speculon-models.toml"
+        path.parent.mkdir()
+        with ExitStack() as stack:
+            for target, names in PLANTED[planted].items():
+                stack.enter_context(patch.multiple(target, **names))
+            found.append(task(path))
+    print(json.dumps({"found": found, "torch": "torch" in sys.modules}))
 
 
 if __name__ == "__main__":

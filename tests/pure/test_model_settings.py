@@ -163,10 +163,19 @@ def test_an_unknown_field_has_no_answer(field: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[models.m]\n\nmetod = 'off'\n", "line 3: models.m.metod = 'off': unknown field; did you mean method?"),
-        ("[models.'a.b']\ntop_p = 2\n", "line 2: models.a.b.top_p = 2: Input should be less than or equal to 1"),
+        (
+            "[models.m]\n\nmetod = 'off'\n",
+            "line 3: models.m.metod = 'off': unknown field; did you mean method?",
+        ),
+        (
+            "[models.'a.b']\ntop_p = 2\n",
+            "line 2: models.a.b.top_p = 2: Input should be less than or equal to 1",
+        ),
         ("[models.m]\nport = 1\n", "line 2: models.m.port = 1: unknown field: it belongs to [serve] of"),
-        ("[models.m.speculation]\nmethod = 'off'\n", "line 1: models.m.speculation = {'method': 'off'}: unknown"),
+        (
+            "[models.m.speculation]\nmethod = 'off'\n",
+            "line 1: models.m.speculation = {'method': 'off'}: unknown",
+        ),
         ("[models.m]\nmethod = 'sufix'\n", "line 2: models.m.method = 'sufix': known are auto, "),
         ("[models.m]\nstop = ['']\n", "line 2: models.m.stop"),
         ("[models.m]\naliases = ['']\n", "line 2: models.m.aliases"),
@@ -314,7 +323,9 @@ def test_a_drafter_beside_any_method_is_for_requests_that_choose_it(method: str)
         pytest.param(
             "[models.m]\ndraft = 'auto:/gone'\n", "", {"draft": None}, "/gone: no such folder", id="a search"
         ),
-        pytest.param("", "[speculation]\ndraft = '/gone'\n", {"draft": None}, "speculon.toml, line 2", id="others"),
+        pytest.param(
+            "", "[speculation]\ndraft = '/gone'\n", {"draft": None}, "speculon.toml, line 2", id="others"
+        ),
         pytest.param(
             "[models.m]\nmethod = 'pard'\n",
             "",

@@ -1,4 +1,4 @@
-"""One model's settings from all sources: where each value came from, and what is left out where two conflict."""
+"""One model's settings from all sources: where each value came from, and what is left out in a conflict."""
 
 from __future__ import annotations
 
@@ -86,7 +86,11 @@ class ModelSettings:
     @property
     def speculation(self) -> dict[str, Any]:
         """What a request that sets nothing of its speculation gets: the fields that a source sets."""
-        return {name: self._settings[name].value for name in self._settings if name in RequestSpeculation.model_fields}
+        return {
+            name: self._settings[name].value
+            for name in self._settings
+            if name in RequestSpeculation.model_fields
+        }
 
 
 def merge(sources: Sequence[Source], methods: Methods) -> tuple[dict[str, Setting], tuple[str, ...]]:
@@ -170,7 +174,9 @@ class Resolved:
         """Values of one table that contradict each other, by the checks of that table."""
         for home in dict.fromkeys(HOMES.values()):
             while reason := conflict(home.model, self._of(home)):
-                involved = [setting for setting in self.settings.values() if self._changes(home, setting, reason)]
+                involved = [
+                    setting for setting in self.settings.values() if self._changes(home, setting, reason)
+                ]
                 together = ", ".join(map(str, involved))
                 if not involved or not all(setting.source.persisted for setting in involved):
                     raise ConfigError(f"{reason}: {together}")
@@ -182,9 +188,11 @@ class Resolved:
     def _changes(self, home: Home, setting: Setting, reason: str) -> bool:
         """Whether without this value the table is right, or wrong in another way."""
         values = self._of(home)
-        return setting.field in values and conflict(
-            home.model, {name: value for name, value in values.items() if name != setting.field}
-        ) != reason
+        return (
+            setting.field in values
+            and conflict(home.model, {name: value for name, value in values.items() if name != setting.field})
+            != reason
+        )
 
     def _origin(self, field: str) -> str:
         found = self.settings.get(field)
@@ -200,7 +208,7 @@ class Resolved:
 def absences(draft: Any, methods: Methods) -> dict[str, str]:
     """Why drafters are not there, by method; the method of a single one is empty."""
     found = {}
-    for method, path in (draft.items() if isinstance(draft, Mapping) else [("", draft)]):
+    for method, path in draft.items() if isinstance(draft, Mapping) else [("", draft)]:
         if isinstance(path, str) and path != AUTO:
             try:
                 methods.refuse_missing(path.removeprefix(SEARCH))
