@@ -58,3 +58,12 @@ def new_or_there(value: Path | None) -> Path | None:
     ):
         raise ValueError("must be a folder, or a new name in an existing folder")
     return value
+
+
+def file_in_folder(value: Path | None) -> Path | None:
+    """An existing file, or a new one inside an existing folder."""
+    if value is not None and (
+        not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())
+    ):
+        raise ValueError("a file, in a folder that is there")
+    return value

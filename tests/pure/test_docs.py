@@ -15,6 +15,7 @@ from recipes.charts import readme
 from speculon import __version__
 from speculon.bench.plan import MODES, parse_mode
 from speculon.config import EngineConfig, SpeculationConfig
+from speculon.config.models import FILE, ModelSettingsFile
 from speculon.core import Verdict
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.proposers import registry
@@ -148,9 +149,14 @@ def test_the_wheel_has_the_version() -> None:
 
 
 def load(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig | None:
-    """A block of settings, as a speculon.toml; None for a block that is a part of another file."""
-    if "project" in tomllib.loads(source):
+    """A block of settings, as a speculon.toml or as settings of models; None for a part of another file."""
+    tables = tomllib.loads(source)
+    if "project" in tables:
         return None
+    if "models" in tables:
+        (folder / FILE).write_text(source, encoding="utf-8")
+        file = ModelSettingsFile(folder / FILE, registry.methods())
+        return [file.settings_of(name).config for name in tables["models"]][-1]
     (folder / "speculon.toml").write_text(source, encoding="utf-8")
     monkeypatch.chdir(folder)
     return EngineConfig()
@@ -165,6 +171,8 @@ def test_settings_load(document: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_planted_wrong_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="polizy"):
         load('[speculation]\npolizy = "fixed"\n', tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="line 2: models.a.polizy"):
+        load('[models.a]\npolizy = "fixed"\n', tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("document", GUIDES, ids=named)

@@ -99,6 +99,21 @@ def test_the_line_of_a_key() -> None:
     assert found == {"a": 1, "t.a": 3, "t.u.b.c": 5, "t.u.d": 4, "v.a": 7, "w": None}
 
 
+def test_the_line_of_a_quoted_key_with_dots() -> None:
+    text = '[models."a/b-1.5"]\nmethod = "off"\n[ models . "a/b-1" ]\nmethod = 1\n"c.d".e = 2\n'
+    found = [
+        line_of(text, ["models", *keys])
+        for keys in (["a/b-1.5", "method"], ["a/b-1", "method"], ["a/b-1", "5"], ["a/b-1", "c.d", "e"])
+    ]
+    assert found == [2, 4, 3, 5]
+
+
+def test_a_field_that_is_a_table_is_taken_whole() -> None:
+    Path("speculon.toml").write_text('[speculation]\nmethod = "off"\ndraft = { pard = "a" }\n')
+    speculation = EngineConfig(speculation={"draft": {"eagle3": "b"}}).speculation
+    assert (speculation.method, speculation.draft) == ("off", {"eagle3": "b"})
+
+
 def test_nearest_names_outside_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidParameter, match=r"temprature = 1.0: unknown field; did you mean temperature\?$"
@@ -113,7 +128,7 @@ def test_nearest_names_outside_of_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def example() -> str:
-    (block,) = re.findall(r"```toml\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    block, _ = re.findall(r"```toml\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     return block
 
 

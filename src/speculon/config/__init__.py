@@ -1,7 +1,7 @@
 """Everything a user can set, described once: the same fields feed Python, flags, environment and file.
 
-Precedence: request > keyword or flag > environment (`SPECULON_*`) > file (`speculon.toml`, or
-`SPECULON_CONFIG`) > default.
+Precedence: request > keyword or flag > environment (`SPECULON_*`) > the model's settings (`config.models`) >
+file (`speculon.toml`, or `SPECULON_CONFIG`) > default.
 """
 
 from speculon.config.engine import EngineConfig

@@ -17,7 +17,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from speculon.checked import invalid_parameter, nearest, new_or_there
+from speculon.checked import file_in_folder, invalid_parameter, nearest, new_or_there
 from speculon.config.file import FILE, VARIABLE, place, settings_file, syntax_error
 from speculon.config.serve import ServeConfig
 from speculon.config.speculation import SpeculationConfig
@@ -114,11 +114,7 @@ class EngineConfig(BaseSettings):
     @field_validator("events")
     @classmethod
     def _can_be_a_file(cls, value: Path | None) -> Path | None:
-        if value is not None and (
-            not value.absolute().parent.is_dir() or (value.exists() and not value.is_file())
-        ):
-            raise ValueError("a file, in a folder that is there")
-        return value
+        return file_in_folder(value)
 
     @field_validator("state")
     @classmethod
@@ -146,8 +142,30 @@ class EngineConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        path = settings_file()
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
+        file_settings = TomlConfigSettingsSource(settings_cls, toml_file=settings_file())
+        return (FirstOf(settings_cls, init_settings, env_settings, file_settings),)
+
+
+class FirstOf(PydanticBaseSettingsSource):
+    """Each field from the first source that sets it. Tables are merged, but no field that is a table."""
+
+    def __init__(self, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource):
+        super().__init__(settings_cls)
+        self._sources = sources
+
+    def __call__(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for source in self._sources:
+            for name, value in source().items():
+                before = found.get(name)
+                if name in TABLES and isinstance(before, dict) and isinstance(value, dict):
+                    found[name] = {**value, **before}
+                else:
+                    found.setdefault(name, value)
+        return found
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # of sources that look fields up one by one
 
 
 TABLES: Mapping[str, type[BaseModel]] = {"speculation": SpeculationConfig, "serve": ServeConfig}

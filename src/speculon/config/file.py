@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from speculon.errors import ConfigError
 
 FILE = "speculon.toml"
 VARIABLE = "SPECULON_CONFIG"
-TABLE = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?$")
-KEY = re.compile(r"\s*([\w.\"'-]+)\s*=")
+PART = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\w-]+)"  # of a dotted key; quoted, it may have dots itself
+DOTTED = rf"{PART}(?:\s*\.\s*{PART})*"
+TABLE = re.compile(rf"\s*\[\s*({DOTTED})\s*\]\s*(?:#.*)?$")
+KEY = re.compile(rf"\s*({DOTTED})\s*=")
 AT_LINE = re.compile(r"\(at line (\d+), column \d+\)")
 
 
@@ -26,9 +29,9 @@ def settings_file() -> Path | None:
     return Path(named)
 
 
-def place(keys: Sequence[str]) -> str | None:
+def place(keys: Sequence[str], path: Path | None = None) -> str | None:
     """File and line that set a value, as a message shows them; None where the file does not set it."""
-    path = settings_file()
+    path = path or settings_file()
     try:
         line = None if path is None else line_of(path.read_text(encoding="utf-8"), keys)
     except (OSError, UnicodeDecodeError):
@@ -37,7 +40,7 @@ def place(keys: Sequence[str]) -> str | None:
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:
-    """The line that sets a key, or else the innermost table or inline table around it."""
+    """The line that sets a key, or a key of it, or else the innermost table or inline table around it."""
     found, depth, table = None, 0, list[str]()
     for number, line in enumerate(text.splitlines(), 1):
         if header := TABLE.match(line):
@@ -46,18 +49,27 @@ def line_of(text: str, keys: Sequence[str]) -> int | None:
             path = [*table, *parts(key[1])]
         else:
             continue
-        if len(path) > depth and path == list(keys[: len(path)]):
-            found, depth = number, len(path)
+        shared = path[: len(keys)]
+        if len(shared) > depth and shared == list(keys[: len(shared)]):
+            found, depth = number, len(shared)
     return found
 
 
 def parts(dotted: str) -> list[str]:
-    return [part.strip().strip("\"'") for part in dotted.split(".")]
+    return [unquoted(part) for part in re.findall(PART, dotted)]
 
 
-def syntax_error(error: Exception) -> ConfigError:
+def unquoted(part: str) -> str:
+    try:
+        return next(iter(tomllib.loads(f"{part} = 0")))
+    except tomllib.TOMLDecodeError:  # an escape that TOML lacks: the parser of the file refuses it
+        return part.strip("\"'")
+
+
+def syntax_error(error: Exception, path: Path | None = None) -> ConfigError:
     """A file that is not TOML, with the line."""
     text = str(error)
     line = AT_LINE.search(text)
     where = f", line {line[1]}" if line else ""
-    return ConfigError(f"{os.environ.get(VARIABLE, FILE)}{where}: {AT_LINE.sub('', text).strip()}")
+    name = os.environ.get(VARIABLE, FILE) if path is None else path
+    return ConfigError(f"{name}{where}: {AT_LINE.sub('', text).strip()}")

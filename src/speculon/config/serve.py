@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from speculon.checked import Checked, new_or_there
+from speculon.checked import Checked, file_in_folder, new_or_there
 from speculon.errors import InvalidParameter
 
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
@@ -23,6 +23,10 @@ class ServeConfig(Checked):
         (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
     served_model_name: str | None = Field(None, description="model name in the API; None: the value of model")
+    models_file: Path | None = Field(
+        None,
+        description="settings of each model; None: speculon-models.toml beside speculon.toml, if it is there",
+    )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )
@@ -71,6 +75,11 @@ class ServeConfig(Checked):
     capture_key: Keys = Field(
         (), description="API keys whose texts are stored, given like api_key; none: all"
     )
+
+    @field_validator("models_file")
+    @classmethod
+    def _can_be_a_file(cls, value: Path | None) -> Path | None:
+        return file_in_folder(value)
 
     @field_validator("capture")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from speculon.checked import Checked
 from speculon.errors import InvalidParameter
 
+OFF, AUTO = "off", "auto"  # names that are no method of their own
 MAX_DRAFTS = 64
 MAX_PREDICTION = 2**20  # characters or token ids; a search for the place in so many takes a millisecond
 REMEMBERED_BYTES = 21  # of a token in a pool: 12, what arrays keep in reserve, 8 of its slots

@@ -5,10 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from speculon.checkpoints.locate import refuse_missing
+from speculon.config.models import Methods
+from speculon.config.speculation import AUTO as AUTO
+from speculon.config.speculation import OFF as OFF
 from speculon.errors import UnknownMethod
 from speculon.proposers.base import Factory
 
-OFF, AUTO = "off", "auto"
 ENTRY_POINTS = "speculon.proposers"
 
 # name -> module:factory, imported when first used
@@ -38,6 +41,12 @@ def register(name: str, factory: Factory) -> None:
 def known_methods() -> list[str]:
     plugins = {point.name for point in entry_points(group=ENTRY_POINTS)}
     return [OFF, AUTO, *sorted({*TABLE, *plugins, *_registered})]
+
+
+def methods() -> Methods:
+    """What per-model settings must know of the methods; a plug-in may read a drafter or none."""
+    own = frozenset(TABLE).difference(WITH_CHECKPOINT, OF_TARGET)
+    return Methods(frozenset(known_methods()), frozenset(WITH_CHECKPOINT), own | {OFF}, refuse_missing)
 
 
 def check_method(name: str) -> str:
