@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,18 +31,18 @@ def find_models(given: list[str], folder: Path | None, first_name: str | None = 
     drafters: dict[str, str] = {}
     for path in given:
         add(found, name_of(path), path)
-    for path in subfolders(folder) if folder is not None else ():
+    for inner in subfolders(folder) if folder is not None else ():
         try:
-            family = family_of(path)
+            family = family_of(inner)
         except ModelError as error:
-            log.warning("%s is left out: %s", path, error)
+            log.warning("%s is left out: %s", inner, error)
             continue
         if family.method == DRAFT_MODEL:
-            add(found, path.name, str(path))
+            add(found, inner.name, str(inner))
         elif family.method is not None:
-            drafters[path.name] = family.method
+            drafters[inner.name] = family.method
         else:
-            log.warning("%s is left out: %s", path, family.refusal)
+            log.warning("%s is left out: %s", inner, family.refusal)
     if not found:
         raise ConfigError(f"models_dir = {str(folder)!r}: no subfolder has a model")
     if first_name is not None:
@@ -61,7 +62,7 @@ def subfolders(folder: Path) -> list[Path]:
 def name_of(path: str) -> str:
     """A folder's own name; the name of a shipped model and a hub id as they are."""
     folder = Path(path).expanduser()
-    return path if path in SHIPPED or not folder.exists() else folder.resolve().name
+    return path if path in SHIPPED or not folder.exists() else Path(os.path.abspath(folder)).name
 
 
 def add(found: dict[str, str], name: str, path: str) -> None:

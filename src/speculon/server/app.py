@@ -22,7 +22,7 @@ from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, failure, first_of, param_of, status_of
 from speculon.server.middleware import RequestMiddleware
 from speculon.server.model import ServedModel
-from speculon.server.model_routes import add_models
+from speculon.server.model_routes import add_loads, add_models
 from speculon.server.request import GenerationRequest, pool_of
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.response_schemas import ResponseObject, ResponseRequest
@@ -54,6 +54,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_errors(app)
     add_operations(app, state)
     add_models(app, state)
+    add_loads(app, state)
     add_completions(app, state)
     add_responses(app, state)
     add_refusals(app)

@@ -43,12 +43,13 @@ class EngineStatistics(Protocol):
 class ModelStatistics(Protocol):
     """What the metrics read of `PooledModel`."""
 
-    state: str
     loads: int
     failures: int
     evictions: int
     load_seconds: float
 
+    @property
+    def state(self) -> str: ...
     @property
     def engine(self) -> EngineStatistics: ...
     @property
@@ -128,23 +129,23 @@ class PoolCollector(Collector):
         yield from self._pool()
 
     def _pool(self) -> Iterator[Metric]:
-        of = {(name,): model for name, model in self._models.items()}
-        loads = {key: model.loads for key, model in of.items()}
+        models = self._models.items()
+        loads = by({name: model.loads for name, model in models})
         yield counter("model_loads", "loads that succeeded", loads, "model")
-        failures = {key: model.failures for key, model in of.items()}
+        failures = by({name: model.failures for name, model in models})
         yield counter("model_failures", "loads that failed, and engines that ended", failures, "model")
-        evictions = {key: model.evictions for key, model in of.items()}
+        evictions = by({name: model.evictions for name, model in models})
         yield counter("model_evictions", "times that it was ended for another model", evictions, "model")
         seconds, held, state = (
             GaugeMetricFamily("speculon_model_load_seconds", "time of the latest load", labels=["model"]),
             GaugeMetricFamily("speculon_model_memory_bytes", "share of the memory", labels=["model"]),
             GaugeMetricFamily("speculon_model_state", "1 for its state", labels=["model", "state"]),
         )
-        for key, model in of.items():
-            seconds.add_metric(key, model.load_seconds)
-            held.add_metric(key, model.held)
-            for name in MODEL_STATES:
-                state.add_metric((*key, name), float(model.state == name))
+        for name, model in models:
+            seconds.add_metric([name], model.load_seconds)
+            held.add_metric([name], model.held)
+            for possible in MODEL_STATES:
+                state.add_metric([name, possible], float(model.state == possible))
         yield from (seconds, held, state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
@@ -16,7 +17,7 @@ from speculon.server.errors import RESPONSES, body_of, param_of, status_of
 from speculon.server.pooled import PooledModel
 from speculon.server.streaming import line
 
-PROGRESS = {
+PROGRESS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The stages as server-sent events, then the state or an error",
         "content": {"text/event-stream": {}},
@@ -27,33 +28,13 @@ PROGRESS = {
 def add_models(app: FastAPI, state: AppState) -> None:
     pool = state.pool
 
-    def card(model: PooledModel) -> ModelCard:
-        served, config = model.served, model.config
-        return ModelCard(
-            id=model.name,
-            object="model",
-            created=state.started,
-            owned_by="speculon",
-            max_model_len=served and served.max_context,
-            state=model.state,
-            default=model is pool.default,
-            pinned=model.pinned,
-            draft={method: str(path) for method, path in config.speculation.drafts.items()},
-            method=served.method if served else config.speculation.method,
-            error=str(model.error) if model.error is not None else None,
-        )
-
-    def drafter_card(name: str, method: str) -> ModelCard:
-        common = {"created": state.started, "owned_by": "speculon", "max_model_len": None}
-        return ModelCard(id=name, object="model", **common, state="drafter", drafter=method)
-
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> ModelList:
         """What this server serves, and the drafters beside it, which `drafter` marks."""
         if pool.single:
             pool.check_health()
-        cards = [card(model) for model in pool.models.values()]
-        drafters = [drafter_card(name, method) for name, method in pool.drafters.items()]
+        cards = [card(state, model) for model in pool.models.values()]
+        drafters = [drafter_card(state, name, method) for name, method in pool.drafters.items()]
         return ModelList(object="list", data=cards + drafters)
 
     @app.get("/v1/speculation/capabilities", responses=RESPONSES)
@@ -71,7 +52,11 @@ def add_models(app: FastAPI, state: AppState) -> None:
     async def model(model: str) -> ModelCard:
         if pool.single:
             pool.check_health()
-        return card(pool.find(model))
+        return card(state, pool.find(model))
+
+
+def add_loads(app: FastAPI, state: AppState) -> None:
+    pool = state.pool
 
     @app.post(
         "/v1/models/{model:path}/load", response_class=StreamingResponse, responses=RESPONSES | PROGRESS
@@ -79,9 +64,9 @@ def add_models(app: FastAPI, state: AppState) -> None:
     async def load(model: str) -> StreamingResponse:
         """Load a model and wait for it; the events say how far it is."""
         state.check_open()
-        found = pool.find(model)
+        events = progress(state, pool.find(model))
         return StreamingResponse(
-            progress(state, found), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
 
     @app.post("/v1/models/{model:path}/unload", responses=RESPONSES)
@@ -90,7 +75,36 @@ def add_models(app: FastAPI, state: AppState) -> None:
         state.check_open()
         found = pool.find(model)
         await pool.unload(found)
-        return card(found)
+        return card(state, found)
+
+
+def card(state: AppState, model: PooledModel) -> ModelCard:
+    served, config = model.served, model.config
+    return ModelCard(
+        id=model.name,
+        object="model",
+        created=state.started,
+        owned_by="speculon",
+        max_model_len=None if served is None else served.max_context,
+        state=model.state,
+        default=model is state.pool.default,
+        pinned=model.pinned,
+        draft={method: str(path) for method, path in config.speculation.drafts.items()},
+        method=config.speculation.method if served is None else served.method,
+        error=None if model.error is None else str(model.error),
+    )
+
+
+def drafter_card(state: AppState, name: str, method: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=state.started,
+        owned_by="speculon",
+        max_model_len=None,
+        state="drafter",
+        drafter=method,
+    )
 
 
 async def progress(state: AppState, model: PooledModel) -> AsyncIterator[bytes]:

@@ -20,10 +20,9 @@ from speculon.errors import (
     shorten,
 )
 from speculon.server.catalogue import Catalogue
-from speculon.server.loader import Loader
+from speculon.server.loader import GB, Loader, Share
 from speculon.server.pooled import OnStage, PooledModel, Read
 
-GB = 2**30
 RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
 ENDS = "the server is about to end"
 
@@ -219,7 +218,7 @@ class ModelPool:
             if self.memory is None:
                 free = await self._read(partial(self._loader.free_memory, self.default.config))
                 self.memory = int(free * (1 - RESERVE))
-            share = await self._read(partial(self._loader.share, model.settings, self.memory))
+            share: Share = await self._read(partial(self._loader.share, model.settings, self.memory))
             await self._make_room(model, share.bytes)
             model.share = share.bytes
         return share.settings
