@@ -325,7 +325,7 @@ def test_these_routes_need_the_key() -> None:
 # ends
 
 
-def test_a_crash_costs_the_streams_of_its_model_alone() -> None:
+def test_a_crash_costs_the_streams_of_its_model_alone(caplog: pytest.LogCaptureFixture) -> None:
     with several(step_seconds=0.005) as pool:
         with pool.stream("a") as first, pool.stream("b") as second:
             cut(pool.loader.engines["path-b"])
@@ -336,6 +336,7 @@ def test_a_crash_costs_the_streams_of_its_model_alone() -> None:
             )
             assert done == "data: [DONE]" and "error" not in json.loads(next(first).removeprefix("data: "))
             assert pool.text("b") == "abc", "loaded again by the request"
+            assert caplog.messages.count("b: EngineError: the engine's process has ended") == 1
             assert pool.model("b").loads == 2 and pool.model("a").loads == 1
             assert "error" not in json.loads(next(first).removeprefix("data: "))
 

@@ -73,6 +73,8 @@ def test_two_models_at_once_a_crash_and_one_memory(tmp_path: Path) -> None:
         whole = complete(url, "right", **LONG)
         assert whole["speculation"]["drafted"] > 0, "the drafter beside it"
         assert states(url) == {"left": "loaded", "right": "loaded", "third": "unloaded"}
+        card = httpx.get(url + "/v1/models/right", timeout=30, trust_env=False).json()
+        assert card["drafters"] == {"draft_model": str(tmp_path / "right" / "small")}
 
         survivor = check_a_crash(server, url)
         assert written(survivor) == whole["choices"][0]["text"] and survivor.finish == "length"

@@ -89,7 +89,7 @@ def card(state: AppState, model: PooledModel) -> ModelCard:
         state=model.state,
         default=model is state.pool.default,
         pinned=model.pinned,
-        draft={method: str(path) for method, path in config.speculation.drafts.items()},
+        drafters=model.drafters,
         method=config.speculation.method if served is None else served.method,
         error=None if model.error is None else str(model.error),
     )

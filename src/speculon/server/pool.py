@@ -45,15 +45,20 @@ class ModelPool:
     ):
         catalogue.check_names(config.pin, "pin")
         self._config, self._read, self._loader = config, read, loader or Loader()
-        self.drafters = dict(catalogue.drafters)
+        self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
         self.models = {
             name: PooledModel(
-                name, catalogue.settings_for(name), self._loader, read, on_stage, name in config.pin
+                name,
+                catalogue.settings_for(name),
+                self._loader,
+                read,
+                on_stage,
+                pinned=name in config.pin,
+                alone=self.single,
             )
             for name in catalogue.paths
         }
         self.default = next(iter(self.models.values()))
-        self.single = len(self.models) == 1
         # bytes for all models; None: not measured yet, or nothing to share
         self.memory = None if config.memory_gb is None else int(config.memory_gb * GB)
         self.draining = False
@@ -95,7 +100,7 @@ class ModelPool:
         model.waiting += 1
         try:
             while model.state != "loaded" or not model.engine.alive:
-                if self.draining:
+                if self.draining or (self.single and model.lost.is_set()):
                     raise NotReady(ENDS)
                 if model.state == "loaded":  # its end was not noticed yet
                     await model.fail(model.engine.error or NotReady(ENDS))
@@ -149,9 +154,10 @@ class ModelPool:
         try:
             await self.load(self.default)
             self.started.set()
+        except NoRoom as error:
+            log.error("%s", error)
         except SpeculonError as error:
-            if not (self.single or self.draining):
-                log.error("%s", error)
+            log.debug("%s", error)  # noted as a failure of the model, or the server is about to end
 
     def drain(self) -> None:
         """No model is loaded any more; requests that wait for a load are refused."""
@@ -165,7 +171,7 @@ class ModelPool:
         """Ends every process."""
         self.drain()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
-        await asyncio.gather(*(model.engine.stop() for model in self.models.values()))
+        await asyncio.gather(*(model.end() for model in self.models.values()))
 
     async def ended(self) -> None:
         """Returns when a server with one model has lost it for good."""

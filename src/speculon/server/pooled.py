@@ -39,16 +39,19 @@ class PooledModel:
         read: Read,
         on_stage: OnStage | None = None,
         pinned: bool = False,
+        alone: bool = False,
     ):
         self.name, self.settings, self.pinned = name, settings, pinned
         self.config = EngineConfig(**settings)
         self._loader, self._read, self._on_stage = loader, read, on_stage
+        self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(settings, self._note_stage)
         self._begun = False  # whether that engine was started
         self.state: State = "unloaded"
         self.since = time()  # of the state
         self.error: SpeculonError | None = None  # why it failed last
         self.served: ServedModel | None = None
+        self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
         self.share = 0  # bytes of the server's memory
         self.users = self.waiting = 0  # requests that are read or submitted; that wait for a load
         self.used_at = monotonic()
@@ -139,6 +142,7 @@ class PooledModel:
         self.served = ServedModel(
             self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config
         )
+        self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began
         self._loaded_at = self.used_at = monotonic()
         self.error = None
@@ -155,7 +159,9 @@ class PooledModel:
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
         self.lost.set()
-        await self.engine.stop()
+        if not self._alone:
+            log.error("%s: %s: %s", self.name, type(error).__name__, error)
+            await self.engine.stop()
 
     async def end(self) -> None:
         """Ends its process; what runs in it is lost."""
