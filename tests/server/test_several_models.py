@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speculon.errors import ConfigError, ModelNotFound
 from speculon.server.catalogue import Catalogue
+from speculon.server.pool import ModelPool
 from speculon.server.pooled import PooledModel
 from tests.server.inside import Inside, ScriptedLoader, cut, served, serving, wait_until
 from tests.server.outside import started
@@ -143,7 +144,7 @@ def test_each_model_writes_a_record_of_its_own(tmp_path: Path) -> None:
 # loads
 
 
-def test_many_requests_wait_for_one_load() -> None:
+def check_that_requests_share_a_load() -> None:
     gate = threading.Event()
     loader = ScriptedLoader()
     loader.gates["path-b"] = gate
@@ -154,6 +155,17 @@ def test_many_requests_wait_for_one_load() -> None:
         gate.set()
         assert [one.result().status_code for one in asking] == [200] * 8
         assert pool.model("b").loads == 1
+
+
+def test_many_requests_wait_for_one_load() -> None:
+    check_that_requests_share_a_load()
+
+
+def test_a_load_for_each_request_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: every request begins a load of its own."""
+    monkeypatch.setattr(ModelPool, "_one_load", ModelPool._load)
+    with pytest.raises(AssertionError):
+        check_that_requests_share_a_load()
 
 
 def test_a_client_that_leaves_does_not_end_the_load() -> None:
