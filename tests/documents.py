@@ -188,9 +188,11 @@ def fault_of_curl(arguments: list[str]) -> str | None:
     server = "\n".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "src/speculon/server").rglob("*.py")
     )
+    routes = [re.sub(r"\{[^}]*\}", "[^/]+", path) for path in re.findall(r'"(/[^"\s]*)"', server)]
     for word in arguments:
         if address := re.match(r"(?:https?://)?(?:localhost|127\.0\.0\.1):\d+(/[^?]*)", word):
-            if f'"{address[1]}"' not in server and f'"{address[1].removeprefix("/v1")}"' not in server:
+            known = (address[1], address[1].removeprefix("/v1"))
+            if not any(re.fullmatch(route, path) for route in routes for path in known):
                 return f"curl: the server has no route {address[1]}"
         if word.startswith("{"):
             json.loads(word)

@@ -22,6 +22,8 @@ SpeculonError
 ├── RecordError(ValueError)         a record of rounds that cannot be read, with file and line
 └── EngineError(RuntimeError)       a fault inside; the engine stays usable
     ├── NotReady                    the model is being loaded, the engine hangs, or the server is about to end
+    │   ├── LoadFailed              a model of the server could not be loaded; a later request tries again
+    │   └── NoRoom                  a model does not fit beside those that cannot be ended
     └── BenchError                  a benchmark that would have reported an untrue figure
 """
 
@@ -163,6 +165,14 @@ class EngineError(SpeculonError, RuntimeError):
 
 class NotReady(EngineError):
     """The model is being loaded, the engine hangs or is started again, or the server is about to end."""
+
+
+class LoadFailed(NotReady):
+    """One model of several could not be loaded; a later request tries again."""
+
+
+class NoRoom(NotReady):
+    """One model of several does not fit into the server's memory; names what it needs and who holds what."""
 
 
 class BenchError(EngineError):

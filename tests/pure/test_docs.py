@@ -121,6 +121,7 @@ def test_there_are_commands_to_parse() -> None:
         ("python -m recipes.charts.readmes", "no file"),
         ("python recipes/peers/run.py ENV --engine x", "no flag --engine"),
         ("curl -s localhost:8000/v1/completion", "no route"),
+        ("curl -X POST localhost:8000/v1/models/coder/laod", "no route"),
         ("speculonn --help", "no program"),
     ],
 )

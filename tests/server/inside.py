@@ -19,10 +19,13 @@ import httpx2 as httpx
 from speculon.commands.serve import listen
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.messages import Refused, Stage
 from speculon.engine.worker import Worker
 from speculon.server.app import create_app
 from speculon.server.app_state import AppState
+from speculon.server.catalogue import Catalogue
 from speculon.server.connections import HttpServer
+from speculon.server.loader import GB, Loader, Share
 from speculon.text import Tokenizer
 from tests.server.scripted import Bytes, ScriptedEngine
 
@@ -56,12 +59,19 @@ class ThreadEngine(AsyncEngine):
     def __init__(self, settings: dict[str, Any], on_stage: Any = None, over: Any = None, **script: Any):
         super().__init__(settings, on_stage)
         self.inner = over or ScriptedEngine(EngineConfig(**settings), **script)
+        self.gate: threading.Event | None = None
+        self.load_faults: list[Exception] = []
 
     def _launch(self) -> tuple[Any, Connection]:
         ours, theirs = Pipe()
 
         def work() -> None:
             try:
+                theirs.send(Stage("reading the script"))
+                if self.gate is not None:
+                    self.gate.wait(PATIENCE)
+                if self.load_faults:
+                    return theirs.send(Refused("", self.load_faults.pop(0)))
                 Worker(self.inner, theirs).run()
             except (EOFError, OSError):
                 pass
@@ -81,7 +91,7 @@ def cut(engine: AsyncEngine) -> None:
 class Inside:
     url: str
     state: AppState
-    engine: ScriptedEngine
+    engine: ScriptedEngine  # of the default model
     client: httpx.Client
 
     def post(self, route: str, **body: Any) -> httpx.Response:
@@ -95,6 +105,39 @@ class Inside:
     def eventually(self, true: Callable[[], bool]) -> None:
         """Waits until it is so."""
         wait_until(true)
+
+
+class ScriptedLoader(Loader):
+    """Makes scripted engines in threads, and tokenizers of bytes; `gigabytes` are the shares, by path."""
+
+    def __init__(
+        self,
+        template: str = "{{ messages }}",
+        over: Any = None,
+        gigabytes: dict[str, float] | None = None,
+        **script: Any,
+    ):
+        self._template, self._over, self._script = template, over, script
+        self._gigabytes = gigabytes or {}
+        self.engines: dict[str, ThreadEngine] = {}  # the latest of each model, by path
+        self.faults: dict[str, list[Exception]] = {}  # of the next loads, by path
+        self.gates: dict[str, threading.Event] = {}  # a model loads once its gate is open
+
+    def engine(self, settings: dict[str, Any], on_stage: Any) -> ThreadEngine:
+        path = settings["model"]
+        made = ThreadEngine(settings, on_stage, over=self._over, **self._script)
+        made.gate, made.load_faults = self.gates.get(path), self.faults.get(path, [])
+        self.engines[path] = made
+        return made
+
+    def tokenizer(self, config: EngineConfig) -> Tokenizer:
+        return self._over.tokenizer if self._over else Tokenizer(Bytes(self._template))
+
+    def free_memory(self, config: EngineConfig) -> int:
+        return 100 * GB
+
+    def share(self, settings: dict[str, Any], total: int) -> Share:
+        return Share(int(self._gigabytes.get(settings["model"], 1.0) * GB), settings)
 
 
 def wait_until(true: Callable[[], Any], seconds: float = PATIENCE) -> None:
@@ -111,9 +154,15 @@ def served(
     """A server of these settings; `script` are the scripted engine's, and `over` is one in its place."""
     max_num_seqs = serve.pop("max_num_seqs", 32)
     settings: dict[str, Any] = {"model": "scripted", "max_num_seqs": max_num_seqs, "serve": serve}
-    engine = ThreadEngine(settings, over=over, **(script or {}))
-    tokenizer = over.tokenizer if over else Tokenizer(Bytes(template))
-    state = AppState(settings, engine=engine, tokenizer=lambda: tokenizer)
+    loader = ScriptedLoader(template, over, **(script or {}))
+    with serving(Catalogue.of_one(settings), loader) as inside:
+        yield inside
+
+
+@contextmanager
+def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
+    """A server of these models."""
+    state = AppState(catalogue, loader=loader)
     listener = listen("127.0.0.1", 0)
     http = HttpServer(create_app(state, "0"), state.config, 5)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
@@ -121,13 +170,14 @@ def served(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
-            key = serve.get("api_key")
+            key = catalogue.settings.get("serve", {}).get("api_key")
             key = key[0] if isinstance(key, list) else key
             client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})
             wait_until(lambda: client.get("/ready").status_code == 200)
-            yield Inside(url, state, engine.inner, client)
+            default = state.pool.default.config.model
+            yield Inside(url, state, loader.engines[default].inner, client)
     finally:
         http.should_exit = True
         thread.join(PATIENCE)
     assert not thread.is_alive(), "the server has not ended"
-    assert not engine.inner.has_work, "the engine still has work"
+    assert not any(engine.inner.has_work for engine in loader.engines.values()), "an engine still has work"

@@ -34,7 +34,7 @@ def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
 def main() -> None:
     from speculon import cli
     from speculon.engine import async_engine
-    from speculon.server.app_state import AppState
+    from speculon.server.loader import GB, Loader, Share
     from speculon.text import Tokenizer
     from tests.server.scripted import Bytes
 
@@ -43,7 +43,9 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     async_engine.run_worker = run_worker
-    AppState._load_tokenizer = lambda state: Tokenizer(Bytes())  # type: ignore[method-assign]
+    Loader.free_memory = lambda loader, config: 100 * GB  # type: ignore[method-assign]
+    Loader.share = lambda loader, settings, total: Share(GB, settings)  # type: ignore[method-assign]
+    Loader.tokenizer = lambda loader, config: Tokenizer(Bytes())  # type: ignore[method-assign]
     cli.main()
 
 

@@ -250,7 +250,7 @@ def check_unfinished(folder: Path) -> None:
         with inside.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 2000}) as lost:
             rest = lost.iter_lines()
             assert any('finish_reason":"stop' in line for line in rest)
-            inside.state.engine.fail(EngineError("planted"))
+            inside.state.pool.default.engine.fail(EngineError("planted"))
             assert any("planted" in line for line in rest)
         settle(inside)
     assert [line["prompt"] for line in read(folder)] == ["say:kept"]

@@ -140,7 +140,7 @@ def test_when_the_client_goes_the_engine_stops(stream: bool, pause: float) -> No
         wait_until(
             lambda: inside.metric('speculon_http_requests_total{route="/v1/completions",status="499"}') == 1
         )
-        wait_until(lambda: not inside.engine.has_work and inside.state.engine.open_requests == 0)
+        wait_until(lambda: not inside.engine.has_work and inside.state.pool.open_requests == 0)
         wait_until(
             lambda: (
                 inside.metric("speculon_sequences_running") == inside.metric("speculon_requests_open") == 0
@@ -155,7 +155,7 @@ def test_a_request_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="still has work|stayed false"):
         with served(script={"step_seconds": 0.01}) as inside:
             monkeypatch.setattr("speculon.server.answer.Answer.close", lambda answer: None)
-            monkeypatch.setattr(inside.state.engine, "stop", no_stop)
+            monkeypatch.setattr(inside.state.pool.default.engine, "stop", no_stop)
             with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
                 next(response.iter_lines())
             wait_until(lambda: not inside.engine.has_work, seconds=0.5)
@@ -178,7 +178,9 @@ def test_a_client_that_reads_nothing_delays_no_other() -> None:
             assert inside.client.get("/health").status_code == 200
         wait_until(lambda: not inside.engine.has_work)
         assert inside.post("completions", prompt="x").status_code == 200
-        assert inside.state.engine.open_sequences == 0, "ended sequences hold no place, read or not"
+        assert inside.state.pool.default.engine.open_sequences == 0, (
+            "ended sequences hold no place, read or not"
+        )
         sock.close()
 
 
@@ -223,7 +225,7 @@ def test_changes_of_method_are_counted_by_methods_and_reason() -> None:
             "reason": "no_match",
             "count": stats["reasons"]["no_match"],
         }
-        label = 'speculon_changes_total{from="ngram",reason="no_match",to="plain"}'
+        label = 'speculon_changes_total{from="ngram",model="scripted",reason="no_match",to="plain"}'
         inside.eventually(lambda: inside.metric(label) == change["count"])
         assert inside.metric("speculon_changes_total{") == change["count"], "there was no other change"
 
@@ -288,7 +290,7 @@ def test_when_the_engine_is_gone_the_server_says_so() -> None:
         with inside.client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
-            cut(inside.state.engine)
+            cut(inside.state.pool.default.engine)
             rest = [line for line in lines if line]
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_error"
         for path in ("/health", "/ready"):

@@ -60,7 +60,7 @@ def check_served_again(server: Outside, url: str, old: int, restarts: int) -> No
     assert complete(url, max_tokens=26).json()["choices"][0]["text"] == LETTERS.decode()
     (new,) = server.children()
     assert gone(old) and new != old
-    assert f"speculon_engine_restarts_total {restarts}.0" in get(url + "/metrics").text
+    assert f'speculon_engine_restarts_total{{model="demo"}} {restarts}.0' in get(url + "/metrics").text
     assert len(lines_of(server, "the engine serves again")) == restarts
 
 
@@ -105,7 +105,7 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path, number: s
         url = server.ready()
         streams = readers_of(server, url, 12, max_tokens=4000)
         waiting = [Reader(url, max_tokens=4000, stream=False) for _ in range(12)]
-        server.wait_for(lambda: "speculon_requests_open 24" in get(url + "/metrics").text)
+        server.wait_for(lambda: 'speculon_requests_open{model="demo"} 24' in get(url + "/metrics").text)
         (engine,) = server.children()
         os.kill(engine, number)
         for reader in (*streams, *waiting):

@@ -142,7 +142,10 @@ def test_when_the_engine_is_killed_every_request_fails_and_the_server_ends(tmp_p
         streamed, whole = Reader(url, max_tokens=4000), Reader(url, max_tokens=4000, stream=False)
         server.wait_for(streamed.begun)
         server.wait_for(
-            lambda: "speculon_sequences_running 2" in httpx.get(url + "/metrics", trust_env=False).text
+            lambda: (
+                'speculon_sequences_running{model="demo"} 2'
+                in httpx.get(url + "/metrics", trust_env=False).text
+            )
         )
         os.kill(server.children()[0], signal.SIGKILL)
         streamed.join(60), whole.join(60)

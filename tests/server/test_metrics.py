@@ -27,7 +27,10 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
     counters = EngineCounters()
     counters.totals.add(stats)
     engine = SimpleNamespace(counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0, restarts=0)
-    content, *_ = Metrics(cast(Any, engine), "demo").page()
+    model = SimpleNamespace(
+        engine=engine, state="loaded", loads=1, failures=0, evictions=0, load_seconds=1.0, held=0
+    )
+    content, *_ = Metrics(cast(Any, {"demo": model})).page()
     return {
         family.name: (family.type, family.samples)
         for family in text_string_to_metric_families(content.decode())

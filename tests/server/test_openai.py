@@ -125,7 +125,7 @@ def test_a_shadow_is_reported_and_counted_by_method(client: openai.OpenAI, real:
         return sum(
             float(line.split()[1])
             for line in page
-            if line.startswith(f'speculon_shadow_{name}_total{{method="ngram"}}')
+            if line.startswith(f'speculon_shadow_{name}_total{{method="ngram",')
         )
 
     assert metric("rounds") == 0

@@ -215,7 +215,7 @@ def test_who_may_not_enter_deletes_nothing(inside: Inside) -> None:
 
 
 def test_after_the_engine_has_ended_deletion_fails(inside: Inside) -> None:
-    engine = inside.state.engine
+    engine = inside.state.pool.default.engine
     engine.fail(EngineError("planted"))
     assert refusal(inside.client.delete(ROUTE, headers=by(KEYS[0])), 503)["code"] == "not_ready"
 
@@ -298,7 +298,9 @@ def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outsi
     assert calls(client, "a") == cold
     page = httpx.get(url + "/metrics", trust_env=False).text
     count, seconds = (
-        float(re.search(rf'^speculon_{name}_total{{method="suffix"}} (.+)$', page, re.MULTILINE)[1])  # type: ignore[index]
+        float(
+            re.search(rf'^speculon_{name}_total{{method="suffix",model="demo"}} (.+)$', page, re.MULTILINE)[1]
+        )  # type: ignore[index]
         for name in ("proposals", "proposal_seconds")
     )
     assert count > 50 and 1e-6 < seconds / count < 1e-2
@@ -312,7 +314,9 @@ def check_kept(folder: Path, serve: Callable[[str], AbstractContextManager[str]]
 
     def restored(url: str, part: str) -> float:
         page = httpx.get(url + "/metrics", trust_env=False).text
-        found = re.search(rf'^speculon_restored_total{{part="{part}"}} (.+)$', page, re.MULTILINE)
+        found = re.search(
+            rf'^speculon_restored_total{{model="demo",part="{part}"}} (.+)$', page, re.MULTILINE
+        )
         return float(found[1]) if found else -1
 
     fixed = {"policy": "fixed"}

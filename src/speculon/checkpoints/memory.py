@@ -32,15 +32,19 @@ def model_needs(
     scored: int,
     fused: bool = True,
     compile: bool = False,
+    *,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Needs:
     """The needs of a model that is not loaded; T = `rows` and R = `scored` in its largest forward.
 
     Raises `ModelError` for a checkpoint that loading would refuse.
     """
-    checkpoint = read_checkpoint(locate(path))
-    refuse_unsafe(checkpoint, allow_pickle=False)
+    folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    checkpoint = read_checkpoint(folder)
+    refuse_unsafe(checkpoint, allow_pickle=allow_pickle)
     with quiet():
-        config = load_config(checkpoint, trust_remote_code=False).get_text_config()
+        config = load_config(checkpoint, trust_remote_code).get_text_config()
     weights = weight_bytes(checkpoint, dtype)
     if fused:
         weights += fused_bytes(config, weights, dtype, device)

@@ -85,15 +85,22 @@ def chat(
 
 
 @command(SERVER)
-@settings_from(ServeConfig, SpeculationConfig, EngineConfig)
+@settings_from(ServeConfig, SpeculationConfig, EngineConfig, without=("model",))
 def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a folder, a hub id, or `demo`: the model that ships with speculon; may be repeated, the "
+            "first is the default (default: demo)"
+        ),
+    ] = None,
     speculative_config: SpeculativeConfig = None,
     given: Given = {},  # noqa: B006
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API. Each request can set its speculation and get its figures."""
+    """Serve models over HTTP with OpenAI's API. Each request can set its speculation and get its figures."""
     from speculon.commands.serve import run
 
-    run(given, speculative_config)
+    run(given, model or [], speculative_config)
 
 
 @command(MODELS)

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from ipaddress import ip_address
 from time import perf_counter, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.panel import Panel
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from speculon.server.app_state import AppState
+    from speculon.server.catalogue import Catalogue
 
 # given to clients to read the end of requests that were aborted at the drain timeout
 CLOSE_SECONDS = 2
@@ -45,10 +46,10 @@ class WrappedFormatter(LogFormatter):
         return wrapped(super().formatMessage(record))
 
 
-def run(given: Given, speculative_config: str | None) -> None:
+def run(given: Given, models: list[str], speculative_config: str | None) -> None:
     """Serves until TERM or Ctrl-C, then finishes running requests, refuses new ones, and exits with 0."""
     started = perf_counter()
-    settings = engine_settings(given, speculative_config)
+    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
     listener = listen(config.serve.host, config.serve.port)
@@ -57,7 +58,8 @@ def run(given: Given, speculative_config: str | None) -> None:
     from speculon.server.connections import raise_descriptor_limit
 
     raise_descriptor_limit()
-    state = AppState(settings, on_stage=lambda stage: say(f"loading {config.model}: {stage}"))
+    catalogue = catalogue_of(settings, config, models)
+    state = AppState(catalogue, on_stage=lambda model, stage: say(f"loading {model}: {stage}"))
     http = http_server(state)
     if config.serve.capture is not None:
         keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
@@ -76,6 +78,21 @@ def run(given: Given, speculative_config: str | None) -> None:
     say("stopped")
 
 
+def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
+    """The models of `--model` and `--models-dir`, or the one of the settings."""
+    from speculon.checkpoints.discover import find_models
+    from speculon.server.catalogue import Catalogue
+
+    folder, name = config.serve.models_dir, config.serve.served_model_name
+    if folder is None and len(models) < 2:
+        return Catalogue.of_one(settings)
+    given = models or [config.model] * ("model" in config.model_fields_set)
+    found = find_models(given, folder, name)
+    if len(found.models) > 1:
+        say(f"models: {', '.join(found.models)}; the first is the default")
+    return Catalogue(settings, found.models, found.drafters)
+
+
 def http_server(state: AppState) -> uvicorn.Server:
     from speculon.server.app import create_app
     from speculon.server.connections import HttpServer
@@ -83,7 +100,7 @@ def http_server(state: AppState) -> uvicorn.Server:
     class DrainingServer(HttpServer):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             state.drain()
-            if state.engine.alive and (count := state.engine.open_requests):
+            if count := state.pool.open_requests:
                 say(f"finishing {count} request{'s' if count > 1 else ''}")
             await super().shutdown(sockets)
 
@@ -94,12 +111,12 @@ def http_server(state: AppState) -> uvicorn.Server:
 async def serve(
     state: AppState, http: uvicorn.Server, listener: socket.socket, started: float
 ) -> SpeculonError | None:
-    """Serves to the end; returns the engine's fault where that was the end."""
+    """Serves to the end; returns the fault of the only engine where that was the end."""
     serving = asyncio.create_task(http.serve(sockets=[listener]))
-    ended = asyncio.create_task(state.engine.ended.wait())
+    ended = asyncio.create_task(state.pool.ended())
     ready = asyncio.create_task(announce(state, started))
     await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-    fault = None if state.draining else state.engine.error
+    fault = None if state.draining or not ended.done() else state.pool.default.error
     http.should_exit = True
     await serving
     ended.cancel()
@@ -108,10 +125,11 @@ async def serve(
 
 
 async def announce(state: AppState, started: float) -> None:
-    await state.loaded.wait()
-    facts, seconds = state.facts, perf_counter() - started
+    await state.pool.started.wait()
+    model, seconds = state.pool.default, perf_counter() - started
+    facts = model.facts
     limits = f"context {facts.max_context}, {facts.pages} pages of {facts.page_tokens} tokens"
-    say(f"serving {state.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
+    say(f"serving {model.name}: {limits}, method {facts.method}; ready in {seconds:.1f} s")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,11 +22,23 @@ class ServeConfig(Checked):
     api_key: Keys = Field(
         (), description="bearer token of clients; safer as SPECULON_SERVE__API_KEY, one per line"
     )
-    served_model_name: str | None = Field(None, description="model name in the API; None: the value of model")
+    served_model_name: str | None = Field(
+        None, description="model name in the API, of several that of the first; None: the value of model"
+    )
+    models_dir: Path | None = Field(
+        None, description="folder whose subfolders are served, too, each under its name; drafters are not"
+    )
     models_file: Path | None = Field(
         None,
         description="settings of each model; None: speculon-models.toml beside speculon.toml, if it is there",
     )
+    memory_gb: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="memory of all models together; None: of several, 90 % of what is free at the start",
+    )
+    pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )

@@ -261,6 +261,7 @@ class AsyncEngine:
             self._supervisor.cancel()
         self.fail(EngineError("the engine has been stopped"))
         await process.end(by_itself=reads)
+        self.facts, self.load = None, Load(0, 0, 0)
 
     async def _send(self, message: FromServer) -> None:
         if self.facts is None or self._process is None:  # what it cannot read yet is no sign of a hung engine

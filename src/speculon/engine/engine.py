@@ -153,6 +153,7 @@ class Engine:
             pages=self.pool.num_blocks,
             page_tokens=self.pool.block_size,
             method=self.proposers.default,
+            drafters={m: path for m, path in self.config.speculation.drafts.items() if isinstance(path, str)},
             holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
             <= self.pool.num_blocks,
         )

@@ -58,6 +58,7 @@ class Ready:
     pages: int
     page_tokens: int
     method: str  # that drafts for a request which names none
+    drafters: dict[str, str] = field(default_factory=dict)  # checkpoints by method
     holds_context: bool = False  # whether the pages of its windows hold a sequence of `max_context`
     capabilities: Capabilities = field(default_factory=dict, repr=False)
 

@@ -93,12 +93,23 @@ class MemoryEstimate:
 
 
 class Budget:
-    """The memory of one engine, measured when only its target is loaded."""
+    """The memory of one engine, measured when only its target is loaded.
 
-    def __init__(self, config: EngineConfig, target: Needs, max_context: int, device: torch.device):
+    `held` and `free` are bytes that are expected instead, of a process that has not been started.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Needs,
+        max_context: int,
+        device: torch.device,
+        held: int | None = None,
+        free: int | None = None,
+    ):
         self._config, self._target, self._max_context = config, target, max_context
-        self._held = held_memory(device)
-        self._free, answers = free_memory(device), self._for_answers()
+        self._held = held_memory(device) if held is None else held
+        self._free, answers = free_memory(device) if free is None else free, self._for_answers()
         self._remembered = answers if device.type == "cpu" else 0  # they are always on the CPU
 
     def _for_answers(self) -> int:

@@ -154,7 +154,14 @@ class ModelCard(Body):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None = Field(description="null until the model was loaded")
+    state: Literal["unloaded", "loading", "loaded", "draining", "failed", "drafter"]
+    default: bool = Field(False, description="whether requests without `model` use it")
+    pinned: bool = Field(False, description="whether it is never ended to make room for others")
+    drafters: dict[str, str] = Field({}, description="its drafters by method, once it was loaded")
+    method: str | None = Field(None, description="that drafts for a request which names none")
+    drafter: str | None = Field(None, description="for a drafter, its method; it takes no requests")
+    error: str | None = Field(None, description="why it was not loaded last")
 
 
 class ModelList(Body):

@@ -13,7 +13,6 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from speculon.capabilities import as_json
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
@@ -22,6 +21,8 @@ from speculon.server.app_state import AppState
 from speculon.server.completions import read_chat, read_completion, render
 from speculon.server.errors import RESPONSES, failure, first_of, param_of, status_of
 from speculon.server.middleware import RequestMiddleware
+from speculon.server.model import ServedModel
+from speculon.server.model_routes import add_loads, add_models
 from speculon.server.request import GenerationRequest, pool_of
 from speculon.server.response_events import ResponseAnswer
 from speculon.server.response_schemas import ResponseObject, ResponseRequest
@@ -34,7 +35,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
-Read = Callable[[], GenerationRequest]
+Read = Callable[[ServedModel], GenerationRequest]
 Make = Callable[..., Answer]
 
 
@@ -53,6 +54,7 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_errors(app)
     add_operations(app, state)
     add_models(app, state)
+    add_loads(app, state)
     add_completions(app, state)
     add_responses(app, state)
     add_refusals(app)
@@ -67,44 +69,40 @@ def add_completions(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/completions", responses=responses, response_model=answer_schemas.CompletionResponse)
     async def completions(body: schemas.CompletionRequest, request: Request) -> Response:
         """Continue a prompt."""
-        return await respond(state, request, "cmpl-", lambda: read_completion(body, state.model))
+        return await respond(state, request, "cmpl-", body.model, partial(read_completion, body))
 
     @app.post("/v1/chat/completions", responses=responses, response_model=answer_schemas.ChatResponse)
     async def chat(body: schemas.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await respond(state, request, "chatcmpl-", lambda: read_chat(body, state.model))
+        return await respond(state, request, "chatcmpl-", body.model, partial(read_chat, body))
 
     @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: schemas.TokenizeRequest) -> answer_schemas.TokenizeResponse:
         """Token ids of a prompt or of a conversation."""
-        model = state.model
-        model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", body.prompt, "give this or messages, and not both")
-
-        def read() -> list[int]:
-            if body.messages is not None:
-                return model.tokenizer.encode(render(body.messages, [], model), add_special_tokens=False)
-            return model.tokenizer.encode(
-                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+        async with state.pool.use(body.model) as pooled:
+            tokens = await state.read(partial(tokens_of, body, pooled.model))
+            return answer_schemas.TokenizeResponse(
+                tokens=tokens, count=len(tokens), max_model_len=pooled.model.max_context
             )
-
-        tokens = await state.read(read)
-        return answer_schemas.TokenizeResponse(
-            tokens=tokens, count=len(tokens), max_model_len=model.max_context
-        )
 
     @app.post("/detokenize", responses=RESPONSES)
     async def detokenize(body: schemas.DetokenizeRequest) -> answer_schemas.DetokenizeResponse:
         """The text that token ids stand for."""
-        model = state.model
-        model.check_name(body.model)
-        wrong = next((token for token in body.tokens if token >= state.facts.vocab_size), None)
-        if wrong is not None:
-            raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {state.facts.vocab_size - 1}")
-        return answer_schemas.DetokenizeResponse(
-            prompt=await state.read(lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False))
-        )
+        async with state.pool.use(body.model) as pooled:
+            model = pooled.model
+            wrong = next((token for token in body.tokens if token >= model.vocab_size), None)
+            if wrong is not None:
+                raise InvalidParameter("tokens", wrong, f"token ids go from 0 to {model.vocab_size - 1}")
+            decode = partial(model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+            return answer_schemas.DetokenizeResponse(prompt=await state.read(decode))
+
+
+def tokens_of(body: schemas.TokenizeRequest, model: ServedModel) -> list[int]:
+    if body.messages is not None:
+        return model.tokenizer.encode(render(body.messages, [], model), add_special_tokens=False)
+    return model.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
 
 
 def add_pools(app: FastAPI, state: AppState) -> None:
@@ -114,15 +112,16 @@ def add_pools(app: FastAPI, state: AppState) -> None:
     }
 
     @app.delete("/v1/speculation/pools", status_code=204, responses=responses)
-    async def forget(request: Request, pool: str | None = None) -> Response:
+    async def forget(request: Request, pool: str | None = None, model: str | None = None) -> Response:
         """Delete the earlier answers that drafts may come from: those to a user, or all to this API key."""
-        state.check_ready()
+        state.check_open()
         # a misspelt parameter must not delete everything
-        if len(items := request.query_params.multi_items()) > (pool is not None):
-            raise InvalidParameter("query", [name for name, _ in items], "takes pool, once, or nothing")
+        if len(items := request.query_params.multi_items()) > (pool is not None) + (model is not None):
+            raise InvalidParameter("query", [name for name, _ in items], "takes pool and model, each once")
         digest = None if pool is None else pool_of(pool)
-        if not await state.engine.forget_pools(request.state.tenant, digest):
-            raise HTTPException(404, "nothing is remembered under this name and API key")
+        async with state.pool.use(model) as pooled:  # loaded for it: a state folder may have some
+            if not await pooled.engine.forget_pools(request.state.tenant, digest):
+                raise HTTPException(404, "nothing is remembered under this name and API key")
         return Response(status_code=204)
 
 
@@ -145,40 +144,6 @@ def add_capture(app: FastAPI, state: AppState) -> None:
         return Response(status_code=204)
 
 
-def add_models(app: FastAPI, state: AppState) -> None:
-    def card() -> answer_schemas.ModelCard:
-        model = state.model
-        return answer_schemas.ModelCard(
-            id=model.name,
-            object="model",
-            created=state.started,
-            owned_by="speculon",
-            max_model_len=model.max_context,
-        )
-
-    @app.get("/v1/models", responses=RESPONSES)
-    async def models() -> answer_schemas.ModelList:
-        """What this server serves."""
-        return answer_schemas.ModelList(object="list", data=[card()])
-
-    @app.get("/v1/speculation/capabilities", responses=RESPONSES)
-    async def capabilities() -> answer_schemas.CapabilityTable:
-        """What the model and its engine can do, what a request may ask, and why the others are denied."""
-        rows = as_json(state.facts.capabilities)
-        return answer_schemas.CapabilityTable(
-            object="speculation.capabilities",
-            model=state.model.name,
-            capabilities={
-                feature: answer_schemas.CapabilityRow.model_validate(row) for feature, row in rows.items()
-            },
-        )
-
-    @app.get("/v1/models/{model:path}", responses=RESPONSES)
-    async def model(model: str) -> answer_schemas.ModelCard:
-        state.model.check_name(model)
-        return card()
-
-
 def add_operations(app: FastAPI, state: AppState) -> None:
     @app.get("/live", responses=RESPONSES)
     async def live() -> answer_schemas.Health:
@@ -188,7 +153,7 @@ def add_operations(app: FastAPI, state: AppState) -> None:
     @app.get("/health", responses=RESPONSES)
     async def health() -> answer_schemas.Health:
         """Whether the engine serves: 503 while the model is loaded, and once the engine hangs or ends."""
-        state.check_health()
+        state.pool.check_health()
         return answer_schemas.Health(status="ok")
 
     @app.get("/ready", responses=RESPONSES)
@@ -221,7 +186,7 @@ def add_responses(app: FastAPI, state: AppState) -> None:
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answer a conversation, as output items."""
         make = partial(ResponseAnswer, body)
-        return await respond(state, request, "resp_", lambda: read_response(body, state.model), make)
+        return await respond(state, request, "resp_", body.model, partial(read_response, body), make)
 
     @app.api_route(
         "/v1/responses/{response:path}", methods=["GET", "DELETE", "POST"], include_in_schema=False
@@ -267,12 +232,12 @@ def add_errors(app: FastAPI) -> None:
 
 
 async def respond(
-    state: AppState, request: Request, prefix: str, read: Read, make: Make = Answer
+    state: AppState, request: Request, prefix: str, name: str | None, read: Read, make: Make = Answer
 ) -> Response:
     """One HTTP answer, whole or streamed. However it ends, its requests in the engine end with it."""
     record: AccessRecord = request.state.record
     answer_id = prefix + secrets.token_hex(12)
-    answer = await unless_gone(request, begin(state, answer_id, request.state.tenant, read, make))
+    answer = await unless_gone(request, begin(state, name, answer_id, request.state.tenant, read, make))
     record.answer = answer
     if answer.request.stream:
         return EventStream(answer, record, state.keep)
@@ -284,17 +249,21 @@ async def respond(
         answer.close()
 
 
-async def begin(state: AppState, answer_id: str, tenant: str, read: Read, make: Make) -> Answer:
-    """Reads the request and submits it to the engine."""
-    state.check_ready()
-    generation = await state.read(read)
-    state.check_room(generation)  # no other request comes in between: `submit` takes its place at once
-    answer = make(answer_id, generation, state.model, tenant)
-    try:
-        await state.submit(answer)
-    except InvalidParameter as error:
-        raise generation.renamed(error) from None
-    return answer
+async def begin(
+    state: AppState, name: str | None, answer_id: str, tenant: str, read: Read, make: Make
+) -> Answer:
+    """Reads the request against its model, which may have to be loaded, and submits it to the engine."""
+    state.check_open()
+    async with state.pool.use(name) as pooled:
+        model = pooled.model
+        generation = await state.read(partial(read, model))
+        pooled.check_room(generation)  # no other request comes in between: `submit` takes its place at once
+        answer = make(answer_id, generation, model, tenant)
+        try:
+            await pooled.submit(answer)
+        except InvalidParameter as error:
+            raise generation.renamed(error) from None
+        return answer
 
 
 async def whole(answer: Answer, record: AccessRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The server's state behind its routes: the engine, the model, the capture, the metrics."""
+"""The server's state behind its routes: the models, the capture, the metrics."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from time import time
 from typing import Any, TypeVar
 
 from speculon.config import EngineConfig
-from speculon.engine.async_engine import AsyncEngine
-from speculon.engine.messages import Ready
-from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, QueueFull, SpeculonError
+from speculon.errors import InvalidRequest, NotReady
 from speculon.server.access_log import AccessRecord
 from speculon.server.answer import ABORT_SECONDS, Answer
 from speculon.server.capture import Capture
+from speculon.server.catalogue import Catalogue
+from speculon.server.loader import Loader
 from speculon.server.metrics import Metrics
 from speculon.server.middleware import OPEN_PATHS
-from speculon.server.model import ServedModel
-from speculon.server.request import GenerationRequest
-from speculon.text import Tokenizer
+from speculon.server.pool import ENDS, ModelPool
+from speculon.server.pooled import OnStage
 
 T = TypeVar("T")
 
@@ -29,79 +28,52 @@ log = logging.getLogger("speculon.server")
 
 
 class AppState:
-    """One model behind HTTP.
+    """The models behind HTTP, and what they have in common. They load while the port is open already."""
 
-    `settings` are the fields of `EngineConfig`. The model loads while the port is open already.
-    """
-
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        on_stage: Callable[[str], None] | None = None,
-        engine: AsyncEngine | None = None,
-        tokenizer: Callable[[], Tokenizer] | None = None,
-    ):
-        engine_config = EngineConfig(**settings)
-        self.config, self._path = engine_config.serve, engine_config.model
-        self._trust_remote_code = engine_config.trust_remote_code
-        self._tokenizer = tokenizer or self._load_tokenizer
-        self.name = self.config.served_model_name or engine_config.model
-        self.engine = engine or AsyncEngine(settings, on_stage)
+    def __init__(self, catalogue: Catalogue, on_stage: OnStage | None = None, loader: Loader | None = None):
+        self.config = EngineConfig(**catalogue.settings).serve
+        self.pool = ModelPool(catalogue, self.config, self.read, loader, on_stage)
         self.capture = Capture.of(self.config)
-        self.metrics = Metrics(self.engine, self.name, self.capture)
+        self.metrics = Metrics(self.pool.models, self.capture)
         self.started = int(time())
-        self.draining = False
-        self.loaded = asyncio.Event()
-        self._model: ServedModel | None = None
         # templates and long prompts are read beside the event loop
         self._reader = ThreadPoolExecutor(1, "speculon-read")
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
-        loading = asyncio.create_task(self._load())
+        loading = asyncio.create_task(self.pool.start())
         try:
             yield
         finally:
-            self.draining = True
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            await self.engine.stop()
+            await self.pool.stop()
             self._reader.shutdown(wait=False, cancel_futures=True)
             if self.capture is not None:
                 await self.capture.close()
 
     @property
-    def model(self) -> ServedModel:
-        """Raises `NotReady` while the model is loaded."""
-        if self._model is None:
-            raise NotReady("the model is being loaded")
-        return self._model
+    def draining(self) -> bool:
+        return self.pool.draining
 
-    @property
-    def facts(self) -> Ready:
-        if self.engine.facts is None:
-            raise NotReady(self.engine.trouble)
-        return self.engine.facts
-
-    def check_health(self) -> None:
-        """Raises `NotReady` while the engine cannot serve: it loads, hangs, or has ended."""
-        if self.engine.trouble is not None:
-            raise NotReady(self.engine.trouble)
-        _ = self.model
+    def check_open(self) -> None:
+        """Raises `NotReady` once the server takes no more requests."""
+        if self.draining:
+            raise NotReady(ENDS)
 
     def check_ready(self) -> None:
-        if self.draining:
-            raise NotReady("the server is about to end")
-        self.check_health()
+        self.check_open()
+        self.pool.check_health()
 
     def drain(self) -> None:
         """Takes nothing more; requests that run beyond `drain_timeout` end there, with `abort`."""
-        self.draining = self.engine.draining = True
+        self.pool.drain()
         loop, timeout = asyncio.get_running_loop(), self.config.drain_timeout
-        loop.call_later(timeout, self.engine.abort_all)
-        # an engine that hangs sends no last events
-        fault = NotReady("the server is about to end")
-        loop.call_later(timeout + ABORT_SECONDS, self.engine.fail_requests, fault)
+        fault = NotReady(ENDS)
+        for model in self.pool.models.values():
+            loop.call_later(timeout, model.engine.abort_all)
+            # an engine that hangs sends no last events
+            loop.call_later(timeout + ABORT_SECONDS, model.engine.fail_requests, fault)
 
     async def read(self, work: Callable[[], T]) -> T:
         """Runs `work` in a thread beside the event loop."""
@@ -109,20 +81,6 @@ class AppState:
             return await asyncio.get_running_loop().run_in_executor(self._reader, work)
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
-
-    def check_room(self, request: GenerationRequest) -> None:
-        """Raises where its sequences do not fit into the queue."""
-        most = self.facts.max_num_seqs + self.config.max_queue
-        room = most - self.engine.open_sequences
-        if request.sequences > most:
-            limit = f"{request.sequences} sequences in all, and this server holds at most {most}"
-            raise InvalidParameter("n", request.params.n, limit)
-        if request.sequences > room:
-            raise QueueFull(f"{request.sequences} sequences requested, the queue has room for {max(0, room)}")
-
-    async def submit(self, answer: Answer) -> None:
-        """Submits every prompt of an answer to the engine, or none; there was room for it."""
-        answer.begin(await self.engine.submit(answer.adds()), self.config.request_timeout)
 
     def keep(self, answer: Answer) -> None:
         """Captures a complete answer, where the settings, the client and its key allow it."""
@@ -137,22 +95,3 @@ class AppState:
             return
         level = logging.ERROR if record.status >= 500 else logging.INFO
         log.log(level, record.as_json() if self.config.log_format == "json" else record.as_text())
-
-    async def _load(self) -> None:
-        try:
-            facts = await self.engine.start()
-            tokenizer = await self.read(self._tokenizer)
-        except SpeculonError as error:
-            return self.engine.fail(error)
-        except Exception as error:
-            log.exception("the model could not be loaded")
-            return self.engine.fail(EngineError(f"{type(error).__name__}: {error}"))
-        self._model = ServedModel(
-            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, self.config
-        )
-        self.loaded.set()
-
-    def _load_tokenizer(self) -> Tokenizer:
-        from speculon.models.tokenizer import load_tokenizer
-
-        return Tokenizer(load_tokenizer(self._path, trust_remote_code=self._trust_remote_code))

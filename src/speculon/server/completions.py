@@ -45,7 +45,6 @@ CALLS_PROMPT = (
 
 
 def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRequest:
-    model.check_name(body.model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidParameter("best_of", body.best_of, "must equal n: all choices are returned")
     prompt_logprobs = body.logprobs if body.echo else None
@@ -89,7 +88,6 @@ def read_prompts(body: CompletionRequest, model: ServedModel, infill: Infill | N
 
 
 def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
-    model.check_name(body.model)
     requested = max_tokens_of(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs", body.top_logprobs, "only with logprobs = true")

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from speculon.core import Load, Reason
 from speculon.engine.messages import Ready
@@ -23,6 +24,7 @@ from speculon.telemetry import EngineCounters, MonitorCounts, RequestStats
 
 # upper bounds of buckets
 MATCH_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MODEL_STATES = ("unloaded", "loading", "loaded", "draining", "failed")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -38,10 +40,26 @@ class EngineStatistics(Protocol):
     def open_requests(self) -> int: ...
 
 
+class ModelStatistics(Protocol):
+    """What the metrics read of `PooledModel`."""
+
+    loads: int
+    failures: int
+    evictions: int
+    load_seconds: float
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def engine(self) -> EngineStatistics: ...
+    @property
+    def held(self) -> int: ...
+
+
 class Metrics:
-    def __init__(self, engine: EngineStatistics, model: str, capture: Capture | None = None):
+    def __init__(self, models: Mapping[str, ModelStatistics], capture: Capture | None = None):
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, model))
+        self._registry.register(PoolCollector(models))
         if capture is not None:
             self._registry.register(CaptureCollector(capture))
         registry = self._registry
@@ -92,6 +110,48 @@ class Metrics:
     def page(self) -> tuple[bytes, int, Mapping[str, str], str]:
         """(content, status, headers, media type)."""
         return generate_latest(self._registry), 200, {}, CONTENT_TYPE_LATEST
+
+
+class PoolCollector(Collector):
+    """The series of each model's engine under its label `model`, and those of the pool."""
+
+    def __init__(self, models: Mapping[str, ModelStatistics]):
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}  # one for all models: a name has one type and one text
+        for name, model in self._models.items():
+            for metric in EngineCollector(model.engine, name).collect():
+                samples = [with_model(sample, name) for sample in metric.samples]
+                metric.samples = []
+                families.setdefault(metric.name, metric).samples += samples
+        yield from families.values()
+        yield from self._pool()
+
+    def _pool(self) -> Iterator[Metric]:
+        models = self._models.items()
+        loads = by({name: model.loads for name, model in models})
+        yield counter("model_loads", "loads that succeeded", loads, "model")
+        failures = by({name: model.failures for name, model in models})
+        yield counter("model_failures", "loads that failed, and engines that ended", failures, "model")
+        evictions = by({name: model.evictions for name, model in models})
+        yield counter("model_evictions", "times that it was ended for another model", evictions, "model")
+        seconds, held, state = (
+            GaugeMetricFamily("speculon_model_load_seconds", "time of the latest load", labels=["model"]),
+            GaugeMetricFamily("speculon_model_memory_bytes", "share of the memory", labels=["model"]),
+            GaugeMetricFamily("speculon_model_state", "1 for its state", labels=["model", "state"]),
+        )
+        for name, model in models:
+            seconds.add_metric([name], model.load_seconds)
+            held.add_metric([name], model.held)
+            for possible in MODEL_STATES:
+                state.add_metric([name, possible], float(model.state == possible))
+        yield from (seconds, held, state)
+
+
+def with_model(sample: Sample, model: str) -> Sample:
+    labels = sample.labels if "model_name" in sample.labels else {**sample.labels, "model": model}
+    return sample._replace(labels=labels)
 
 
 class EngineCollector(Collector):

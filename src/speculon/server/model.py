@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from speculon.config.serve import ServeConfig
 from speculon.engine.admission import CONTEXT, max_length
-from speculon.errors import InvalidParameter, TooLong, UnknownModel, shorten
+from speculon.errors import InvalidParameter, TooLong
 from speculon.text import Tokenizer
 
 
@@ -18,10 +18,6 @@ class ServedModel:
     vocab_size: int
     method: str  # that drafts for a request which names none
     config: ServeConfig
-
-    def check_name(self, requested: str | None) -> None:
-        if requested is not None and requested != self.name:
-            raise UnknownModel(f"model = {shorten(requested)}: this server serves {self.name!r}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.

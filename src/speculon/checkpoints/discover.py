@@ -1,0 +1,75 @@
+"""Models by name: those that are given, and those in the subfolders of a folder, drafters apart."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from speculon.checkpoints.families import DRAFT_MODEL, family_of
+from speculon.checkpoints.locate import SHIPPED
+from speculon.errors import ConfigError, ModelError
+
+log = logging.getLogger("speculon")
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Name -> the value of `model`, in order; and name -> method of the drafters beside them."""
+
+    models: dict[str, str]
+    drafters: dict[str, str]
+
+
+def find_models(given: list[str], folder: Path | None, first_name: str | None = None) -> Models:
+    """Those that are given come first; `first_name` is that of the first of all.
+
+    Raises `ConfigError` for two of one name, and where there is none.
+    """
+    found: dict[str, str] = {}
+    drafters: dict[str, str] = {}
+    for path in given:
+        add(found, name_of(path), path)
+    for inner in subfolders(folder) if folder is not None else ():
+        try:
+            family = family_of(inner)
+        except ModelError as error:
+            log.warning("%s is left out: %s", inner, error)
+            continue
+        if family.method == DRAFT_MODEL:
+            add(found, inner.name, str(inner))
+        elif family.method is not None:
+            drafters[inner.name] = family.method
+        else:
+            log.warning("%s is left out: %s", inner, family.refusal)
+    if not found:
+        raise ConfigError(f"models_dir = {str(folder)!r}: no subfolder has a model")
+    if first_name is not None:
+        first = next(iter(found))
+        if first_name != first and first_name in found:
+            raise clash(first_name, found[first], found[first_name])
+        found = {first_name if name == first else name: path for name, path in found.items()}
+    return Models(found, {name: method for name, method in drafters.items() if name not in found})
+
+
+def subfolders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(f"models_dir = {str(folder)!r}: no such folder")
+    return sorted(path for path in folder.iterdir() if (path / "config.json").is_file())
+
+
+def name_of(path: str) -> str:
+    """A folder's own name; the name of a shipped model and a hub id as they are."""
+    folder = Path(path).expanduser()
+    return path if path in SHIPPED or not folder.exists() else Path(os.path.abspath(folder)).name
+
+
+def add(found: dict[str, str], name: str, path: str) -> None:
+    known = found.setdefault(name, path)
+    if Path(known).expanduser().resolve() != Path(path).expanduser().resolve():
+        raise clash(name, known, path)
+
+
+def clash(name: str, one: str, other: str) -> ConfigError:
+    return ConfigError(f"two models are named {name!r}: {one} and {other}; rename a folder")

@@ -1,0 +1,65 @@
+"""What a model of the pool is made of: its engine, its tokenizer, and its share of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from speculon.config import EngineConfig
+from speculon.engine.async_engine import AsyncEngine
+from speculon.text import Tokenizer
+
+GB = 2**30
+
+
+class Share(NamedTuple):
+    """What one model may take of the server's memory, and the settings that hold it to that."""
+
+    bytes: int
+    settings: dict[str, Any]
+
+
+class Loader:
+    """Makes the parts of models; those that import torch are called in a thread."""
+
+    def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> AsyncEngine:
+        return AsyncEngine(settings, on_stage)
+
+    def tokenizer(self, config: EngineConfig) -> Tokenizer:
+        from speculon.models.tokenizer import load_tokenizer
+
+        return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+    def free_memory(self, config: EngineConfig) -> int:
+        """Free bytes of the device of these settings."""
+        from speculon.kv.budget import free_memory
+        from speculon.models.load import pick_device
+
+        device = pick_device(config.device)
+        if device.type == "cpu":
+            return free_memory(device)
+        # in a process of its own: a look at an accelerator takes hundreds of its megabytes until the end
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+            return other.submit(free_memory, device).result()
+
+    def share(self, settings: dict[str, Any], total: int) -> Share:
+        """What the model of `settings` takes, if it may take `total` bytes. Raises what loading would."""
+        from speculon.checkpoints.process_memory import process_memory
+
+        config = EngineConfig(**settings)
+        memory = process_memory(config, total)
+        limit = config.speculation.memory_limit_gb
+        size = memory.total if limit is None else int(limit * GB)
+        given: dict[str, Any] = {}
+        if config.kv_memory_gb is None and config.num_blocks is None:
+            given["kv_memory_gb"] = memory.pages / GB
+        if config.snapshot_memory_gb is None and memory.snapshots:
+            given["snapshot_memory_gb"] = memory.snapshots / GB
+        return Share(size, {**settings, **given, "speculation": limited(settings, size)})
+
+
+def limited(settings: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The table `speculation` with the limit of the whole process."""
+    return {**settings.get("speculation", {}), "memory_limit_gb": size / GB}

@@ -1,0 +1,117 @@
+"""The routes of models: what there is, what it can do, and loading and ending by scripts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+
+from speculon.capabilities import as_json
+from speculon.errors import SpeculonError
+from speculon.server.answer import Answer
+from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
+from speculon.server.app_state import AppState
+from speculon.server.errors import RESPONSES, body_of, param_of, status_of
+from speculon.server.pooled import PooledModel
+from speculon.server.streaming import line
+
+PROGRESS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The stages as server-sent events, then the state or an error",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+def add_models(app: FastAPI, state: AppState) -> None:
+    pool = state.pool
+
+    @app.get("/v1/models", responses=RESPONSES)
+    async def models() -> ModelList:
+        """What this server serves, and the drafters beside it, which `drafter` marks."""
+        if pool.single:
+            pool.check_health()
+        cards = [card(state, model) for model in pool.models.values()]
+        drafters = [drafter_card(state, name, method) for name, method in pool.drafters.items()]
+        return ModelList(object="list", data=cards + drafters)
+
+    @app.get("/v1/speculation/capabilities", responses=RESPONSES)
+    async def capabilities(model: str | None = None) -> CapabilityTable:
+        """What a model and its engine can do, what a request may ask, and why the others are denied."""
+        async with pool.use(model) as pooled:
+            rows = as_json(pooled.facts.capabilities)
+            return CapabilityTable(
+                object="speculation.capabilities",
+                model=pooled.name,
+                capabilities={feature: CapabilityRow.model_validate(row) for feature, row in rows.items()},
+            )
+
+    @app.get("/v1/models/{model:path}", responses=RESPONSES)
+    async def model(model: str) -> ModelCard:
+        if pool.single:
+            pool.check_health()
+        return card(state, pool.find(model))
+
+
+def add_loads(app: FastAPI, state: AppState) -> None:
+    pool = state.pool
+
+    @app.post(
+        "/v1/models/{model:path}/load", response_class=StreamingResponse, responses=RESPONSES | PROGRESS
+    )
+    async def load(model: str) -> StreamingResponse:
+        """Load a model and wait for it; the events say how far it is."""
+        state.check_open()
+        events = progress(state, pool.find(model))
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    @app.post("/v1/models/{model:path}/unload", responses=RESPONSES)
+    async def unload(model: str) -> ModelCard:
+        """End a model after its running requests. The next request for it loads it again."""
+        state.check_open()
+        found = pool.find(model)
+        await pool.unload(found)
+        return card(state, found)
+
+
+def card(state: AppState, model: PooledModel) -> ModelCard:
+    served, config = model.served, model.config
+    return ModelCard(
+        id=model.name,
+        object="model",
+        created=state.started,
+        owned_by="speculon",
+        max_model_len=None if served is None else served.max_context,
+        state=model.state,
+        default=model is state.pool.default,
+        pinned=model.pinned,
+        drafters=model.drafters,
+        method=config.speculation.method if served is None else served.method,
+        error=None if model.error is None else str(model.error),
+    )
+
+
+def drafter_card(state: AppState, name: str, method: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        object="model",
+        created=state.started,
+        owned_by="speculon",
+        max_model_len=None,
+        state="drafter",
+        drafter=method,
+    )
+
+
+async def progress(state: AppState, model: PooledModel) -> AsyncIterator[bytes]:
+    try:
+        async for change in state.pool.progress(model):
+            yield line(change)
+    except SpeculonError as error:
+        status, code = status_of(error)
+        yield line(body_of(status, str(error), code, param_of(error)))
+    yield Answer.DONE

@@ -1,0 +1,266 @@
+"""The models of one server: loaded when they are used, within one account of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from speculon.config.serve import ServeConfig
+from speculon.errors import (
+    InvalidRequest,
+    LoadFailed,
+    NoRoom,
+    NotReady,
+    SpeculonError,
+    UnknownModel,
+    shorten,
+)
+from speculon.server.catalogue import Catalogue
+from speculon.server.loader import GB, Loader, Share
+from speculon.server.pooled import OnStage, PooledModel, Read
+
+RESERVE = 0.1  # guess: share of free memory that is left to the server itself and to other programs
+ENDS = "the server is about to end"
+
+log = logging.getLogger("speculon.server")
+
+
+class ModelPool:
+    """Models by name; the first is the default.
+
+    A server with one model loads it at once, ends with its engine, and lets it measure free memory itself.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        config: ServeConfig,
+        read: Read,
+        loader: Loader | None = None,
+        on_stage: OnStage | None = None,
+    ):
+        catalogue.check_names(config.pin, "pin")
+        self._config, self._read, self._loader = config, read, loader or Loader()
+        self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
+        self.models = {
+            name: PooledModel(
+                name,
+                catalogue.settings_for(name),
+                self._loader,
+                read,
+                on_stage,
+                pinned=name in config.pin,
+                alone=self.single,
+            )
+            for name in catalogue.paths
+        }
+        self.default = next(iter(self.models.values()))
+        # bytes for all models; None: not measured yet, or nothing to share
+        self.memory = None if config.memory_gb is None else int(config.memory_gb * GB)
+        self.draining = False
+        self.started = asyncio.Event()  # the default model was loaded once
+        self._placing = asyncio.Lock()  # one model at a time is given its share
+        self._loading: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def free(self) -> int:
+        """Bytes that no model holds."""
+        return (self.memory or 0) - sum(model.held for model in self.models.values())
+
+    @property
+    def open_requests(self) -> int:
+        return sum(model.engine.open_requests for model in self.models.values())
+
+    def find(self, name: str | None) -> PooledModel:
+        """The model of a request. Raises `UnknownModel`, with the names that are known."""
+        if name is None:
+            return self.default
+        if (found := self.models.get(name)) is not None:
+            return found
+        names = ", ".join(map(repr, self.models))
+        what = f"a drafter of method {self.drafters[name]}; " if name in self.drafters else ""
+        raise UnknownModel(f"model = {shorten(name)}: {what}this server serves {names}")
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[PooledModel]:
+        """The model of a request, loaded, and not ended before the request is submitted."""
+        if self.single:
+            self.check_health()
+        model = self.find(name)
+        await self.load(model)
+        with model.in_use():
+            yield model
+
+    async def load(self, model: PooledModel) -> None:
+        """Returns once the model can be used. Many may wait for one load; each gets its fault."""
+        model.waiting += 1
+        try:
+            while model.state != "loaded" or not model.engine.alive:
+                if self.draining or (self.single and model.lost.is_set()):
+                    raise NotReady(ENDS)
+                if model.state == "loaded":  # its end was not noticed yet
+                    await model.fail(model.engine.error or NotReady(ENDS))
+                elif model.state == "draining":
+                    await self._change_of(model)
+                else:
+                    model.check_pause()
+                    await self._one_load(model)
+            _ = model.model  # raises where the engine hangs, or is started again
+        finally:
+            model.waiting -= 1
+
+    async def progress(self, model: PooledModel) -> AsyncIterator[dict[str, Any]]:
+        """Loads the model; yields its states and the stages of loading. Raises the fault of the load."""
+        with model.watched() as changes:
+            loading = asyncio.ensure_future(self.load(model))
+            loading.add_done_callback(lambda _: changes.put_nowait(None))
+            try:
+                while (change := await changes.get()) is not None:
+                    if change["state"] == "loading":
+                        yield change
+                await loading
+            finally:
+                loading.cancel()
+        yield {"model": model.name, "state": model.state, "seconds": round(model.load_seconds, 3)}
+
+    async def unload(self, model: PooledModel) -> None:
+        """Ends a model after its running requests, which have `drain_timeout` seconds."""
+        if self.single:
+            raise InvalidRequest(f"{model.name!r} is the only model of this server, and stays loaded")
+        if task := self._loading.get(model.name):
+            await asyncio.wait({task})
+        if model.state == "loaded":
+            await model.drain(self._config.drain_timeout)
+            await self._end(model, "on request")
+
+    def check_health(self) -> None:
+        """Raises `NotReady` unless the default model serves, or can be loaded when it is used."""
+        model = self.default
+        if self.single:
+            _ = model.model
+        elif model.state == "failed":
+            raise NotReady(model.failure)
+        elif model.state == "loaded" and model.engine.trouble is not None:
+            raise NotReady(model.engine.trouble)
+        elif model.state in ("unloaded", "loading") and not model.loads:
+            raise NotReady("the model is being loaded")
+
+    async def start(self) -> None:
+        """Loads the default model; its fault is the server's where there is no other."""
+        try:
+            await self.load(self.default)
+            self.started.set()
+        except NoRoom as error:
+            log.error("%s", error)
+        except SpeculonError as error:
+            log.debug("%s", error)  # noted as a failure of the model, or the server is about to end
+
+    def drain(self) -> None:
+        """No model is loaded any more; requests that wait for a load are refused."""
+        self.draining = True
+        for task in self._loading.values():
+            task.cancel()
+        for model in self.models.values():
+            model.engine.draining = True
+
+    async def stop(self) -> None:
+        """Ends every process."""
+        self.drain()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await asyncio.gather(*(model.end() for model in self.models.values()))
+
+    async def ended(self) -> None:
+        """Returns when a server with one model has lost it for good."""
+        if not self.single:
+            await asyncio.Event().wait()
+        await self.default.lost.wait()
+
+    async def _one_load(self, model: PooledModel) -> None:
+        task = self._loading.get(model.name)
+        if task is None:
+            task = self._loading[model.name] = asyncio.create_task(self._load(model))
+            task.add_done_callback(partial(self._forget, model.name))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by the end of the server
+                raise NotReady(ENDS) from None
+            raise
+        except NotReady:
+            raise
+        except SpeculonError as error:
+            raise LoadFailed(model.failure) from error
+
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._loading[name]
+        if not task.cancelled():
+            task.exception()  # read once, or asyncio reports it as never retrieved
+
+    async def _load(self, model: PooledModel) -> None:
+        model.share = 0
+        model.enter("loading")
+        try:
+            settings = await self._place(model)
+        except SpeculonError as error:
+            if self.single or not isinstance(error, NoRoom):
+                await model.fail(error)
+            else:  # no fault of the model
+                model.error = error
+                model.enter("unloaded")
+            raise
+        await model.load(settings)
+        if not self.single:
+            log.info("%s is loaded, after %.1f s%s", model.name, model.load_seconds, self._numbers())
+
+    async def _place(self, model: PooledModel) -> dict[str, Any]:
+        """Gives a model its share of the memory; returns its settings with that limit."""
+        if self.single and self.memory is None:
+            return model.settings
+        async with self._placing:
+            if self.memory is None:
+                free = await self._read(partial(self._loader.free_memory, self.default.config))
+                self.memory = int(free * (1 - RESERVE))
+            share: Share = await self._read(partial(self._loader.share, model.settings, self.memory))
+            await self._make_room(model, share.bytes)
+            model.share = share.bytes
+        return share.settings
+
+    async def _make_room(self, model: PooledModel, needed: int) -> None:
+        """Ends models without requests, the least recently used first; none where that raises `NoRoom`."""
+        idle = [one for one in self.models.values() if one.idle and not one.pinned]
+        if needed <= self.free + sum(one.held for one in idle):
+            for one in sorted(idle, key=lambda one: one.used_at):
+                if needed > self.free and one.idle:  # a request may have come meanwhile
+                    one.evictions += 1
+                    await asyncio.shield(self._end(one, f"for {model.name}"))
+            if needed <= self.free:
+                return
+        raise NoRoom(self._refusal(model, needed))
+
+    async def _end(self, model: PooledModel, why: str) -> None:
+        await model.end()
+        log.info("%s is ended, %s%s", model.name, why, self._numbers())
+
+    def _refusal(self, model: PooledModel, needed: int) -> str:
+        held = [
+            f"{one.name} {gigabytes(one.held)} ({'pinned' if one.pinned else one.state})"
+            for one in self.models.values()
+            if one.held
+        ]
+        room = f"{gigabytes(self.free)} of {gigabytes(self.memory or 0)} GB are free"
+        return f"{model.name} needs {gigabytes(needed)} GB, {room}; held by {', '.join(held) or 'nobody'}"
+
+    def _numbers(self) -> str:
+        return "" if self.memory is None else f"; {gigabytes(self.free)} GB are free"
+
+    async def _change_of(self, model: PooledModel) -> None:
+        with model.watched() as changes:
+            await changes.get()
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / GB:.2f}"
