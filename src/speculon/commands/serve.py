@@ -20,10 +20,11 @@ from speculon import __version__
 from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import errors
 from speculon.config import EngineConfig
+from speculon.config.models import ModelSettingsFile, models_file
 from speculon.config.serve import ServeConfig
 from speculon.errors import ConfigError, SpeculonError
 from speculon.logs import LogFormatter
-from speculon.proposers.registry import check_method
+from speculon.proposers.registry import check_method, methods
 
 if TYPE_CHECKING:
     import uvicorn
@@ -79,18 +80,33 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
 
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
-    """The models of `--model` and `--models-dir`, or the one of the settings."""
+    """The models of `--model`, else of the settings' file of models, and those of `--models-dir`."""
     from speculon.checkpoints.discover import find_models
     from speculon.server.catalogue import Catalogue
 
-    folder, name = config.serve.models_dir, config.serve.served_model_name
-    if folder is None and len(models) < 2:
+    folder, name, file = config.serve.models_dir, config.serve.served_model_name, file_of_models(config)
+    if folder is None and len(models) < 2 and file is None:
         return Catalogue.of_one(settings)
-    given = models or [config.model] * ("model" in config.model_fields_set)
+    tables, names = (file.tables(), file.names()) if file is not None else ({}, {})
+    given = [names.get(model, model) for model in models] or list(tables)
+    if not given and "model" in config.model_fields_set:
+        given = [config.model]
     found = find_models(given, folder, name)
     if len(found.models) > 1:
         say(f"models: {', '.join(found.models)}; the first is the default")
-    return Catalogue(settings, found.models, found.drafters)
+    paths = {name: str(tables.get(name, {}).get("model", path)) for name, path in found.models.items()}
+    return Catalogue(settings, paths, found.drafters, file)
+
+
+def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:
+    """The file with the settings of each model, if there is one. Raises `ConfigError` for what it says."""
+    path = models_file(config.serve)
+    if not path.is_file():
+        if config.serve.models_file is not None:
+            raise ConfigError(f"models_file = {str(path)!r}: no such file")
+        return None
+    say(f"settings of models from {path}")
+    return ModelSettingsFile(path, methods())
 
 
 def http_server(state: AppState) -> uvicorn.Server:

@@ -8,18 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from speculon.config import EngineConfig
+from speculon.config.models import ModelSettingsFile, PoolSettings
 from speculon.errors import ConfigError
 
 PLAIN = re.compile(r"[^\w.-]+")  # what a file name should not have
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """What is set for one model."""
+
+    settings: dict[str, Any]  # fields of `EngineConfig`
+    sampling: dict[str, Any] = field(default_factory=dict)  # of requests that set none
+    pool: PoolSettings = field(default_factory=PoolSettings)
+
+
+@dataclass(frozen=True, slots=True)
 class Catalogue:
     """The models by the names that clients use; the first is the default."""
 
-    settings: Mapping[str, Any]  # fields of `EngineConfig` that all models have in common
+    settings: Mapping[str, Any]  # fields of `EngineConfig` that flags set for all models
     paths: Mapping[str, str]  # name -> the value of `model`
     drafters: Mapping[str, str] = field(default_factory=dict)  # name -> method; shown, and not served
+    file: ModelSettingsFile | None = None  # with the settings of each model
 
     @classmethod
     def of_one(cls, settings: Mapping[str, Any]) -> Self:
@@ -27,9 +38,23 @@ class Catalogue:
         config = EngineConfig(**settings)
         return cls(settings, {config.serve.served_model_name or config.model: config.model})
 
-    def settings_for(self, name: str) -> dict[str, Any]:
-        """The fields of `EngineConfig` of one model. They are made nowhere else."""
-        fields = {**self.settings, "model": self.paths[name]}
+    def own(self, name: str) -> Own:
+        """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
+        if self.file is None:
+            return Own(self._with_path(name, self.settings))
+        found = self.file.settings_of(name, {**self.settings, "model": self.paths[name]})
+        return Own(self._with_path(name, found.keywords), found.sampling, found.pool)
+
+    def names(self) -> dict[str, str]:
+        """Every name of each model, and the one that it is listed by. Raises `ConfigError`."""
+        found = {name: name for name in self.paths}
+        for other, name in (self.file.names() if self.file is not None else {}).items():
+            if name in self.paths and found.setdefault(other, name) != name:
+                raise ConfigError(f"{other!r} is a name of two models: {found[other]} and {name}")
+        return found
+
+    def _with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {**settings, "model": self.paths[name]}
         events = EngineConfig(**fields).events
         if events is not None and len(self.paths) > 1:  # two processes cannot write one file
             fields["events"] = events.with_stem(f"{events.stem}-{PLAIN.sub('-', name)}")

@@ -55,7 +55,7 @@ def read_completion(body: CompletionRequest, model: ServedModel) -> GenerationRe
     max_tokens = model.max_tokens(body.max_tokens, prompts, DEFAULT_TOKENS)
     form = form_of(body)
     params = sampling_of(
-        body, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+        body, model, form, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
     )
     if prompt_logprobs is not None and max_tokens == 1:
         # Evaluation harnesses read a prompt's log-probabilities so, and drop the last entry unseen: it must
@@ -96,6 +96,7 @@ def read_chat(body: ChatRequest, model: ServedModel) -> GenerationRequest:
     prompts = [conversation(body, tools, model)]
     params = sampling_of(
         body,
+        model,
         form,
         max_tokens=model.max_tokens(requested, prompts),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from speculon.config.serve import ServeConfig
 from speculon.engine.admission import CONTEXT, max_length
@@ -18,6 +20,7 @@ class ServedModel:
     vocab_size: int
     method: str  # that drafts for a request which names none
     config: ServeConfig
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -34,13 +37,15 @@ class ServedModel:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def max_tokens(self, requested: int | None, prompts: list[list[int]], default: int | None = None) -> int:
-        """`max_tokens` of a request; by default as many as `default`, server and context allow.
+        """`max_tokens` of a request; by default as many as the model's settings or `default`, server and
+        context allow.
 
         Checked before the prompts go to the engine, by the engine's own rule (`max_length`).
         """
         limit, longest = self.config.max_request_tokens, max(map(len, prompts))
         max_length(longest, None, self.max_context)
         if requested is None:
+            default = self.sampling.get("max_tokens", default)
             return min(most for most in (default, limit, self.max_context - longest) if most is not None)
         if limit is not None and requested > limit:
             refusal = InvalidParameter("max_tokens", requested, f"at most {limit} on this server")

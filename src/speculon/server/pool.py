@@ -46,18 +46,20 @@ class ModelPool:
         catalogue.check_names(config.pin, "pin")
         self._config, self._read, self._loader = config, read, loader or Loader()
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
+        owns = {name: catalogue.own(name) for name in catalogue.paths}
         self.models = {
             name: PooledModel(
                 name,
-                catalogue.settings_for(name),
+                own,
                 self._loader,
                 read,
                 on_stage,
-                pinned=name in config.pin,
+                pinned=own.pool.pinned or name in config.pin,
                 alone=self.single,
             )
-            for name in catalogue.paths
+            for name, own in owns.items()
         }
+        self._names = catalogue.names()
         self.default = next(iter(self.models.values()))
         # bytes for all models; None: not measured yet, or nothing to share
         self.memory = None if config.memory_gb is None else int(config.memory_gb * GB)
@@ -79,8 +81,8 @@ class ModelPool:
         """The model of a request. Raises `UnknownModel`, with the names that are known."""
         if name is None:
             return self.default
-        if (found := self.models.get(name)) is not None:
-            return found
+        if (found := self._names.get(name)) is not None:
+            return self.models[found]
         names = ", ".join(map(repr, self.models))
         what = f"a drafter of method {self.drafters[name]}; " if name in self.drafters else ""
         raise UnknownModel(f"model = {shorten(name)}: {what}this server serves {names}")

@@ -15,6 +15,7 @@ from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
 from speculon.server.answer import Answer
+from speculon.server.catalogue import Own
 from speculon.server.loader import Loader
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
@@ -29,23 +30,23 @@ log = logging.getLogger("speculon.server")
 
 
 class PooledModel:
-    """One model of the pool; `settings` are fields of `EngineConfig`. A process runs while it is loaded."""
+    """One model of the pool. A process runs while it is loaded."""
 
     def __init__(
         self,
         name: str,
-        settings: dict[str, Any],
+        own: Own,
         loader: Loader,
         read: Read,
         on_stage: OnStage | None = None,
         pinned: bool = False,
         alone: bool = False,
     ):
-        self.name, self.settings, self.pinned = name, settings, pinned
-        self.config = EngineConfig(**settings)
+        self.name, self.settings, self.pinned = name, own.settings, pinned
+        self.config, self._sampling = EngineConfig(**own.settings), own.sampling
         self._loader, self._read, self._on_stage = loader, read, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
-        self.engine = loader.engine(settings, self._note_stage)
+        self.engine = loader.engine(own.settings, self._note_stage)
         self._begun = False  # whether that engine was started
         self.state: State = "unloaded"
         self.since = time()  # of the state
@@ -140,7 +141,7 @@ class PooledModel:
             raise self.error or error from None
         config = self.config.serve
         self.served = ServedModel(
-            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config
+            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config, self._sampling
         )
         self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began

@@ -51,9 +51,9 @@ class GenerationRequest:
         return found
 
 
-def sampling_of(body: Sampling, form: Form | None = None, **more: Any) -> SamplingParams:
-    """The fields that both routes share, the form of the text, and `more`; a field that is not set keeps our
-    default.
+def sampling_of(body: Sampling, model: ServedModel, form: Form | None = None, **more: Any) -> SamplingParams:
+    """The fields that both routes share, the form of the text, and `more`; a field that is not set keeps the
+    model's default, else ours.
 
     Raises `InvalidParameter`.
     """
@@ -65,7 +65,8 @@ def sampling_of(body: Sampling, form: Form | None = None, **more: Any) -> Sampli
         fields["stop"] = stops_of(fields["stop"])
     if form is not None:
         fields["structured"] = form.structured
-    return SamplingParams(**fields | {name: value for name, value in more.items() if value is not None})
+    given = {name: value for name, value in more.items() if value is not None}
+    return SamplingParams(**{**model.sampling, **fields, **given})
 
 
 def stops_of(stop: str | list[str]) -> list[str]:
