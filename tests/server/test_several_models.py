@@ -279,6 +279,17 @@ def test_the_share_goes_to_the_engine_and_is_given_back_by_a_crash() -> None:
         assert pool.inside.state.pool.free == 10 * 2**30
 
 
+def test_settings_that_an_engine_refuses_are_a_failed_load() -> None:
+    class Wrong(ScriptedLoader):
+        def share(self, settings: dict[str, Any], total: int) -> Any:
+            wrong = {"kv_memory_gb": 0.0} if settings["model"] == "path-b" else {}
+            return super().share(settings, total)._replace(settings={**settings, **wrong})
+
+    with several(loader=Wrong()) as pool:
+        assert pool.ask("b").json()["error"]["code"] == "load_failed"
+        assert pool.states()["b"] == "failed" and pool.text("a") == "abc"
+
+
 # loading and ending by scripts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from speculon.checkpoints.choose import with_drafts
 from speculon.checkpoints.draft_check import check_drafts
@@ -24,7 +25,12 @@ LIBRARIES = 2**30
 LANGUAGE_MODELS = (DRAFT_MODEL, PARD)
 
 
-def process_memory(config: EngineConfig, total: int) -> MemoryEstimate:
+class ProcessMemory(NamedTuple):
+    estimate: MemoryEstimate
+    pool: int  # of that, bytes of the page pool
+
+
+def process_memory(config: EngineConfig, total: int) -> ProcessMemory:
     """The estimate of an engine that may take `total` bytes, instead of what happens to be free.
 
     Raises `ModelError` or `ConfigError` where loading would.
@@ -54,4 +60,4 @@ def process_memory(config: EngineConfig, total: int) -> MemoryEstimate:
     limits = [limit for limit in (target.max_context, config.max_context) if limit is not None]
     held = LIBRARIES + target.bytes_fixed
     budget = Budget(config, target, min(limits), device, held=held, free=max(0, total - held))
-    return budget.estimate(drafters)
+    return ProcessMemory(budget.estimate(drafters), budget.pool_bytes(drafters))

@@ -159,6 +159,10 @@ class Budget:
             raise ConfigError(f"{name} = {getattr(config, name)}: {needed}")
         return count
 
+    def pool_bytes(self, drafters: list[Needs]) -> int:
+        """Bytes of the page pool; 0 where no page fits."""
+        return self._count(drafters) * self._page_bytes(drafters)
+
     def snapshots(self, drafters: list[Needs]) -> int:
         """Snapshots of recurrent states. Raises `ConfigError` where given memory is too small or not free."""
         each, given = self._target.bytes_snapshot, self._config.snapshot_memory_gb

@@ -49,12 +49,12 @@ class Loader:
         from speculon.checkpoints.process_memory import process_memory
 
         config = EngineConfig(**settings)
-        memory = process_memory(config, total)
+        memory, pool = process_memory(config, total)
         limit = config.speculation.memory_limit_gb
         size = memory.total if limit is None else int(limit * GB)
         given: dict[str, Any] = {}
-        if config.kv_memory_gb is None and config.num_blocks is None:
-            given["kv_memory_gb"] = memory.pages / GB
+        if pool and config.kv_memory_gb is None and config.num_blocks is None:
+            given["kv_memory_gb"] = pool / GB
         if config.snapshot_memory_gb is None and memory.snapshots:
             given["snapshot_memory_gb"] = memory.snapshots / GB
         return Share(size, {**settings, **given, "speculation": limited(settings, size)})

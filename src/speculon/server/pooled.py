@@ -126,10 +126,10 @@ class PooledModel:
     async def load(self, settings: dict[str, Any]) -> None:
         """Loads it with these settings, which limit its memory. Raises what engine or tokenizer raises."""
         began = perf_counter()
-        if self._begun or settings != self.settings:
-            self.engine = self._loader.engine(settings, self._note_stage)
-        self._begun = True
         try:
+            if self._begun or settings != self.settings:
+                self.engine = self._loader.engine(settings, self._note_stage)
+            self._begun = True
             facts = await self.engine.start()
             tokenizer = await self._read(partial(self._loader.tokenizer, self.config))
         except SpeculonError as error:
