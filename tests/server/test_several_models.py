@@ -14,11 +14,7 @@ import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from speculon.commands.serve import catalogue_of
-from speculon.config import EngineConfig
-from speculon.config.models import ModelSettingsFile
 from speculon.errors import ConfigError, ModelNotFound
-from speculon.proposers.registry import methods
 from speculon.server.catalogue import Catalogue
 from speculon.server.pool import ModelPool
 from speculon.server.pooled import PooledModel
@@ -139,9 +135,9 @@ def test_a_pinned_name_has_to_be_there() -> None:
 def test_each_model_writes_a_record_of_its_own(tmp_path: Path) -> None:
     settings = {"events": tmp_path / "events.jsonl"}
     names = {"a": "path-a", "org/b": "path-b"}
-    found = [Catalogue(settings, names).own(name).settings for name in names]
+    found = [Catalogue(settings, names).of_model(name).settings for name in names]
     assert [fields["events"].name for fields in found] == ["events-a.jsonl", "events-org-b.jsonl"]
-    alone = Catalogue(settings, {"a": "path-a"}).own("a").settings
+    alone = Catalogue(settings, {"a": "path-a"}).of_model("a").settings
     assert alone == {**settings, "model": "path-a"}
 
 
@@ -406,70 +402,3 @@ def test_every_series_of_an_engine_has_its_model() -> None:
         assert pool.inside.metric('speculon_model_state{model="b",state="loaded"}') == 1
         assert pool.inside.metric("speculon_model_state") == 3, "one state each"
         assert pool.inside.metric('speculon_model_loads_total{model="b"}') == 1
-
-
-# settings of each model
-
-TABLES = """
-[models.a]
-aliases = ["first"]
-max_tokens = 2
-
-[models.b]
-model = "path-b"
-pinned = true
-max_tokens = 5
-stop = ["d"]
-"""
-
-
-@contextmanager
-def with_tables(folder: Path, tables: str = TABLES) -> Iterator[Pool]:
-    path, loader = folder / "models.toml", ScriptedLoader()
-    path.write_text(tables)
-    file = ModelSettingsFile(path, methods())
-    with serving(Catalogue({"model": "path-a"}, PATHS, {}, file), loader) as inside:
-        yield Pool(inside, loader)
-
-
-def answered(pool: Pool, name: str, **body: Any) -> tuple[str, str]:
-    answer = pool.inside.post("completions", **{"prompt": "say:abcdefgh", "model": name, **body}).json()
-    return answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
-
-
-def test_a_model_has_names_a_pin_and_sampling_of_its_own(tmp_path: Path) -> None:
-    with with_tables(tmp_path) as pool:
-        assert answered(pool, "first") == answered(pool, "a") == ("ab", "length")
-        assert answered(pool, "b") == ("abc", "stop")
-        assert answered(pool, "b", stop=["f"]) == ("abcde", "length"), "a request's own values come first"
-        assert answered(pool, "b", stop=["f"], max_tokens=9) == ("abcde", "stop")
-        assert len(answered(pool, "c")[0]) > 5, "a model without a table"
-        assert pool.model("b").pinned and not pool.model("a").pinned
-        assert set(pool.states()) == {"a", "b", "c"}, "another name is no other model"
-
-
-def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
-        with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):
-            pass
-
-
-def test_without_the_file_nothing_of_it_holds() -> None:
-    with several() as pool:
-        assert pool.ask("first").status_code == 404
-        assert answered(pool, "b") != ("abc", "stop") and not pool.model("b").pinned
-
-
-def test_the_file_names_the_models_unless_the_command_line_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert catalogue_of({}, EngineConfig(), []).file is None
-    (tmp_path / "speculon-models.toml").write_text(
-        '[models.one]\nmodel = "demo"\n[models.two]\nmodel = "demo"\naliases = ["second"]\n'
-    )
-    assert catalogue_of({}, EngineConfig(), []).paths == {"one": "demo", "two": "demo"}
-    found = catalogue_of({"model": "second"}, EngineConfig(model="second"), ["second"])
-    assert found.paths == {"two": "demo"} and found.own("two").settings["model"] == "demo"
-    with pytest.raises(ConfigError, match="no such file"):
-        catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])

@@ -15,7 +15,7 @@ PLAIN = re.compile(r"[^\w.-]+")  # what a file name should not have
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OfModel:
     """What is set for one model."""
 
     settings: dict[str, Any]  # fields of `EngineConfig`
@@ -38,12 +38,12 @@ class Catalogue:
         config = EngineConfig(**settings)
         return cls(settings, {config.serve.served_model_name or config.model: config.model})
 
-    def own(self, name: str) -> Own:
+    def of_model(self, name: str) -> OfModel:
         """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
         if self.file is None:
-            return Own(self._with_path(name, self.settings))
+            return OfModel(self._with_path(name, self.settings))
         found = self.file.settings_of(name, {**self.settings, "model": self.paths[name]})
-        return Own(self._with_path(name, found.keywords), found.sampling, found.pool)
+        return OfModel(self._with_path(name, found.keywords), found.sampling, found.pool)
 
     def names(self) -> dict[str, str]:
         """Every name of each model, and the one that it is listed by. Raises `ConfigError`."""

@@ -46,7 +46,7 @@ class ModelPool:
         catalogue.check_names(config.pin, "pin")
         self._config, self._read, self._loader = config, read, loader or Loader()
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
-        owns = {name: catalogue.own(name) for name in catalogue.paths}
+        owns = {name: catalogue.of_model(name) for name in catalogue.paths}
         self.models = {
             name: PooledModel(
                 name,

@@ -15,7 +15,7 @@ from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
 from speculon.server.answer import Answer
-from speculon.server.catalogue import Own
+from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
 from speculon.server.model import ServedModel
 from speculon.server.request import GenerationRequest
@@ -35,7 +35,7 @@ class PooledModel:
     def __init__(
         self,
         name: str,
-        own: Own,
+        own: OfModel,
         loader: Loader,
         read: Read,
         on_stage: OnStage | None = None,

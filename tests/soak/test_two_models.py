@@ -17,7 +17,11 @@ from tests.server.test_life import Reader, check_clean
 from tests.tiny.conftest import build
 from tests.tiny.folders import CONTEXT, make_folder
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc"),
+]
 
 OPTIONS = ("--draft", "auto", "--policy", "fixed", "--threads", "1", "--no-warmup", "--max-num-seqs", "8")
 ROOM_FOR_TWO = ("--memory-gb", "2.9")

@@ -1,0 +1,85 @@
+"""Models of one server with settings of their own, in a file: names, pins, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.commands.serve import catalogue_of
+from speculon.config import EngineConfig
+from speculon.config.models import ModelSettingsFile
+from speculon.errors import ConfigError
+from speculon.proposers.registry import methods
+from speculon.server.catalogue import Catalogue
+from tests.server.inside import ScriptedLoader, serving
+from tests.server.test_several_models import PATHS, Pool, several
+
+pytestmark = pytest.mark.timeout(60)
+
+TABLES = """
+[models.a]
+aliases = ["first"]
+max_tokens = 2
+
+[models.b]
+model = "path-b"
+pinned = true
+max_tokens = 5
+stop = ["d"]
+"""
+
+
+@contextmanager
+def with_tables(folder: Path, tables: str = TABLES) -> Iterator[Pool]:
+    path, loader = folder / "models.toml", ScriptedLoader()
+    path.write_text(tables)
+    file = ModelSettingsFile(path, methods())
+    with serving(Catalogue({"model": "path-a"}, PATHS, {}, file), loader) as inside:
+        yield Pool(inside, loader)
+
+
+def answered(pool: Pool, name: str, **body: Any) -> tuple[str, str]:
+    answer = pool.inside.post("completions", **{"prompt": "say:abcdefgh", "model": name, **body}).json()
+    return answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
+
+
+def test_a_model_has_names_a_pin_and_sampling_of_its_own(tmp_path: Path) -> None:
+    with with_tables(tmp_path) as pool:
+        assert answered(pool, "first") == answered(pool, "a") == ("ab", "length")
+        assert answered(pool, "b") == ("abc", "stop")
+        assert answered(pool, "b", stop=["f"]) == ("abcde", "length"), "a request's own values come first"
+        assert answered(pool, "b", stop=["f"], max_tokens=9) == ("abcde", "stop")
+        assert len(answered(pool, "c")[0]) > 5, "a model without a table"
+        assert pool.model("b").pinned and not pool.model("a").pinned
+        assert set(pool.states()) == {"a", "b", "c"}, "another name is no other model"
+
+
+def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
+        with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):
+            pass
+
+
+def test_without_the_file_nothing_of_it_holds() -> None:
+    with several() as pool:
+        assert pool.ask("first").status_code == 404
+        assert answered(pool, "b") != ("abc", "stop") and not pool.model("b").pinned
+
+
+def test_the_file_names_the_models_unless_the_command_line_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert catalogue_of({}, EngineConfig(), []).file is None
+    (tmp_path / "speculon-models.toml").write_text(
+        '[models.one]\nmodel = "demo"\n[models.two]\nmodel = "demo"\naliases = ["second"]\n'
+    )
+    assert catalogue_of({}, EngineConfig(), []).paths == {"one": "demo", "two": "demo"}
+    found = catalogue_of({"model": "second"}, EngineConfig(model="second"), ["second"])
+    assert found.paths == {"two": "demo"} and found.of_model("two").settings["model"] == "demo"
+    with pytest.raises(ConfigError, match="no such file"):
+        catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])
