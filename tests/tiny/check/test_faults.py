@@ -152,7 +152,7 @@ def test_a_margin_that_says_nothing_is_no_pass() -> None:
 
 def test_half_precision_is_judged_by_what_was_measured(folder: Path, draft: Path) -> None:
     fixed = {"method": "draft_model", "policy": "fixed", "draft": str(draft)}
-    coarse = LLM(str(folder), dtype="bfloat16", speculation=fixed)
+    coarse = LLM(str(folder), dtype="bfloat16", batch_invariant=False, speculation=fixed)
     found = check(
         coarse,
         CheckPlan(**{**TINY, "samplers": (SamplingParams(top_p=0.9), SamplingParams(temperature=0.8))}),
