@@ -201,14 +201,17 @@ def test_a_failed_load_is_an_error_of_its_requests_and_tried_again() -> None:
         assert pool.model("b").failures == 2 and pool.states()["b"] == "loaded"
 
 
-def test_a_default_model_that_cannot_be_loaded_is_not_healthy_and_others_serve() -> None:
+def test_a_default_model_in_its_pause_is_not_healthy_and_others_serve() -> None:
     loader = ScriptedLoader()
     with several(loader=loader) as pool:
+        pool.model("a")._pause = 60.0
         cut(loader.engines["path-a"])
         wait_until(lambda: pool.states()["a"] == "failed")
         health = pool.inside.client.get("/health")
         assert health.status_code == 503 and "could not be loaded" in health.json()["error"]["message"]
         assert pool.text("b") == "abc"
+        pool.model("a")._retry_at = 0.0  # the pause is over
+        assert pool.inside.client.get("/health").status_code == 200, "it can be loaded"
         assert pool.text("a") == "abc" and pool.inside.client.get("/ready").status_code == 200
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.locate import SHIPPED
@@ -22,12 +24,17 @@ class Models:
     drafters: dict[str, str]
 
 
-def find_models(given: list[str], folder: Path | None, first_name: str | None = None) -> Models:
-    """Those that are given come first; `first_name` is that of the first of all.
+def find_models(
+    given: list[str],
+    folder: Path | None,
+    first_name: str | None = None,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> Models:
+    """Those that are named or given come first; `first_name` is that of the first of all.
 
     Raises `ConfigError` for two of one name, and where there is none.
     """
-    found: dict[str, str] = {}
+    found = dict(named)
     drafters: dict[str, str] = {}
     for path in given:
         add(found, name_of(path), path)

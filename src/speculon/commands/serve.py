@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 import textwrap
+from collections.abc import Mapping
 from ipaddress import ip_address
+from pathlib import Path
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
@@ -85,17 +87,26 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
     from speculon.server.catalogue import Catalogue
 
     folder, name, file = config.serve.models_dir, config.serve.served_model_name, file_of_models(config)
-    if folder is None and len(models) < 2 and file is None:
-        return Catalogue.of_one(settings)
     tables, names = (file.tables(), file.names()) if file is not None else ({}, {})
+    if folder is None and len(models) < 2 and not tables:
+        return Catalogue.of_one(settings)
     given = [names.get(model, model) for model in models] or list(tables)
     if not given and "model" in config.model_fields_set:
         given = [config.model]
-    found = find_models(given, folder, name)
-    if len(found.models) > 1:
-        say(f"models: {', '.join(found.models)}; the first is the default")
-    paths = {name: str(tables.get(name, {}).get("model", path)) for name, path in found.models.items()}
-    return Catalogue(settings, paths, found.drafters, file)
+    if name is not None and given and given[0] in tables:
+        raise ConfigError(f"served_model_name = {name!r}: {given[0]!r} has its names in {file and file.path}")
+    paths = [(model, path_of(model, tables[model], folder)) for model in given if model in tables]
+    found = find_models([model for model in given if model not in tables], folder, name, dict(paths))
+    in_order = sorted(found.models, key=lambda model: given.index(model) if model in given else len(given))
+    if len(in_order) > 1:
+        say(f"models: {', '.join(in_order)}; the first is the default")
+    return Catalogue(settings, {model: found.models[model] for model in in_order}, found.drafters, file)
+
+
+def path_of(name: str, table: Mapping[str, Any], folder: Path | None) -> str:
+    """Of a model with a table: what the table says, else the subfolder of its name, else the name itself."""
+    inner = None if folder is None else folder / name
+    return str(table.get("model") or (inner if inner and (inner / "config.json").is_file() else name))
 
 
 def file_of_models(config: EngineConfig) -> ModelSettingsFile | None:

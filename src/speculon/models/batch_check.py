@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from speculon.batch import Batch
 from speculon.core import LayerSpec, Padding, ceil_div
 from speculon.kv.store import PageStore, SpanView
-from speculon.models.attention import attend_written
+from speculon.models.attention import attend_written, eager_attention
+from speculon.models.grouping import KEY_BLOCK
 from speculon.models.load_check import Piece, run_pieces
 from speculon.models.target import Target
 
@@ -42,12 +44,50 @@ COMPANIES = (
 )
 
 
+# of the compared numbers of keys: rows, and the longest sequence's place in a block
+KEY_ROWS, KEY_STEP = 32, 9
+
+
 class Attending(NamedTuple):
     """How a layer attends."""
 
     spec: LayerSpec
     group: int  # queries for each key
     plain: bool  # neither soft cap nor sinks
+
+
+@torch.inference_mode()
+def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int, ...]:
+    """Keys in the last block, multiples of `step`, with which rows differ from those of full blocks.
+
+    About one row in a thousand did with 256 or 320 keys (AMD EPYC, bf16), so many rows are compared.
+    """
+    generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
+    rows = group * ceil_div(KEY_ROWS, group)
+    sinks = None if plain else torch.randn(spec.heads * group, generator=generator).to(device, spec.dtype)
+
+    def random(length: int, width: int) -> Tensor:
+        made = torch.randn(1, spec.heads, length, width, generator=generator)
+        return made.to(device, spec.dtype)
+
+    keys, values = random(2 * KEY_BLOCK, spec.k_dim), random(2 * KEY_BLOCK, spec.v_dim)
+
+    def attended(queries: Tensor, seen: int, read: int) -> Tensor:
+        hidden = torch.arange(read, device=device)[None] >= seen
+        mask = torch.zeros(1, read, dtype=spec.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        k, v = keys[:, :, :read], values[:, :, :read]
+        if plain:
+            return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+        return eager_attention(queries, k, v, mask, group, None, 20.0, sinks)
+
+    found = set()
+    for seen in range(1, KEY_BLOCK, KEY_STEP):
+        queries = random(rows, spec.k_dim)
+        expected = attended(queries, seen, 2 * KEY_BLOCK)
+        for read in range(step * ceil_div(seen, step), KEY_BLOCK, step):
+            if read not in found and not torch.equal(attended(queries, seen, read), expected):
+                found.add(read)
+    return tuple(sorted(found))
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ REREAD = 1 << 20
 MOST_FOLDED = 191
 # query rows of a smaller block; the rows of its last block have an order of addition of their own if few
 QUERY_BLOCK = 32
+KEY_BLOCK = 512  # keys that the kernel takes at once
 
 
 @dataclass(slots=True)
@@ -219,7 +220,7 @@ def span_call(
 ) -> KernelCall:
     """One call for a span; slots up to `readable` may be read in place."""
     padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.keys)
-    total = padding.keys * ceil_div(length, padding.keys)
+    total = padded_keys(length, padding)
     where = span.tail(length)
     if total > length:
         where = padded_slots([where], total, device, readable)
@@ -237,6 +238,14 @@ def span_call(
         if copies > 1 and n > 1:
             mask = mask.repeat(copies, 1)
     return KernelCall(rows, 1, n, where, mask, folded, copies)
+
+
+def padded_keys(keys: int, padding: Padding) -> int:
+    """The next number of keys that may be read."""
+    total = padding.keys * ceil_div(keys, padding.keys)
+    while total % KEY_BLOCK in padding.skipped:
+        total += padding.keys
+    return total
 
 
 def padded_rows(n: int, group: int, fewest: int) -> int:
@@ -257,9 +266,8 @@ def joint_call(
     readable: int = 0,
 ) -> KernelCall:
     """One call for spans, padded at the end to `n` rows; slots up to `readable` may be read in place."""
-    step = padding.keys
-    lengths = [aligned_keys(span, window, step) for span in spans]
-    length = step * ceil_div(max(lengths), step)
+    lengths = [aligned_keys(span, window, padding.keys) for span in spans]
+    length = padded_keys(max(lengths), padding)
     tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]
     where = padded_slots(tails, length, device, readable)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))

@@ -28,6 +28,7 @@ from speculon.models.batch_check import (
     differing,
     plain_step,
     prompt_step,
+    uneven_keys,
 )
 from speculon.models.block import Block, Gated
 from speculon.models.grouping import PlanKey
@@ -200,7 +201,8 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
 
 def padding_of(layer: Attending, target: Target) -> Padding:
     longest = min(LONGEST + (layer.spec.window or 0), target.max_context)
-    for padding in PADDINGS:
+    uneven = {step: uneven_keys(layer, step, target.device) for step in {one.keys for one in PADDINGS}}
+    for padding in (one._replace(skipped=uneven[one.keys]) for one in PADDINGS):
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding
     heads = f"{layer.spec.k_dim} x {layer.spec.heads}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from speculon.config.serve import ServeConfig
 from speculon.errors import (
+    EngineError,
     InvalidRequest,
     LoadFailed,
     NoRoom,
@@ -145,11 +146,11 @@ class ModelPool:
         if self.single:
             _ = model.model
         elif model.state == "failed":
-            raise NotReady(model.failure)
+            model.check_pause()
         elif model.state == "loaded" and model.engine.trouble is not None:
             raise NotReady(model.engine.trouble)
         elif model.state in ("unloaded", "loading") and not model.loads:
-            raise NotReady("the model is being loaded")
+            raise NotReady(str(model.error or "the model is being loaded"))
 
     async def start(self) -> None:
         """Loads the default model; its fault is the server's where there is no other."""
@@ -214,6 +215,10 @@ class ModelPool:
                 model.error = error
                 model.enter("unloaded")
             raise
+        except Exception as error:
+            log.exception("%s: its share of the memory is unknown", model.name)
+            await model.fail(EngineError(f"{type(error).__name__}: {error}"))
+            raise (model.error or error) from None
         await model.load(settings)
         if not self.single:
             log.info("%s is loaded, after %.1f s%s", model.name, model.load_seconds, self._numbers())
@@ -238,6 +243,7 @@ class ModelPool:
             for one in sorted(idle, key=lambda one: one.used_at):
                 if needed > self.free and one.idle:  # a request may have come meanwhile
                     one.evictions += 1
+                    one.enter("draining")  # at once: a request that is ready would take it
                     await asyncio.shield(self._end(one, f"for {model.name}"))
             if needed <= self.free:
                 return

@@ -48,6 +48,7 @@ class PooledModel:
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
         self._begun = False  # whether that engine was started
+        self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
         self.since = time()  # of the state
         self.error: SpeculonError | None = None  # why it failed last
@@ -83,7 +84,7 @@ class PooledModel:
     @property
     def held(self) -> int:
         """Bytes of its share, while its process may hold them."""
-        return self.share if self.state in IN_MEMORY else 0
+        return self.share if self.state in IN_MEMORY or self._ending else 0
 
     @property
     def drained(self) -> bool:
@@ -162,7 +163,9 @@ class PooledModel:
         self.lost.set()
         if not self._alone:
             log.error("%s: %s: %s", self.name, type(error).__name__, error)
+            self._ending = True
             await self.engine.stop()
+            self._ending = False
 
     async def end(self) -> None:
         """Ends its process; what runs in it is lost."""

@@ -66,7 +66,17 @@ def sampling_of(body: Sampling, model: ServedModel, form: Form | None = None, **
     if form is not None:
         fields["structured"] = form.structured
     given = {name: value for name, value in more.items() if value is not None}
-    return SamplingParams(**{**model.sampling, **fields, **given})
+    return SamplingParams(**{**defaults_of(body, model, given.get("max_tokens")), **fields, **given})
+
+
+def defaults_of(body: Sampling, model: ServedModel, max_tokens: int | None) -> dict[str, Any]:
+    """The model's own defaults, as far as they fit what the request sets."""
+    found = dict(model.sampling)
+    if getattr(body, "logprobs", None) is False:  # `more` leaves out what is off
+        found.pop("logprobs", None)
+    if max_tokens is not None and "min_tokens" in found:
+        found["min_tokens"] = min(found["min_tokens"], max_tokens)
+    return found
 
 
 def stops_of(stop: str | list[str]) -> list[str]:
