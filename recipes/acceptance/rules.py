@@ -32,7 +32,8 @@ from speculon.bench.plan import RULES
 from speculon.bench.provenance import machine, versions
 from speculon.telemetry import RequestStats
 
-DRAFTERS = {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}
+DRAFTERS = {"draft_model": "demo-draft", "eagle3": "demo-eagle3", "dflash": "demo-dflash"}
+LIMITS = {"dflash": 7}  # most drafts: its block has 8 tokens, and the first one is known
 BASE = "rejection"
 SAME = "| method | K | by rejection | by block | tokens per call, ratio |"
 HEAD = "| method | K | rule | accepted per round | tokens per call | ratio | time per token, ratio |"
@@ -91,7 +92,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     size = workloads.Size(arguments.prompts, arguments.max_tokens, llm.engine.max_context)
     cases = workloads.build("prose", llm.tokenizer, size)
     groups = workloads.groups_of(cases, arguments.concurrency)
-    settings = [(method, k) for method in DRAFTERS for k in arguments.drafts]
+    settings = [(method, min(k, LIMITS.get(method, k))) for method in DRAFTERS for k in arguments.drafts]
     for method, k in tqdm(settings):
         runs: dict[str, list[Sample]] = {rule: [] for rule in RULES}
         for i, group in enumerate([groups[0], *groups]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from speculon.checkpoints.locate import SHIPPED
 from speculon.commands.serve import catalogue_of
 from speculon.config import EngineConfig
 from speculon.config.models import ModelSettingsFile
@@ -83,3 +85,39 @@ def test_the_file_names_the_models_unless_the_command_line_does(
     assert found.paths == {"two": "demo"} and found.of_model("two").settings["model"] == "demo"
     with pytest.raises(ConfigError, match="no such file"):
         catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])
+
+
+def test_a_table_is_about_the_subfolder_of_its_name(tmp_path: Path) -> None:
+    """A model is found once, under the settings of its table; others of the folder have none."""
+    for name in ("one", "two"):
+        shutil.copytree(SHIPPED["demo-draft"], tmp_path / "models" / name)
+    (tmp_path / "models.toml").write_text("[models.one]\npinned = true\n")
+    serve = {"models_file": tmp_path / "models.toml", "models_dir": tmp_path / "models"}
+    found = catalogue_of({}, EngineConfig(serve=serve), [])
+    assert found.paths == {name: str(tmp_path / "models" / name) for name in ("one", "two")}
+    assert found.of_model("one").pool.pinned and not found.of_model("two").pool.pinned
+
+
+def test_an_empty_file_serves_the_model_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text("")
+    config = EngineConfig(serve={"models_file": tmp_path / "models.toml"})
+    assert catalogue_of({"model": config.model}, config, []).paths == {config.model: config.model}
+
+
+def test_a_name_for_a_model_with_a_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text("[models.one]\n")
+    serve = {"models_file": tmp_path / "models.toml", "served_model_name": "other"}
+    with pytest.raises(ConfigError, match=r"served_model_name = 'other': 'one' has its names"):
+        catalogue_of({}, EngineConfig(serve=serve), [])
+
+
+def test_defaults_give_way_to_what_a_request_sets(tmp_path: Path) -> None:
+    tables = "[models.a]\nmin_tokens = 6\nlogprobs = 1\n"
+    with with_tables(tmp_path, tables) as pool:
+        assert answered(pool, "a", max_tokens=2) == ("ab", "length"), "no conflict with max_tokens"
+        chat = {"model": "a", "messages": [{"role": "user", "content": "x"}], "max_tokens": 7}
+        choices = [
+            pool.inside.post("chat/completions", **chat, **more).json()["choices"][0]
+            for more in ({}, {"logprobs": False})
+        ]
+        assert choices[0]["logprobs"] and choices[1].get("logprobs") is None

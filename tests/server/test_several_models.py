@@ -275,7 +275,7 @@ def test_the_share_goes_to_the_engine_and_is_given_back_by_a_crash() -> None:
         assert pool.inside.state.pool.free == 6 * 2**30
         cut(loader.engines["path-a"])
         wait_until(lambda: pool.states()["a"] == "failed")
-        assert pool.inside.state.pool.free == 10 * 2**30
+        wait_until(lambda: pool.inside.state.pool.free == 10 * 2**30)  # once its process has ended
 
 
 def test_settings_that_an_engine_refuses_are_a_failed_load() -> None:
@@ -286,6 +286,19 @@ def test_settings_that_an_engine_refuses_are_a_failed_load() -> None:
 
     with several(loader=Wrong()) as pool:
         assert pool.ask("b").json()["error"]["code"] == "load_failed"
+        assert pool.states()["b"] == "failed" and pool.text("a") == "abc"
+
+
+def test_an_unforeseen_fault_of_the_estimate_is_a_failed_load() -> None:
+    class Broken(ScriptedLoader):
+        def share(self, settings: dict[str, Any], total: int) -> Any:
+            if settings["model"] == "path-b":
+                raise RuntimeError("no such device")
+            return super().share(settings, total)
+
+    with several(loader=Broken()) as pool:
+        answer = pool.ask("b")
+        assert answer.json()["error"]["code"] == "load_failed" and "no such device" in answer.text
         assert pool.states()["b"] == "failed" and pool.text("a") == "abc"
 
 

@@ -22,16 +22,19 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
 ]
 DRAFTS: Any = {"draft_model": "demo-draft", "eagle3": "demo-eagle3", "dflash": "demo-dflash"}
+HEADS: Any = {"eagle3": "demo-eagle3", "dflash": "demo-dflash"}
 PROMPTS = ["def add(a, b):", "import os\n\n\nclass Path:\n", "for i in range("]
 # too long to share a call with those
 LONG = "".join(f"def shift_{n}(value):\n    return value + {n}\n\n\n" for n in range(30))
 
 
-@pytest.mark.parametrize("layout", [Linear, packed])
-def test_outputs_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "drafts"), [(Linear, HEADS), (packed, DRAFTS)])
+def test_outputs_are_those_of_the_loop(
+    layout: Layout, drafts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "fastest", lambda dtype, threads: layout)
     plain, fast = (
-        LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed", "draft": DRAFTS})
+        LLM("demo", compile=compile, max_num_seqs=4, speculation={"policy": "fixed", "draft": drafts})
         for compile in (False, True)
     )
     fusion = fast.engine.target.fusion
@@ -39,20 +42,17 @@ def test_outputs_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.Monke
     if not fusion.compiled:  # headers of Python, for one, may be missing where a compiler is not
         pytest.skip(str(fusion))
     assert fast.engine.target.taps is not None, "every step is tapped"
-    drafter: Any = fast.engine.proposers.find("draft_model")
-    runs, calls = {"target": fast.engine.target.run, "draft": drafter.model.run}, Counter[str]()
+    runs, calls = {"target": fast.engine.target.run}, Counter[str]()
+    if "draft_model" in drafts:
+        drafter: Any = fast.engine.proposers.find("draft_model")
+        runs["draft"] = drafter.model.run
     for of, run in runs.items():
-        assert isinstance(run, Compiled), str(drafter.fusion)
+        assert isinstance(run, Compiled), of
         for name, program in list(run.programs.items()):
             run.programs[name] = partial(counted, calls, f"{of}: {name}", program)
     greedy = SamplingParams(temperature=0, max_tokens=64)
-    for speculation in (
-        {"method": "off"},
-        {"method": "ngram", "num_speculative_tokens": 8},
-        {"method": "draft_model"},
-        {"method": "eagle3"},
-        {"method": "dflash"},
-    ):
+    lookup: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 8}
+    for speculation in ({"method": "off"}, lookup, *({"method": method} for method in drafts)):
         for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, LONG]):
             mine, theirs = (llm.generate(prompts, greedy, speculation=speculation) for llm in (fast, plain))
             assert [o.token_ids for o in mine] == [o.token_ids for o in theirs], speculation
@@ -61,7 +61,8 @@ def test_outputs_are_those_of_the_loop(layout: Layout, monkeypatch: pytest.Monke
     of_target = {name: count for name, count in calls.items() if name.startswith("target")}
     run = runs["target"]
     assert isinstance(run, Compiled) and len(of_target) == len(run.programs), calls
-    assert min(of_target.values()) > 20 and calls["draft: one"] > 20, calls
+    assert min(of_target.values()) > 20, calls
+    assert "draft" not in runs or calls["draft: one"] > 20, calls
 
 
 def counted(calls: Counter[str], name: str, program: Program, *given: Any) -> list[Tensor]:

@@ -17,7 +17,8 @@ from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import LayerSpec, Padding
 from speculon.errors import UnsupportedModel
 from speculon.models import attention, invariant
-from speculon.models.batch_check import Attending, RandomLayer, differing
+from speculon.models.batch_check import Attending, RandomLayer, differing, uneven_keys
+from speculon.models.grouping import KEY_BLOCK, padded_keys
 from speculon.models.invariant import decide, make_invariant, padding_of
 from speculon.models.linear import Linear, packable
 from speculon.models.load import wrap_model
@@ -234,6 +235,25 @@ def test_a_padding_with_which_attention_differs_is_not_chosen(monkeypatch: pytes
     monkeypatch.setattr(invariant, "PADDINGS", (Padding(1, 1), Padding(1, 4)))
     with pytest.raises(CannotBeInvariant, match="attention of heads 8 x 2 differs"):
         make_invariant(stock("llama"))
+
+
+def test_numbers_of_keys_that_add_in_another_order_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that changes one bit of a row where its last block has 256 keys."""
+    kernel = F.scaled_dot_product_attention
+
+    def uneven(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        attended = kernel(queries, keys, values, **options)
+        if keys.shape[2] % KEY_BLOCK == 256:
+            attended[0, 0, 0, 0] = torch.nextafter(attended[0, 0, 0, 0], torch.tensor(9.0).bfloat16())
+        return attended
+
+    layer = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16), 2, True)
+    found = uneven_keys(layer, 64, torch.device("cpu"))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", uneven)
+    assert set(uneven_keys(layer, 64, torch.device("cpu"))) == {*found, 256}
+    assert padded_keys(200, Padding(64, 4, skipped=(256,))) == 320
+    assert padded_keys(760, Padding(64, 4, skipped=(256, 320))) == 896
+    assert padded_keys(513, Padding(64, 4, skipped=(256,))) == 576
 
 
 def test_attention_in_single_operations_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:

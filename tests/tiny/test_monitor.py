@@ -227,6 +227,19 @@ def test_where_rows_are_invariant_no_difference_is_a_tie(monkeypatch: pytest.Mon
     assert counts.limit == 0 and results_of(counts) == (1, 0, 0, 1, 0)
 
 
+def test_in_a_coarse_dtype_the_first_difference_is_judged_by_a_measured_limit() -> None:
+    """Its first token differs, so nothing of the answer itself measures a limit."""
+    engine = engine_of(speculation={"method": "off"})
+    assert engine.monitor is not None
+    engine.monitor._coarse = True
+    ask(engine)
+    drain(engine)
+    last(engine).tokens[len(PROMPT)] ^= 1
+    counts = replayed(engine)
+    assert engine.monitor._positions > 8
+    assert counts.ties + counts.faults == 1
+
+
 def test_in_a_coarse_dtype_the_limit_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitoring, "MEASURED", 60)
     engine = engine_of(speculation={"method": "ngram"})

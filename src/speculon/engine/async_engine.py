@@ -64,11 +64,14 @@ class OutputQueue:
         return sum(self._open.values())
 
     async def admitted(self) -> None:
-        """Returns once the engine has admitted every request; raises why it has not."""
-        while self._waiting and self._error is None:
+        """Returns once the engine has admitted every request; raises why it has not.
+
+        A fault after that is raised by `take`, also if it is here already.
+        """
+        while self._waiting:
+            if self._error is not None:
+                raise self._error
             await self._wait()
-        if self._error is not None:
-            raise self._error
 
     async def take(self) -> list[Event]:
         """The events since the last call, at least one; none once all sequences have ended.

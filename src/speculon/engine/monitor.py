@@ -129,7 +129,11 @@ class Monitor:
         if len(self._waiting) == MOST_WAITING:
             self._waiting.popleft()
             self.counts.dropped += 1
-        self._waiting.append(Answer.of(seq, finish))
+        try:
+            self._waiting.append(Answer.of(seq, finish))
+        except Exception:  # the request's own end must not depend on it
+            log.exception("the monitor: %s cannot be replayed", seq.request.id)
+            self.counts.dropped += 1
         self.counts.waiting = len(self._waiting)
 
     def _exact(self, seq: Sequence, finish: Finish) -> bool:
@@ -178,9 +182,22 @@ class Monitor:
                     break
                 decoded += step.verdict.logprobs or ()
                 yield
-        if decoded and self._measures:
+        if self._measures:
+            if (
+                difference
+            ):  # what stands before it may be too short to measure the limit by which it is judged
+                decoded = yield from self._decoded(answer)
             yield from self._measure(answer, decoded)
         self._count(answer, difference)
+
+    def _decoded(self, answer: Answer) -> Generator[None, None, list[TokenLogprobs]]:
+        """The whole replay, whatever the answer is."""
+        decoded: list[TokenLogprobs] = []
+        with closing(self._lane.run(self._sequence(answer))) as steps:
+            for step in steps:
+                decoded += step.verdict.logprobs or ()
+                yield
+        return decoded
 
     @property
     def _measures(self) -> bool:
@@ -204,12 +221,13 @@ class Monitor:
             pool="",
             prefix_cache=False,
         )
-        return Sequence(
-            next(self._ids), plain, answer.prompt, RequestStats(), answer.sample, grammar=answer.grammar
-        )
+        grammar = None if answer.grammar is None else answer.grammar.anew()
+        return Sequence(next(self._ids), plain, answer.prompt, RequestStats(), answer.sample, grammar=grammar)
 
     def _measure(self, answer: Answer, decoded: list[TokenLogprobs]) -> Iterator[None]:
         """How far the gaps of the replay's best tokens move when one forward computes all of them."""
+        if not decoded:
+            return
         tokens = [*answer.prompt, *(one.token for one in decoded)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=self._top)
         request = replace(
