@@ -59,7 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = ["# Block drafter and EAGLE-3 head by load", ""]
     lines += [
-        f"`python -m recipes.blocks.loads --repeats {arguments.repeats} --threads {arguments.threads}` "
+        f"`python -m recipes.blocks.loads --repeats {arguments.repeats} --threads {arguments.threads}`",
         f"at {commit()}, {date.today()}, {cpu_name()}, policy `{arguments.policy}`;",
         f"the load average was {os.getloadavg()[2]:.1f} at the start, of {os.cpu_count()} cores.",
         "",
