@@ -19,7 +19,7 @@ END_SECONDS = 10.0  # to end after SIGTERM
 
 
 class BenchRunner:
-    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "speculon")):
+    def __init__(self, command: tuple[str, ...] = (sys.executable, "-m", "speculon.cli")):
         self._command = command
         self._view = BenchView(state="none")
         self._lines: deque[str] = deque(maxlen=MOST_LINES)

@@ -32,7 +32,7 @@ BENCH_SECONDS = 0.5  # between two events of a benchmark
 
 def add_admin(app: FastAPI, state: AppState) -> Admin:
     """The routes of an administration, which is in `app.state.admin`, too."""
-    admin = Admin(state)
+    admin = Admin(state, app.version)
     app.state.admin = admin
     router = APIRouter(
         prefix="/admin/api", dependencies=[Depends(require_admin(state.config))], responses=RESPONSES

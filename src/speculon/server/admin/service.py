@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping
 from time import time
 from typing import Any
 
-from speculon import __version__
 from speculon.config.models import ModelSettings, ModelSettingsFile
 from speculon.errors import (
     ConfigError,
@@ -43,7 +42,8 @@ from speculon.server.pooled import PooledModel
 class Admin:
     """The administration of one server. All methods belong to the event loop of the server."""
 
-    def __init__(self, state: AppState):
+    def __init__(self, state: AppState, version: str = ""):
+        self._version = version
         self._state, self._pool = state, state.pool
         self._requests = RequestLog(state.config.shows_texts)
         self.bench_runner = BenchRunner()
@@ -85,7 +85,7 @@ class Admin:
         return Overview(
             time=time(),
             started=self._state.started,
-            version=__version__,
+            version=self._version,
             draining=self._pool.draining,
             memory_bytes=shared,
             free_bytes=None if shared is None else self._pool.free,
