@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -297,3 +298,11 @@ def test_one_benchmark_at_a_time_and_none_after_the_server(tmp_path: Path) -> No
         process = runner._process
     assert process is not None and process.returncode is not None
     assert threading.active_count() < 50
+
+
+def test_the_command_of_a_benchmark_is_there() -> None:
+    def status(*command: str) -> int:
+        return subprocess.run([*command, "bench", "--help"], capture_output=True, timeout=30).returncode
+
+    assert status(*BenchRunner()._command) == 0
+    assert status(sys.executable, "-m", "speculon.no_such_module") != 0
