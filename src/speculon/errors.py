@@ -107,6 +107,10 @@ class UnknownModel(InvalidRequest):
     logged = "the model has another name"
 
 
+class UnknownRequest(InvalidRequest):
+    """No request of this id runs, or is among the latest."""
+
+
 class QueueFull(InvalidRequest):
     """More requests wait than the server keeps; ask again later."""
 

@@ -115,7 +115,11 @@ class ScriptedEngine:
         return list(dict.fromkeys(text.request_id for text in self.running or self.waiting))
 
     def facts(self) -> Ready:
-        return Ready(VOCAB, CONTEXT, self.config.max_num_seqs, PAGES, 16, "ngram")
+        memory = {"held": 100, "pages": 50}
+        return Ready(VOCAB, CONTEXT, self.config.max_num_seqs, PAGES, 16, "ngram", memory=memory)
+
+    def plain_costs(self) -> dict[int, float]:
+        return {1: 2.5}
 
     def capabilities(self) -> dict[str, Capability]:
         return {"limits.max_context": Capability("on", "of the script", {"tokens": CONTEXT})}

@@ -11,6 +11,7 @@ import socket
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from time import perf_counter, time
@@ -87,9 +88,10 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
     from speculon.server.catalogue import Catalogue
 
     folder, name, file = config.serve.models_dir, config.serve.served_model_name, file_of_models(config)
+    writable = ModelSettingsFile(models_file(config.serve), methods()) if config.serve.admin else None
     tables, names = (file.tables(), file.names()) if file is not None else ({}, {})
     if folder is None and len(models) < 2 and not tables:
-        return Catalogue.of_one(settings)
+        return replace(Catalogue.of_one(settings), writable=writable)
     given = [names.get(model, model) for model in models] or list(tables)
     if not given and "model" in config.model_fields_set:
         given = [config.model]
@@ -100,7 +102,9 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
     in_order = sorted(found.models, key=lambda model: given.index(model) if model in given else len(given))
     if len(in_order) > 1:
         say(f"models: {', '.join(in_order)}; the first is the default")
-    return Catalogue(settings, {model: found.models[model] for model in in_order}, found.drafters, file)
+    return Catalogue(
+        settings, {model: found.models[model] for model in in_order}, found.drafters, file, writable
+    )
 
 
 def path_of(name: str, table: Mapping[str, Any], folder: Path | None) -> str:

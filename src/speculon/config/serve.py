@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -74,6 +75,13 @@ class ServeConfig(Checked):
     restart_engine: bool = Field(False, description="end a hung engine; load it again, and one that has died")
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
+    admin: bool = Field(False, description="serve the administration at /admin; see docs/admin.md")
+    admin_key: SecretStr | None = Field(
+        None, description="bearer token of administrators; safer as SPECULON_SERVE__ADMIN_KEY"
+    )
+    admin_texts: bool | None = Field(
+        None, description="show prompts and answers to administrators; None: on a loopback address alone"
+    )
     capture: Path | None = Field(
         None,
         description="folder that stores prompts and answers, to train drafters on; None: off",
@@ -114,6 +122,20 @@ class ServeConfig(Checked):
         return value
 
     @model_validator(mode="after")
+    def _admin_is_guarded(self) -> ServeConfig:
+        key = self.admin_key
+        if key is not None and not key.get_secret_value().strip():
+            raise InvalidParameter("admin_key", "''", "a key has at least one character")
+        if self.admin and key is None and not is_loopback(self.host):
+            raise InvalidParameter("admin", True, f"needs admin_key where host = {self.host!r}")
+        return self
+
+    @property
+    def shows_texts(self) -> bool:
+        """Whether administrators see prompts and answers, which may be those of others."""
+        return is_loopback(self.host) if self.admin_texts is None else self.admin_texts
+
+    @model_validator(mode="after")
     def _capture_keys_can_enter(self) -> ServeConfig:
         strange = sum(key not in self.api_key for key in self.capture_key)
         if self.api_key and strange:
@@ -121,3 +143,11 @@ class ServeConfig(Checked):
                 "capture_key", f"{len(self.capture_key)} keys", f"{strange} of them not among api_key"
             )
         return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

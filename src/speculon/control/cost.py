@@ -144,6 +144,11 @@ class Costs:
         nearest = min(sizes, key=lambda n: abs(n - sequences), default=None)
         return None if nearest is None else self._step.at((1.0, sequences, 0, 0), batch(nearest, 0))
 
+    def plain_steps(self) -> dict[int, float]:
+        """Sequences -> ms of a plain step, for the batch sizes that were measured."""
+        sizes = sorted(n for n, share in self._step.factors if share == PLAIN)
+        return {n: self._step.at((1.0, n, 0, 0), batch(n, 0)) for n in sizes}
+
     def prices(self, method: str, sequences: int) -> Prices:
         """Of a proposal for so many sequences; nothing for a method that was never measured."""
         if not self.calls(method):

@@ -138,6 +138,7 @@ class AsyncEngine:
         self._pause = 0.0  # seconds before the next process is started
         self._lost_loads = 0  # processes in a row that were lost while they loaded
         self.counters, self.load = EngineCounters(), Load(0, 0, 0)
+        self.costs: dict[int, float] = {}  # sequences -> ms of a plain step
         self.facts: Ready | None = None  # None while a process loads
         self.restarts = 0
         self.draining = False  # set where no other process is to be started
@@ -334,7 +335,8 @@ class AsyncEngine:
                 for event in events:
                     if queue := self._open.get(event.request_id):
                         queue.put(event)
-            case Statistics(counters, load, _):
+            case Statistics(counters, load, _, costs):
+                self.costs = costs
                 self.counters, self.load = counters, load
             case Admitted(request_id):
                 if queue := self._open.get(request_id):

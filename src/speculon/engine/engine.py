@@ -156,7 +156,12 @@ class Engine:
             drafters={m: path for m, path in self.config.speculation.drafts.items() if isinstance(path, str)},
             holds_context=self.pool.most(self.max_context, self.config.max_batch_tokens)
             <= self.pool.num_blocks,
+            memory=self.memory.parts(),
         )
+
+    def plain_costs(self) -> dict[int, float]:
+        """Sequences -> ms of a plain step, for the batch sizes that were measured."""
+        return self.policy.costs.plain_steps()
 
     def capabilities(self) -> dict[str, Capability]:
         """What it does and what a request may ask of it, by feature, with the reasons."""

@@ -61,6 +61,7 @@ class Ready:
     drafters: dict[str, str] = field(default_factory=dict)  # checkpoints by method
     holds_context: bool = False  # whether the pages of its windows hold a sequence of `max_context`
     capabilities: Capabilities = field(default_factory=dict, repr=False)
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by part, as estimated
 
     @property
     def note(self) -> str:
@@ -104,6 +105,7 @@ class Statistics:
     counters: EngineCounters
     load: Load
     read: int  # messages of the server so far
+    costs: dict[int, float] = field(default_factory=dict)  # sequences -> ms of a plain step
 
 
 FromServer = Add | Abort | ForgetPools | Stop

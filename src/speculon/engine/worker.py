@@ -91,6 +91,7 @@ class ServedEngine(Protocol):
     @property
     def open_requests(self) -> list[str]: ...
     def facts(self) -> Ready: ...
+    def plain_costs(self) -> dict[int, float]: ...
     def capabilities(self) -> Capabilities: ...
     def add_request(
         self,
@@ -206,4 +207,6 @@ class Worker:
 
     def _send_statistics(self) -> None:
         self._statistics_at = monotonic()
-        self._pipe.send(Statistics(self.engine.counters, self.engine.load, self._read))
+        self._pipe.send(
+            Statistics(self.engine.counters, self.engine.load, self._read, self.engine.plain_costs())
+        )

@@ -71,6 +71,10 @@ class MemoryEstimate:
     def total(self) -> int:
         return sum(getattr(self, name) for name in PARTS)
 
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part of the total."""
+        return {name: getattr(self, name) for name in PARTS}
+
     @property
     def fits(self) -> bool:
         return self.total <= self.limit

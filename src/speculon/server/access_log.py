@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter, time
 from typing import Any
@@ -27,9 +28,12 @@ class AccessRecord:
     status: int = 0
     reason: str | None = None  # of a refusal or a fault, without text of the request
     answer: Answer | None = None
+    watch: Callable[[list[Event]], None] | None = None  # of the administration
     complete: bool = False  # whether a stream came to its end
 
     def receive(self, events: list[Event]) -> None:
+        if self.watch is not None:
+            self.watch(events)
         if not any(event.tokens for event in events):
             return
         now = perf_counter()

@@ -31,7 +31,7 @@ class Answer:
 
     def __init__(self, answer_id: str, request: GenerationRequest, model: ServedModel, tenant: str = ""):
         self.id, self.request, self.model, self.tenant = answer_id, request, model.name, tenant
-        self.created = int(time.time())
+        self.tokenizer, self.created = model.tokenizer, int(time.time())
         self.choices: list[Choice] = []
         self._choices_of: dict[str, list[Choice]] = {}  # of each request in the engine, by its id
         for i, prompt in enumerate(request.prompts):
@@ -94,6 +94,9 @@ class Answer:
         if not event.tokens and event.finish is None:
             return None
         return choices[event.sample].push(event)
+
+    def choice_of(self, event: Event) -> Choice:
+        return self._choices_of[event.request_id][event.sample]
 
     def abort(self) -> list[ChoiceDelta]:
         """The last deltas of all choices that have not ended."""

@@ -60,6 +60,10 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_refusals(app)
     add_pools(app, state)
     add_capture(app, state)
+    if state.config.admin:
+        from speculon.server.admin.routes import add_admin
+
+        add_admin(app, state)
     return app
 
 
@@ -239,6 +243,7 @@ async def respond(
     answer_id = prefix + secrets.token_hex(12)
     answer = await unless_gone(request, begin(state, name, answer_id, request.state.tenant, read, make))
     record.answer = answer
+    state.begin(record)
     if answer.request.stream:
         return EventStream(answer, record, state.keep)
     try:

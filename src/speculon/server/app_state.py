@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from time import time
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from speculon.config import EngineConfig
 from speculon.errors import InvalidRequest, NotReady
@@ -27,10 +27,20 @@ T = TypeVar("T")
 log = logging.getLogger("speculon.server")
 
 
+class Observer(Protocol):
+    """Follows the answers of a server, from open to close of the server."""
+
+    def open(self) -> None: ...
+    def begin(self, record: AccessRecord) -> None: ...
+    def end(self, record: AccessRecord) -> None: ...
+    async def close(self) -> None: ...
+
+
 class AppState:
     """The models behind HTTP, and what they have in common. They load while the port is open already."""
 
     def __init__(self, catalogue: Catalogue, on_stage: OnStage | None = None, loader: Loader | None = None):
+        self.catalogue, self.observers = catalogue, list[Observer]()
         self.config = EngineConfig(**catalogue.settings).serve
         self.pool = ModelPool(catalogue, self.config, self.read, loader, on_stage)
         self.capture = Capture.of(self.config)
@@ -41,12 +51,15 @@ class AppState:
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        for observer in self.observers:
+            observer.open()
         loading = asyncio.create_task(self.pool.start())
         try:
             yield
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            await asyncio.gather(*(one.close() for one in self.observers), return_exceptions=True)
             await self.pool.stop()
             self._reader.shutdown(wait=False, cancel_futures=True)
             if self.capture is not None:
@@ -87,10 +100,17 @@ class AppState:
         if self.capture is not None:
             self.capture.take(answer)
 
+    def begin(self, record: AccessRecord) -> None:
+        """The engine has admitted the record's answer."""
+        for observer in self.observers:
+            observer.begin(record)
+
     def finish(self, record: AccessRecord) -> None:
         """Counts one request. Answers and refusals leave a log line; probes and scrapes do not."""
         record.close()
         self.metrics.observe(record)
+        for observer in self.observers:
+            observer.end(record)
         if record.answer is None and (record.status < 400 or record.route in OPEN_PATHS):
             return
         level = logging.ERROR if record.status >= 500 else logging.INFO

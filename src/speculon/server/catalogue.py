@@ -31,6 +31,7 @@ class Catalogue:
     paths: Mapping[str, str]  # name -> the value of `model`
     drafters: Mapping[str, str] = field(default_factory=dict)  # name -> method; shown, and not served
     file: ModelSettingsFile | None = None  # with the settings of each model
+    writable: ModelSettingsFile | None = None  # where the administration writes them; it may not exist yet
 
     @classmethod
     def of_one(cls, settings: Mapping[str, Any]) -> Self:
@@ -41,9 +42,9 @@ class Catalogue:
     def of_model(self, name: str) -> OfModel:
         """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
         if self.file is None:
-            return OfModel(self._with_path(name, self.settings))
+            return OfModel(self.with_path(name, self.settings))
         found = self.file.settings_of(name, {**self.settings, "model": self.paths[name]})
-        return OfModel(self._with_path(name, found.keywords), found.sampling, found.pool)
+        return OfModel(self.with_path(name, found.keywords), found.sampling, found.pool)
 
     def names(self) -> dict[str, str]:
         """Every name of each model, and the one that it is listed by. Raises `ConfigError`."""
@@ -53,7 +54,8 @@ class Catalogue:
                 raise ConfigError(f"{other!r} is a name of two models: {found[other]} and {name}")
         return found
 
-    def _with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a model with what differs between models of one server."""
         fields = {**settings, "model": self.paths[name]}
         events = EngineConfig(**fields).events
         if events is not None and len(self.paths) > 1:  # two processes cannot write one file

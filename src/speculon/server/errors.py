@@ -23,6 +23,7 @@ from speculon.errors import (
     TooLong,
     UnknownMethod,
     UnknownModel,
+    UnknownRequest,
     shorten,
 )
 from speculon.logs import name_for_log, without_text
@@ -31,6 +32,7 @@ from speculon.server.answer_schemas import ErrorResponse
 # error, status, code; the first row that fits counts
 TABLE: tuple[tuple[type[SpeculonError], int, str | None], ...] = (
     (UnknownModel, 404, "model_not_found"),
+    (UnknownRequest, 404, "request_not_found"),
     (QueueFull, 429, "queue_full"),
     (TooLong, 400, "context_length_exceeded"),
     (InvalidRequest, 400, None),

@@ -20,7 +20,7 @@ from speculon.errors import (
     UnknownModel,
     shorten,
 )
-from speculon.server.catalogue import Catalogue
+from speculon.server.catalogue import Catalogue, OfModel
 from speculon.server.loader import GB, Loader, Share
 from speculon.server.pooled import OnStage, PooledModel, Read
 
@@ -55,7 +55,7 @@ class ModelPool:
                 self._loader,
                 read,
                 on_stage,
-                pinned=own.pool.pinned or name in config.pin,
+                pinned=name in config.pin,
                 alone=self.single,
             )
             for name, own in owns.items()
@@ -91,7 +91,7 @@ class ModelPool:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[PooledModel]:
         """The model of a request, loaded, and not ended before the request is submitted."""
-        if self.single:
+        if self.single and not self.default.on_trial:
             self.check_health()
         model = self.find(name)
         await self.load(model)
@@ -139,6 +139,49 @@ class ModelPool:
         if model.state == "loaded":
             await model.drain(self._config.drain_timeout)
             await self._end(model, "on request")
+
+    async def replace(self, model: PooledModel, own: OfModel, *, reloads: bool) -> None:
+        """Gives a model other settings. A loaded one is drained and loaded anew where that needs it.
+
+        Requests that come meanwhile wait. Where the load fails the old settings are loaded again, and the
+        fault is raised.
+        """
+        if task := self._loading.get(model.name):
+            await asyncio.wait({task})
+        if not reloads or model.state not in ("loaded", "failed"):
+            return self._adopt(model, own)
+        old, was_loaded = model.own, model.state == "loaded"
+        model.on_trial = True
+        try:
+            if was_loaded:
+                await model.drain(self._config.drain_timeout)
+                self._adopt(model, own)
+                await self._end(model, "for other settings")
+            else:
+                self._adopt(model, own)
+                model.forgive()
+            await self.load(model)
+        except SpeculonError:
+            self._adopt(model, old)
+            model.forgive()
+            model.on_trial = False
+            if was_loaded and not self.draining:
+                await self.load(model)
+            raise
+        finally:
+            model.on_trial = False
+
+    def named(self, name: str) -> PooledModel | None:
+        """The model of a name, if there is one."""
+        found = self._names.get(name)
+        return None if found is None else self.models[found]
+
+    def _adopt(self, model: PooledModel, own: OfModel) -> None:
+        for alias in model.own.pool.aliases:
+            if alias != model.name:
+                self._names.pop(alias, None)
+        model.adopt(own)
+        self._names |= dict.fromkeys(own.pool.aliases, model.name)
 
     def check_health(self) -> None:
         """Raises `NotReady` unless the default model serves, or can be loaded when it is used."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter, time
 from typing import Any, Literal
@@ -42,17 +43,18 @@ class PooledModel:
         pinned: bool = False,
         alone: bool = False,
     ):
-        self.name, self.settings, self.pinned = name, own.settings, pinned
-        self.config, self._sampling = EngineConfig(**own.settings), own.sampling
+        self.served: ServedModel | None = None
+        self.name, self._pin = name, pinned  # pinned whatever its own settings are
+        self.adopt(own)
         self._loader, self._read, self._on_stage = loader, read, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
         self._begun = False  # whether that engine was started
+        self.on_trial = False  # loads with other settings: a failure is not the end of the server
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
         self.since = time()  # of the state
         self.error: SpeculonError | None = None  # why it failed last
-        self.served: ServedModel | None = None
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
         self.share = 0  # bytes of the server's memory
         self.users = self.waiting = 0  # requests that are read or submitted; that wait for a load
@@ -64,6 +66,18 @@ class PooledModel:
         self._pause = self._retry_at = 0.0  # after a failure
         self._watchers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._watching: asyncio.Task[None] | None = None
+
+    def adopt(self, own: OfModel) -> None:
+        """These settings are its own; those of the process are in force with the next load."""
+        self.own, self.settings = own, own.settings
+        self.config, self._sampling = EngineConfig(**own.settings), own.sampling
+        self.pinned = self._pin or own.pool.pinned
+        if self.served is not None:
+            self.served = replace(self.served, sampling=own.sampling)
+
+    def forgive(self) -> None:
+        """It may be loaded at once, although a load has failed."""
+        self._pause = self._retry_at = 0.0
 
     @property
     def facts(self) -> Ready:
@@ -160,8 +174,9 @@ class PooledModel:
         self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
-        self.lost.set()
-        if not self._alone:
+        if not self.on_trial:
+            self.lost.set()
+        if not self._alone or self.on_trial:
             log.error("%s: %s: %s", self.name, type(error).__name__, error)
             self._ending = True
             await self.engine.stop()

@@ -1,0 +1,35 @@
+"""The latest lines of the log, in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from speculon.errors import InvalidParameter
+from speculon.server.admin.schemas import LogLine
+
+MOST_LINES = 1000
+MOST_CHARACTERS = 2000  # of a line
+
+
+class LogRing(logging.Handler):
+    """Keeps the latest records of the logger `speculon`; their texts are those of the log itself."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: deque[LogLine] = deque(maxlen=MOST_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()[:MOST_CHARACTERS]
+        except Exception:
+            return self.handleError(record)
+        self._lines.append(
+            LogLine(time=record.created, level=record.levelname, logger=record.name, text=text)
+        )
+
+    def latest(self, lines: int) -> list[LogLine]:
+        """The oldest first. Raises `InvalidParameter`."""
+        if not 1 <= lines <= MOST_LINES:
+            raise InvalidParameter("lines", lines, f"from 1 to {MOST_LINES}")
+        return list(self._lines)[-lines:]

@@ -1,0 +1,160 @@
+"""Requests as they run, and the latest that have ended: bounded in number and in tokens."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from time import perf_counter, time
+
+from speculon.sequence import Event
+from speculon.server.access_log import AccessRecord
+from speculon.server.admin.schemas import RequestView, TokenRow, TokenView
+from speculon.server.answer import Answer
+
+RECENT = 200  # requests that have ended
+MOST_TOKENS = 4096  # of each request, whose prompt and answer can be shown
+WINDOW = 5.0  # seconds of a rate
+SAMPLES = 64
+
+Row = tuple[int, str, str | None, int | None, float | None, int | None]
+
+
+@dataclass
+class Kept:
+    """A request, and what is kept of its text."""
+
+    record: AccessRecord
+    answer: Answer
+    prompt: list[int]  # its beginning; empty: texts are not kept
+    rows: dict[int, list[Row]] = field(default_factory=dict)  # of each choice
+    dropped: int = 0
+    began: float = field(default_factory=time)
+    ended: RequestView | None = None  # the account at its end
+
+    def note(self, events: list[Event]) -> None:
+        kept = sum(map(len, self.rows.values()))
+        for event in events:
+            rows = rows_of(event)
+            room = max(0, MOST_TOKENS - kept)
+            self.rows.setdefault(self.answer.choice_of(event).index, []).extend(rows[:room])
+            self.dropped += len(rows) - len(rows[:room])
+            kept += len(rows[:room])
+
+
+class RequestLog:
+    """Follows every answer of the server. Texts are kept only where `texts` says so."""
+
+    def __init__(self, texts: bool, recent: int = RECENT):
+        self.texts = texts
+        self._running: dict[str, Kept] = {}  # by the answer's id
+        self._recent: deque[Kept] = deque(maxlen=recent)
+        self._ended_tokens: Counter[str] = Counter()  # by model
+        self._samples: deque[tuple[float, dict[str, int]]] = deque(maxlen=SAMPLES)
+
+    def begin(self, record: AccessRecord) -> None:
+        """The record has its answer, which the engine has admitted."""
+        answer = record.answer
+        assert answer is not None
+        prompt = answer.request.prompts[0][:MOST_TOKENS] if self.texts else []
+        kept = Kept(record, answer, prompt)
+        if self.texts or answer.request.explain:
+            record.watch = kept.note
+        self._running[answer.id] = kept
+
+    def end(self, record: AccessRecord) -> None:
+        answer = record.answer
+        kept = None if answer is None else self._running.pop(answer.id, None)
+        if kept is None:
+            return
+        self._ended_tokens[kept.answer.model] += kept.answer.tokens
+        kept.ended = self._view(kept)
+        record.watch = None
+        self._recent.appendleft(kept)
+
+    def tokens_by_model(self) -> dict[str, int]:
+        found = Counter(self._ended_tokens)
+        for kept in self._running.values():
+            found[kept.answer.model] += kept.answer.tokens
+        return found
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second by model since the oldest sample of the last seconds; each call adds one."""
+        now, totals = perf_counter(), self.tokens_by_model()
+        while len(self._samples) > 1 and self._samples[1][0] <= now - WINDOW:
+            self._samples.popleft()
+        rates = {}
+        if self._samples and (seconds := now - self._samples[0][0]) > 0:
+            before = self._samples[0][1]
+            rates = {name: (total - before.get(name, 0)) / seconds for name, total in totals.items()}
+        if not self._samples or now - self._samples[-1][0] >= WINDOW / (SAMPLES - 2):
+            self._samples.append((now, totals))
+        return rates
+
+    def views(self) -> list[RequestView]:
+        """Those that run, then the latest that have ended, each newest first."""
+        running = [self._view(kept) for kept in reversed(self._running.values())]
+        return running + [kept.ended for kept in self._recent if kept.ended is not None]
+
+    def find(self, request_id: str) -> Kept | None:
+        """By the answer's id, or by that of the header."""
+        recent = [*self._running.values(), *self._recent]
+        return next((one for one in recent if request_id in (one.answer.id, one.record.request_id)), None)
+
+    def text_of(self, kept: Kept) -> RequestView:
+        """With the beginning of the prompt and the answer, where texts are kept."""
+        view = kept.ended or self._view(kept)
+        if not self.texts:
+            return view
+        tokenizer = kept.answer.tokenizer
+        answers = [tokenizer.decode([row[0] for row in rows]) for rows in kept.rows.values()]
+        return view.model_copy(update={"prompt": tokenizer.decode(kept.prompt), "answer": "\n".join(answers)})
+
+    def tokens_of(self, kept: Kept) -> TokenView:
+        text = kept.answer.tokenizer.token_text
+        choices = [
+            [
+                TokenRow(id=i, text=text(i), fate=fate, source=source, position=at, logprob=lp, rank=rank)
+                for i, fate, source, at, lp, rank in kept.rows[index]
+            ]
+            for index in sorted(kept.rows)
+        ]
+        return TokenView(
+            id=kept.answer.id,
+            model=kept.answer.model,
+            complete=kept.ended is not None,
+            choices=choices,
+            dropped=kept.dropped,
+        )
+
+    def _view(self, kept: Kept) -> RequestView:
+        record, answer = kept.record, kept.answer
+        ended = answer.id not in self._running
+        return RequestView(
+            id=answer.id,
+            request_id=record.request_id,
+            model=answer.model,
+            route=record.route,
+            state="ended" if ended else "running",
+            started=kept.began,
+            seconds=record.seconds if ended else perf_counter() - record.started,
+            first_token_seconds=record.first_token,
+            status=record.status,
+            finish=record.finish if ended else None,
+            prompt_tokens=sum(map(len, answer.request.prompts)),
+            tokens=answer.tokens,
+            explained=answer.request.explain,
+            speculation=answer.speculation() if ended else None,
+        )
+
+
+def rows_of(event: Event) -> list[Row]:
+    """The tokens of an event: a correction has the position of the draft that it replaces."""
+    accepted, rows = len(event.sources), list[Row]()
+    logprobs = event.logprobs or ()
+    for i, (token, fate) in enumerate(zip(event.tokens, event.fates, strict=True)):
+        source = event.sources[i] if i < accepted else None
+        position = i if i < accepted or fate == "correction" else None
+        found = logprobs[i] if i < len(logprobs) else None
+        logprob, rank = (None, None) if found is None else (found.logprob, found.rank)
+        rows.append((token, fate, source, position, logprob, rank))
+    return rows

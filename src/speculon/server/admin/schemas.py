@@ -1,0 +1,184 @@
+"""What the administration returns: plain data of the page and of `/admin/api`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class Acceptance(BaseModel):
+    """Drafts of one method, of sequences that have ended."""
+
+    method: str
+    proposals: int
+    drafted: int  # tokens
+    accepted: int
+    acceptance_rate: float | None  # None: nothing was drafted
+
+
+class MonitorView(BaseModel):
+    """Answers that were replayed without speculation."""
+
+    replayed: int
+    equal: int
+    ties: int
+    faults: int
+    dropped: int
+    waiting: int
+
+
+class Engine(BaseModel):
+    """What the process of a model tells; counts of drafts are those of sequences that have ended."""
+
+    sequences_running: int
+    sequences_waiting: int
+    pages: int
+    pages_free: int
+    page_tokens: int
+    restarts: int
+    steps: int
+    target_calls: int
+    rounds: int
+    tokens_per_target_call: float | None
+    saved_seconds: float | None  # against plain steps; None: not known
+    methods: list[Acceptance]
+    per_position: list[float]  # share of drafts at position i that were accepted
+    drafts_at: list[int]  # rounds that drafted at position i
+    plain_rounds: dict[str, int]  # reason -> rounds
+    cost_curve: dict[int, float]  # sequences -> ms of a plain step; empty: not measured
+    memory_bytes: dict[str, int]  # part -> bytes, as estimated when it was loaded
+    monitor: MonitorView
+
+
+class ModelOverview(BaseModel):
+    name: str
+    state: str
+    since: float  # seconds of the epoch
+    error: str | None
+    requests_open: int
+    tokens: int  # sent to clients since the server's start
+    tokens_per_second: float  # of the last seconds
+    held_bytes: int
+    engine: Engine | None  # None: no process has told yet
+
+
+class Overview(BaseModel):
+    time: float  # seconds of the epoch
+    started: float
+    version: str
+    draining: bool
+    memory_bytes: int | None  # of all models; None: not limited by the server
+    free_bytes: int | None
+    models: list[ModelOverview]
+
+
+class FieldView(BaseModel):
+    """One setting of a model."""
+
+    name: str
+    group: Literal["engine", "speculation", "sampling", "pool"]
+    value: Any
+    default: Any
+    description: str
+    value_schema: dict[str, Any]  # JSON schema
+    source: Literal["default", "model", "file", "environment", "flag"]
+    origin: str  # with file and line
+    locked: str | None  # why it cannot be changed here
+    new_worker: bool  # whether a change loads the model again
+
+
+class ModelView(BaseModel):
+    name: str
+    aliases: list[str]
+    state: str
+    default: bool
+    pinned: bool
+    held_bytes: int
+    load_seconds: float
+    error: str | None
+    method: str
+    drafters: dict[str, str]  # checkpoints by method
+    max_context: int | None
+    settings_file: str
+    locked: str | None  # why no setting of this model can be changed
+    settings: list[FieldView]
+
+
+class Change(BaseModel, extra="forbid"):
+    """Fields to set; null takes a field out of the file."""
+
+    changes: dict[str, Any] = Field(min_length=1)
+
+
+class RequestView(BaseModel):
+    id: str  # of the answer
+    request_id: str  # of the header x-request-id
+    model: str
+    route: str
+    state: Literal["running", "ended"]
+    started: float  # seconds of the epoch
+    seconds: float
+    first_token_seconds: float | None
+    status: int
+    finish: str | None
+    prompt_tokens: int
+    tokens: int
+    explained: bool  # whether its tokens can be shown
+    speculation: dict[str, Any] | None  # the account, once it has ended
+    prompt: str | None = None  # None: texts are not shown
+    answer: str | None = None
+
+
+class TokenRow(BaseModel):
+    id: int
+    text: str
+    fate: str
+    source: str | None  # the method that drafted it
+    position: int | None  # in its draft; None: not drafted
+    logprob: float | None
+    rank: int | None
+
+
+class TokenView(BaseModel):
+    id: str
+    model: str
+    complete: bool
+    choices: list[list[TokenRow]]
+    dropped: int  # tokens beyond the limit of what is kept
+
+
+class Drafter(BaseModel):
+    name: str
+    method: str
+    checkpoint: str
+    loaded: bool
+
+
+class LogLine(BaseModel):
+    time: float
+    level: str
+    logger: str
+    text: str
+
+
+class BenchOptions(BaseModel, extra="forbid"):
+    """Options of `speculon bench`; the model is one of this server."""
+
+    model: str | None = None
+    workloads: list[Literal["code", "edit", "prose", "mixed", "warm"]] = Field(["code"], min_length=1)
+    modes: list[str] = Field([], max_length=16)
+    concurrency: list[int] = Field([1], min_length=1, max_length=8)
+    prompts: int = Field(8, ge=1, le=256)
+    max_tokens: int = Field(64, ge=1, le=4096)
+    repeats: int = Field(1, ge=1, le=16)
+
+
+class BenchView(BaseModel):
+    state: Literal["none", "running", "done", "failed", "cancelled"]
+    options: BenchOptions | None = None
+    started: float | None = None
+    seconds: float = 0.0
+    lines: list[str] = []  # of its standard error
+    error: str | None = None
+    result: dict[str, Any] | None = None  # what `speculon bench --json` prints

@@ -1,0 +1,251 @@
+"""What page and API of the administration do, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from time import time
+from typing import Any
+
+from speculon.config.models import ModelSettings, ModelSettingsFile
+from speculon.errors import (
+    ConfigError,
+    InvalidParameter,
+    InvalidRequest,
+    LoadFailed,
+    SpeculonError,
+    UnknownRequest,
+)
+from speculon.server.access_log import AccessRecord
+from speculon.server.admin import settings as of_settings
+from speculon.server.admin.bench import BenchRunner
+from speculon.server.admin.lines import LogRing
+from speculon.server.admin.overview import engine_of
+from speculon.server.admin.requests import RequestLog
+from speculon.server.admin.schemas import (
+    BenchOptions,
+    BenchView,
+    Drafter,
+    LogLine,
+    ModelOverview,
+    ModelView,
+    Overview,
+    RequestView,
+    TokenView,
+)
+from speculon.server.app_state import AppState
+from speculon.server.catalogue import OfModel
+from speculon.server.pooled import PooledModel
+
+
+class Admin:
+    """The administration of one server. All methods belong to the event loop of the server."""
+
+    def __init__(self, state: AppState, version: str = ""):
+        self._version = version
+        self._state, self._pool = state, state.pool
+        self._requests = RequestLog(state.config.shows_texts)
+        self.bench_runner = BenchRunner()
+        self._ring = LogRing()
+        self._changing = asyncio.Lock()  # of settings, one after the other
+        state.observers.append(self)
+
+    def open(self) -> None:
+        logging.getLogger("speculon").addHandler(self._ring)
+
+    async def close(self) -> None:
+        """Ends the benchmark with the server."""
+        logging.getLogger("speculon").removeHandler(self._ring)
+        await self.bench_runner.cancel()
+
+    def begin(self, record: AccessRecord) -> None:
+        self._requests.begin(record)
+
+    def end(self, record: AccessRecord) -> None:
+        self._requests.end(record)
+
+    def overview(self) -> Overview:
+        tokens, rates = self._requests.tokens_by_model(), self._requests.rates()
+        models = [
+            ModelOverview(
+                name=name,
+                state=model.state,
+                since=model.since,
+                error=None if model.error is None else str(model.error),
+                requests_open=model.engine.open_requests,
+                tokens=tokens.get(name, 0),
+                tokens_per_second=rates.get(name, 0.0),
+                held_bytes=model.held,
+                engine=engine_of(model.engine),
+            )
+            for name, model in self._pool.models.items()
+        ]
+        shared = self._pool.memory
+        return Overview(
+            time=time(),
+            started=self._state.started,
+            version=self._version,
+            draining=self._pool.draining,
+            memory_bytes=shared,
+            free_bytes=None if shared is None else self._pool.free,
+            models=models,
+        )
+
+    async def models(self) -> list[ModelView]:
+        """Every model with its settings. Raises `ConfigError` where the file has a fault."""
+        return [await self.model(name) for name in self._pool.models]
+
+    async def model(self, name: str) -> ModelView:
+        """One model, by any of its names. Raises `UnknownModel`, `ConfigError`."""
+        model = self._pool.find(name)
+        found = await asyncio.to_thread(self._settings_of, model)
+        served = model.served
+        return ModelView(
+            name=model.name,
+            aliases=list(found.pool.aliases),
+            state=model.state,
+            default=model is self._pool.default,
+            pinned=model.pinned,
+            held_bytes=model.held,
+            load_seconds=model.load_seconds,
+            error=None if model.error is None else str(model.error),
+            method=model.config.speculation.method if served is None else served.method,
+            drafters=model.drafters,
+            max_context=None if served is None else served.max_context,
+            settings_file=str(self._file.path),
+            locked=self._lock_of(model),
+            settings=of_settings.fields_of(found),
+        )
+
+    def drafters_for(self, name: str) -> list[Drafter]:
+        """Drafters of this model's engine, then those of the models' folder, which may not fit it."""
+        model = self._pool.find(name)
+        loaded = [
+            Drafter(name=path, method=method, checkpoint=path, loaded=True)
+            for method, path in model.drafters.items()
+        ]
+        folder = self._state.config.models_dir
+        others = [
+            Drafter(name=one, method=method, checkpoint=str(folder / one if folder else one), loaded=False)
+            for one, method in self._pool.drafters.items()
+        ]
+        return loaded + others
+
+    async def change(self, name: str, changes: Mapping[str, Any]) -> ModelView:
+        """Sets fields of a model; null takes a field out of the file.
+
+        All is checked first. A loaded model that needs it is drained and loaded with the new settings, and
+        only then the file is written: settings that fail to load are never in it. Where the load fails, the
+        model is loaded with its old settings again.
+
+        Raises `InvalidParameter` for a refused field, `ConfigError` for a conflict or a file that cannot be
+        written, `LoadFailed` where the new settings do not load.
+        """
+        self._state.check_open()
+        model = self._pool.find(name)
+        if not changes:
+            raise InvalidParameter("changes", {}, "name at least one field")
+        if (why := self._lock_of(model)) is not None:
+            raise InvalidRequest(why)
+        async with self._changing:
+            before = await asyncio.to_thread(self._settings_of, model)
+            of_settings.check_unlocked(before, changes)
+            given = self._given(model)
+            after = await asyncio.to_thread(of_settings.tried, self._file, model.name, given, changes)
+            self._check_names(model, after.pool.aliases)
+            await self._apply(model, before, after, changes)
+        return await self.model(model.name)
+
+    def find(self, name: str) -> PooledModel:
+        """Raises `UnknownModel`."""
+        return self._pool.find(name)
+
+    async def load(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        """Loads a model; yields the stages. Raises the fault of the load."""
+        async for change in self._pool.progress(self._pool.find(name)):
+            yield change
+
+    async def unload(self, name: str) -> ModelView:
+        """Raises `InvalidRequest` for the only model of a server."""
+        model = self._pool.find(name)
+        await self._pool.unload(model)
+        return await self.model(model.name)
+
+    def requests(self) -> list[RequestView]:
+        """Those that run, then the latest 200 that have ended, without texts."""
+        return self._requests.views()
+
+    def request(self, request_id: str) -> RequestView:
+        """One request, with texts where these are kept. Raises `UnknownRequest`."""
+        return self._requests.text_of(self._found(request_id))
+
+    def tokens(self, request_id: str) -> TokenView:
+        """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
+        kept = self._found(request_id)
+        if not kept.answer.request.explain:
+            raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
+        return self._requests.tokens_of(kept)
+
+    def log(self, lines: int = 200) -> list[LogLine]:
+        """Raises `InvalidParameter`."""
+        return self._ring.latest(lines)
+
+    def bench(self) -> BenchView:
+        return self.bench_runner.view
+
+    def start_bench(self, options: BenchOptions) -> BenchView:
+        """Raises `UnknownModel`, and `InvalidRequest` while a benchmark runs."""
+        self._state.check_open()
+        return self.bench_runner.start(options, self._pool.find(options.model).config.model)
+
+    async def cancel_bench(self) -> BenchView:
+        return await self.bench_runner.cancel()
+
+    @property
+    def _file(self) -> ModelSettingsFile:
+        file = self._state.catalogue.writable
+        if file is None:
+            raise InvalidRequest("this server was started without a file for the settings of models")
+        return file
+
+    def _lock_of(self, model: PooledModel) -> str | None:
+        served = self._state.config.served_model_name
+        if served is not None and model is self._pool.default:
+            return f"served_model_name = {served!r} names this model: a table of the file cannot be its own"
+        return None
+
+    def _given(self, model: PooledModel) -> dict[str, Any]:
+        catalogue = self._state.catalogue
+        return {**catalogue.settings, "model": catalogue.paths[model.name]}
+
+    def _settings_of(self, model: PooledModel) -> ModelSettings:
+        return self._file.settings_of(model.name, self._given(model))
+
+    def _check_names(self, model: PooledModel, aliases: tuple[str, ...]) -> None:
+        for alias in aliases:
+            other = self._pool.named(alias)
+            if other is not None and other is not model:
+                raise InvalidParameter("aliases", alias, f"a name of {other.name!r}")
+
+    async def _apply(
+        self, model: PooledModel, before: ModelSettings, after: ModelSettings, changes: Mapping[str, Any]
+    ) -> None:
+        new = OfModel(self._state.catalogue.with_path(model.name, after.keywords), after.sampling, after.pool)
+        old = model.own
+        reloads = any(map(of_settings.needs_load, before.changed(after)))
+        try:
+            await self._pool.replace(model, new, reloads=reloads)
+        except SpeculonError as error:
+            raise LoadFailed(f"the settings were not changed: {model.name!r} did not load: {error}") from None
+        try:
+            await asyncio.to_thread(self._file.update, model.name, changes)
+        except (ConfigError, InvalidParameter):
+            await self._pool.replace(model, old, reloads=reloads)
+            raise
+
+    def _found(self, request_id: str) -> Any:
+        kept = self._requests.find(request_id)
+        if kept is None:
+            raise UnknownRequest(f"request {request_id!r}: neither running nor among the latest")
+        return kept

@@ -1,0 +1,118 @@
+"""The settings of a model as an administrator sees and changes them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from speculon.config import EngineConfig
+from speculon.config.models import HOMES, ModelSettings, ModelSettingsFile
+from speculon.config.models.fields import home_of
+from speculon.config.speculation import SpeculationConfig
+from speculon.errors import ConfigError, InvalidParameter
+from speculon.server.admin.schemas import FieldView
+
+PLAIN_JSON: TypeAdapter[Any] = TypeAdapter(Any)
+OF_THE_START = ("model", "served_model_name")
+# what a remote administrator must not be able to set: it runs code, or writes where it says
+UNSAFE = ("trust_remote_code", "events", "state")
+SOURCES = {"flag": "flag", "environment": "environment", "model's settings": "model", "": "file"}
+
+
+def fields_of(found: ModelSettings) -> list[FieldView]:
+    return [field_of(found, name) for name in HOMES]
+
+
+def field_of(found: ModelSettings, name: str) -> FieldView:
+    home, setting = HOMES[name], found._settings.get(name)
+    source = "default" if setting is None else SOURCES.get(setting.source.name, "default")
+    return FieldView(
+        name=name,
+        group=home.table if home.table in ("speculation", "sampling", "pool") else "engine",
+        value=as_json(found._value(name)),
+        default=as_json(default_of(name)),
+        description=home.model.model_fields[name].description or "",
+        value_schema=schema_of(name),
+        source=source,
+        origin=found.origin(name),
+        locked=lock_of(found, name),
+        new_worker=needs_load(name),
+    )
+
+
+def lock_of(found: ModelSettings, name: str) -> str | None:
+    """Why a field cannot be changed here; None: it can."""
+    if name in OF_THE_START:
+        return "set where the server is started"
+    if name in UNSAFE:
+        return "only in the file or by a flag: it can run code of a checkpoint, or write files"
+    setting = found._settings.get(name)
+    if setting is not None and setting.source.name == "flag":
+        return f"set by a flag, which goes before the file: --{name.replace('_', '-')}"
+    if setting is not None and setting.source.name == "environment":
+        return "set by the environment, which goes before the file"
+    return None
+
+
+def needs_load(name: str) -> bool:
+    """Whether a change is in force only after the model is loaded again."""
+    return HOMES[name].model in (EngineConfig, SpeculationConfig)
+
+
+def check_unlocked(found: ModelSettings, changes: Mapping[str, Any]) -> None:
+    """Raises `InvalidParameter` for an unknown field, or one that cannot be changed here."""
+    for name, value in changes.items():
+        home_of(name, value)
+        if (why := lock_of(found, name)) is not None:
+            raise InvalidParameter(name, value, why)
+
+
+def tried(
+    file: ModelSettingsFile, name: str, given: Mapping[str, Any], changes: Mapping[str, Any]
+) -> ModelSettings:
+    """The settings after these changes, from a copy of the file. Nothing of the file is changed.
+
+    Raises `InvalidParameter` for what is refused, and `ConfigError` for a conflict with a flag.
+    """
+    with tempfile.TemporaryDirectory(prefix="speculon-admin-") as folder:
+        copy = Path(folder) / file.path.name
+        if file.path.is_file():
+            copy.write_bytes(file.path.read_bytes())
+        trial = ModelSettingsFile(copy, file._methods)
+        try:
+            trial.update(name, changes)
+            found = trial.settings_of(name, given)
+            trial.names()
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(str(copy), str(file.path))) from None
+    for warning in found.warnings:
+        left_out = [
+            field for field in changes if warning.startswith(f"{field} = ") or f", {field} = " in warning
+        ]
+        if left_out:
+            message = warning.replace(str(copy), str(file.path))
+            raise InvalidParameter(left_out[0], changes[left_out[0]], message)
+    return found
+
+
+@cache
+def schema_of(name: str) -> dict[str, Any]:
+    schema = HOMES[name].model.model_json_schema()
+    found = dict(schema["properties"].get(name, {}))
+    if "$ref" in json.dumps(found):
+        found["$defs"] = schema.get("$defs", {})
+    return found
+
+
+def default_of(name: str) -> Any:
+    return HOMES[name].model.model_fields[name].get_default(call_default_factory=True)
+
+
+def as_json(value: Any) -> Any:
+    return PLAIN_JSON.dump_python(value, mode="json", fallback=str)
