@@ -39,6 +39,10 @@ class ServeConfig(Checked):
         description="memory of all models together; None: of several, 90 % of what is free at the start",
     )
     pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
+    admin: bool = Field(False, description="dashboard at /admin; needs pip install 'speculon[admin]'")
+    admin_key: SecretStr | None = Field(
+        None, description="key of the dashboard; safer as SPECULON_SERVE__ADMIN_KEY; None: loopback alone"
+    )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )
@@ -87,6 +91,13 @@ class ServeConfig(Checked):
     capture_key: Keys = Field(
         (), description="API keys whose texts are stored, given like api_key; none: all"
     )
+
+    @field_validator("admin_key")
+    @classmethod
+    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value().strip():
+            raise ValueError("a key has at least one character")
+        return value
 
     @field_validator("models_file")
     @classmethod
