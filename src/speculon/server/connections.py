@@ -139,7 +139,7 @@ class LimitedProtocol(asyncio.Protocol):
         """The websocket's protocol enters the limits in the place of this one."""
         self._upgraded = True
         self._leave()
-        super().handle_websocket_upgrade()
+        super().handle_websocket_upgrade()  # type: ignore[misc]
 
     def _leave(self) -> None:
         if self._address is not None:
@@ -170,7 +170,7 @@ def socket_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
         counted: str | None = None  # its address
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)  # type: ignore[arg-type]
+            super().connection_made(transport)
             address = (get_remote_addr(self.transport) or ("", 0))[0]
             if limits.enter(address):
                 self.counted = address

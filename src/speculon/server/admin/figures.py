@@ -11,6 +11,7 @@ from speculon.server.metrics import ModelStatistics
 from speculon.telemetry import RequestStats
 
 INTERVAL = 1.0  # seconds between two snapshots
+MOST_PAUSE = 5.0  # seconds; after a longer one the charts begin anew
 POINTS = 180
 
 
@@ -62,7 +63,7 @@ class Figures:
 
     def __init__(self, models: Mapping[str, ModelStatistics], clock: Callable[[], float] = monotonic):
         self._models, self._clock = models, clock
-        self._taken_at = -INTERVAL
+        self._taken_at = float("-inf")
         self.totals, self.now = Totals(), Now()
         self.points: deque[Point] = deque(maxlen=POINTS)
 
@@ -72,10 +73,14 @@ class Figures:
         if at - self._taken_at < 0.9 * INTERVAL:
             return
         before, seconds = self.totals, at - self._taken_at
-        first = not self.points and not before.steps
+        # no page was open: an average over the pause would look like a measurement of now
+        first = seconds > MOST_PAUSE
+        if first:
+            self.points.clear()
         self.totals, self.now = totals_of(self._models), now_of(self._models)
         self._taken_at = at
-        self.points.append(point(Totals() if first else before, self.totals, seconds, first))
+        if not first:
+            self.points.append(point(before, self.totals, seconds))
 
 
 def totals_of(models: Mapping[str, ModelStatistics]) -> Totals:
@@ -123,13 +128,13 @@ def now_of(models: Mapping[str, ModelStatistics]) -> Now:
     )
 
 
-def point(before: Totals, after: Totals, seconds: float, first: bool) -> Point:
+def point(before: Totals, after: Totals, seconds: float) -> Point:
     """The interval's differences. Counters of an engine that was restarted fall: then 0, and None."""
     tokens, calls = after.tokens - before.tokens, after.target_calls - before.target_calls
     rounds, drafted = after.rounds - before.rounds, after.drafted - before.drafted
     return Point(
         time(),
-        0.0 if first else max(0.0, tokens / seconds),
+        max(0.0, tokens / seconds),
         tokens / calls if calls > 0 else None,
         drafted / rounds if rounds > 0 else None,
         {

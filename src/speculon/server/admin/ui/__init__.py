@@ -35,7 +35,7 @@ def mount(app: FastAPI, state: AppState, admin: Any = None) -> None:
     from speculon.server.admin.ui.shell import Context, Page, add_pages
 
     pages = (
-        Page("overview", "/", "monitoring", overview.build),
+        Page("overview", "/", "speed", overview.build),
         Page("log", "/log", "subject", log.build),
     )
     ring = LogRing()

@@ -67,8 +67,13 @@ def numbers(figures: Figures, words: Words) -> dict[str, str]:
         "acceptance": ratio(totals.accepted * 100, totals.drafted, " %", 1),
         "per_call": ratio(totals.tokens, totals.target_calls, "", 2),
         "saved": words("overview.seconds", seconds=f"{totals.saved_ms / 1e3:,.1f}"),
-        "memory": words("overview.megabytes", megabytes=f"{sum(now.memory.values()) / MB:,.0f}"),
+        "memory": megabytes(sum(now.memory.values()), words),
     }
+
+
+def megabytes(held: int, words: Words) -> str:
+    """A model alone has no share that the server knows."""
+    return words("overview.megabytes", megabytes=f"{held / MB:,.0f}") if held else "–"
 
 
 def ratio(part: float, whole: float, unit: str, digits: int) -> str:
@@ -130,5 +135,6 @@ def show(chart: ui.echart, series: list[dict[str, Any]], categories: list[str] |
         return
     chart.options["series"] = series
     if categories is not None:
+        chart.options["xAxis"]["axisLabel"] |= {"interval": 0, "rotate": 30 if len(categories) < 12 else 0}
         chart.options["xAxis"]["data"] = categories
     chart.update()
