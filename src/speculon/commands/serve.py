@@ -56,6 +56,7 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
     settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
+    check_dashboard(config.serve)
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
     from speculon.server.app_state import AppState
@@ -80,6 +81,14 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
         if fault := runner.run(serve(state, http, listener, started)):
             raise fault
     say("stopped")
+
+
+def check_dashboard(config: ServeConfig) -> None:
+    """Raises `ConfigError` before the port is open where its packages are missing."""
+    if config.admin:
+        from speculon.server.admin.ui import check_installed
+
+        check_installed()
 
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:
@@ -136,7 +145,12 @@ def http_server(state: AppState) -> uvicorn.Server:
             await super().shutdown(sockets)
 
     seconds = math.ceil(state.config.drain_timeout) + CLOSE_SECONDS
-    return DrainingServer(create_app(state, __version__), state.config, seconds)
+    app = create_app(state, __version__)
+    if state.config.admin:
+        from speculon.server.admin.ui import mount
+
+        mount(app, state, app.state.admin)
+    return DrainingServer(app, state.config, seconds)
 
 
 async def serve(

@@ -40,6 +40,13 @@ class ServeConfig(Checked):
         description="memory of all models together; None: of several, 90 % of what is free at the start",
     )
     pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
+    admin: bool = Field(False, description="dashboard at /admin; needs pip install 'speculon[admin]'")
+    admin_key: SecretStr | None = Field(
+        None, description="key of the dashboard; safer as SPECULON_SERVE__ADMIN_KEY; None: loopback alone"
+    )
+    admin_texts: bool | None = Field(
+        None, description="show prompts and answers to administrators; None: on a loopback address alone"
+    )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )
@@ -75,13 +82,6 @@ class ServeConfig(Checked):
     restart_engine: bool = Field(False, description="end a hung engine; load it again, and one that has died")
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
-    admin: bool = Field(False, description="serve the administration at /admin; see docs/admin.md")
-    admin_key: SecretStr | None = Field(
-        None, description="bearer token of administrators; safer as SPECULON_SERVE__ADMIN_KEY"
-    )
-    admin_texts: bool | None = Field(
-        None, description="show prompts and answers to administrators; None: on a loopback address alone"
-    )
     capture: Path | None = Field(
         None,
         description="folder that stores prompts and answers, to train drafters on; None: off",
@@ -127,7 +127,8 @@ class ServeConfig(Checked):
         if key is not None and not key.get_secret_value().strip():
             raise InvalidParameter("admin_key", "''", "a key has at least one character")
         if self.admin and key is None and not is_loopback(self.host):
-            raise InvalidParameter("admin", True, f"needs admin_key where host = {self.host!r}")
+            needed = f"needs admin_key (SPECULON_SERVE__ADMIN_KEY) where host = {self.host!r}"
+            raise InvalidParameter("admin", True, needed)
         return self
 
     @property
@@ -148,6 +149,6 @@ class ServeConfig(Checked):
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     try:
-        return ip_address(host).is_loopback
+        return ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host == "localhost" or host.endswith(".localhost")

@@ -18,18 +18,23 @@ class LogRing(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[LogLine] = deque(maxlen=MOST_LINES)
+        self._count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()[:MOST_CHARACTERS]
         except Exception:
             return self.handleError(record)
-        self._lines.append(
-            LogLine(time=record.created, level=record.levelname, logger=record.name, text=text)
-        )
+        self._count += 1
+        line = {"time": record.created, "level": record.levelname, "logger": record.name, "text": text}
+        self._lines.append(LogLine(number=self._count, **line))
 
     def latest(self, lines: int) -> list[LogLine]:
         """The oldest first. Raises `InvalidParameter`."""
         if not 1 <= lines <= MOST_LINES:
             raise InvalidParameter("lines", lines, f"from 1 to {MOST_LINES}")
         return list(self._lines)[-lines:]
+
+    def since(self, number: int) -> list[LogLine]:
+        """The lines after this number, the oldest first."""
+        return [line for line in self._lines.copy() if line.number > number]

@@ -156,6 +156,7 @@ class Drafter(BaseModel):
 
 
 class LogLine(BaseModel):
+    number: int = Field(description="from 1, since the start of the server")
     time: float
     level: str
     logger: str

@@ -47,16 +47,16 @@ class Admin:
         self._state, self._pool = state, state.pool
         self._requests = RequestLog(state.config.shows_texts)
         self.bench_runner = BenchRunner()
-        self._ring = LogRing()
+        self.ring = LogRing()
         self._changing = asyncio.Lock()  # of settings, one after the other
         state.observers.append(self)
 
     def open(self) -> None:
-        logging.getLogger("speculon").addHandler(self._ring)
+        logging.getLogger("speculon").addHandler(self.ring)
 
     async def close(self) -> None:
         """Ends the benchmark with the server."""
-        logging.getLogger("speculon").removeHandler(self._ring)
+        logging.getLogger("speculon").removeHandler(self.ring)
         await self.bench_runner.cancel()
 
     def begin(self, record: AccessRecord) -> None:
@@ -189,7 +189,7 @@ class Admin:
 
     def log(self, lines: int = 200) -> list[LogLine]:
         """Raises `InvalidParameter`."""
-        return self._ring.latest(lines)
+        return self.ring.latest(lines)
 
     def bench(self) -> BenchView:
         return self.bench_runner.view

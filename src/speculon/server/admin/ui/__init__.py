@@ -1,0 +1,43 @@
+"""The dashboard's pages, mounted at `/admin`. Imported only where `serve.admin` is on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from speculon.errors import ConfigError
+from speculon.server.admin.auth import PREFIX
+
+if TYPE_CHECKING:
+    from speculon.server.admin.service import Admin
+    from speculon.server.app_state import AppState
+
+MISSING = "admin = true: the dashboard's packages are not installed: pip install 'speculon[admin]'"
+
+
+def check_installed() -> None:
+    """Raises `ConfigError` where the extra `admin` is missing."""
+    try:
+        import nicegui  # noqa: F401
+        import websockets  # noqa: F401
+    except ImportError:
+        raise ConfigError(MISSING) from None
+
+
+def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
+    """Adds the pages to the server's application; once per process, as NiceGUI has one application."""
+    from nicegui import ui
+
+    from speculon.server.admin.figures import Figures
+    from speculon.server.admin.ui import log, overview
+    from speculon.server.admin.ui.shell import Context, Page, add_pages
+
+    pages = (
+        Page("overview", "/", "speed", overview.build),
+        Page("log", "/log", "subject", log.build),
+    )
+    add_pages(pages, Context(state, Figures(state.pool.models), admin))
+    ui.run_with(
+        app, mount_path=PREFIX, title="speculon", binding_refresh_interval=None, show_welcome_message=False
+    )
