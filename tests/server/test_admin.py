@@ -16,12 +16,13 @@ import pytest
 
 from speculon.config.models import ModelSettingsFile
 from speculon.config.serve import ServeConfig
-from speculon.errors import InvalidParameter, ModelError
+from speculon.errors import ConfigError, InvalidParameter, ModelError
 from speculon.proposers.registry import methods
 from speculon.sequence import Event
 from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.requests import rows_of
 from speculon.server.catalogue import Catalogue
+from speculon.server.pool import ModelPool
 from tests.server.inside import Inside, ScriptedLoader, serving, wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -170,13 +171,44 @@ def test_settings_that_do_not_load_are_not_kept(tmp_path: Path) -> None:
         ask(inside)
 
 
-def test_a_file_that_cannot_be_written_brings_the_old_settings_back(tmp_path: Path) -> None:
-    with administered(tmp_path) as inside:
-        was = inside.state.pool.models["a"].facts.max_num_seqs
-        (tmp_path / "speculon-models.toml").mkdir()  # no text file
-        assert change(inside, max_num_seqs=7).status_code >= 400
-        assert inside.state.pool.models["a"].facts.max_num_seqs == was
-        (tmp_path / "speculon-models.toml").rmdir()
+def check_that_a_full_disk_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings load, and the file cannot be written."""
+    update = ModelSettingsFile.update
+
+    def full(file: ModelSettingsFile, *change: Any) -> Any:
+        if file.path.parent == folder:
+            raise ConfigError("no space left on device")
+        return update(file, *change)
+
+    monkeypatch.setattr(ModelSettingsFile, "update", full)
+    with administered(folder) as inside:
+        model = inside.state.pool.models["a"]
+        was = model.facts.max_num_seqs
+        answer = change(inside, max_num_seqs=7)
+        assert answer.status_code >= 400 and "no space left" in answer.text
+        assert (model.facts.max_num_seqs, model.loads) == (was, 3)
+        ask(inside)
+
+
+def test_a_file_that_cannot_be_written_brings_the_old_settings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
+
+
+def test_settings_that_stay_after_a_failed_write_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: the second load keeps the new settings."""
+    adopt, adopted = ModelPool._adopt, []
+
+    def once(pool: ModelPool, model: Any, own: Any) -> None:
+        adopted.append(own)
+        adopt(pool, model, adopted[0])
+
+    monkeypatch.setattr(ModelPool, "_adopt", once)
+    with pytest.raises(AssertionError):
+        check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
 
 
 def test_a_change_waits_for_running_requests_and_loses_none(tmp_path: Path) -> None:
@@ -224,10 +256,12 @@ def test_tokens_of_a_request_that_asked_for_it(tmp_path: Path) -> None:
 
 def test_texts_are_kept_only_where_they_are_allowed(tmp_path: Path) -> None:
     with administered(tmp_path, serve={"admin_texts": False}) as inside:
-        done = ask(inside, prompt="say:private")
+        done = ask(inside, prompt="say:private", speculation={"explain": True})
+        tokens = inside.client.get(f"{API}/requests/{done['id']}/tokens")
         view = inside.client.get(f"{API}/requests/{done['id']}").json()
         kept = inside.state.observers[0]._requests.find(done["id"])  # type: ignore[attr-defined]
     assert view["prompt"] is None and view["answer"] is None
+    assert tokens.status_code == 400 and "admin_texts is off" in tokens.text
     assert kept is not None and not kept.prompt and not kept.rows
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
+from speculon.errors import SpeculonError
 from speculon.text import Tokenizer
 
 GB = 2**30
@@ -31,6 +32,17 @@ class Loader:
         from speculon.models.tokenizer import load_tokenizer
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
+
+    def drafters(self, config: EngineConfig) -> list[tuple[str, str]]:
+        """(method, folder) of what fits beside a model's folder; none of a model that is not there."""
+        from speculon.checkpoints.choose import find_drafts
+        from speculon.checkpoints.pairing import AUTO
+
+        try:
+            found = find_drafts(config, AUTO)
+        except SpeculonError:
+            return []
+        return [(method, path) for method, path in found.items() if isinstance(path, str)]
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""

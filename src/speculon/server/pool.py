@@ -45,14 +45,14 @@ class ModelPool:
         on_stage: OnStage | None = None,
     ):
         catalogue.check_names(config.pin, "pin")
-        self._config, self._read, self._loader = config, read, loader or Loader()
+        self._config, self._read, self.loader = config, read, loader or Loader()
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
         owns = {name: catalogue.of_model(name) for name in catalogue.paths}
         self.models = {
             name: PooledModel(
                 name,
                 own,
-                self._loader,
+                self.loader,
                 read,
                 on_stage,
                 pinned=name in config.pin,
@@ -272,9 +272,9 @@ class ModelPool:
             return model.settings
         async with self._placing:
             if self.memory is None:
-                free = await self._read(partial(self._loader.free_memory, self.default.config))
+                free = await self._read(partial(self.loader.free_memory, self.default.config))
                 self.memory = int(free * (1 - RESERVE))
-            share: Share = await self._read(partial(self._loader.share, model.settings, self.memory))
+            share: Share = await self._read(partial(self.loader.share, model.settings, self.memory))
             await self._make_room(model, share.bytes)
             model.share = share.bytes
         return share.settings

@@ -57,7 +57,7 @@ class RequestLog:
         assert answer is not None
         prompt = answer.request.prompts[0][:MOST_TOKENS] if self.texts else []
         kept = Kept(record, answer, prompt)
-        if self.texts or answer.request.explain:
+        if self.texts:
             record.watch = kept.note
         self._running[answer.id] = kept
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -119,18 +120,19 @@ class Admin:
         )
 
     def drafters_for(self, name: str) -> list[Drafter]:
-        """Drafters of this model's engine, then those of the models' folder, which may not fit it."""
-        model = self._pool.find(name)
-        loaded = [
-            Drafter(name=path, method=method, checkpoint=path, loaded=True)
-            for method, path in model.drafters.items()
-        ]
-        folder = self._state.config.models_dir
+        """Drafters of this model's engine, those that fit it beside its folder, and those of the models'
+        folder, which may not fit.
+        """
+        model, folder = self._pool.find(name), self._state.config.models_dir
+        loaded = [(method, path) for method, path in model.drafters.items()]
         others = [
-            Drafter(name=one, method=method, checkpoint=str(folder / one if folder else one), loaded=False)
-            for one, method in self._pool.drafters.items()
+            (method, str(folder / one if folder else one)) for one, method in self._pool.drafters.items()
         ]
-        return loaded + others
+        found = dict.fromkeys(loaded + self._pool.loader.drafters(model.config) + others)
+        return [
+            Drafter(name=Path(path).name, method=method, checkpoint=path, loaded=(method, path) in loaded)
+            for method, path in found
+        ]
 
     async def change(self, name: str, changes: Mapping[str, Any]) -> ModelView:
         """Sets fields of a model; null takes a field out of the file.
@@ -183,6 +185,8 @@ class Admin:
     def tokens(self, request_id: str) -> TokenView:
         """The tokens of a request that asked for `speculation.explain`. Raises `InvalidRequest`."""
         kept = self._found(request_id)
+        if not self._requests.texts:
+            raise InvalidRequest("texts are not shown: admin_texts is off")
         if not kept.answer.request.explain:
             raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
         return self._requests.tokens_of(kept)
