@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak clients gpu lint types layers check clean
+.PHONY: help setup demo bench docs test soak clients browser gpu lint types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[bench,test]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[admin,bench,test]'
 	@touch $@
 
 setup: $(STAMP) ## the virtual environment, and nothing more
@@ -65,6 +65,12 @@ $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 clients: export OMP_NUM_THREADS := 1
 clients: $(CLIENTS)/.ready ## foreign clients (litellm, langchain, ...) against a real server
 	SERVER_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+
+browser: export HF_HUB_OFFLINE := 1
+browser: export OMP_NUM_THREADS := 1
+browser: $(STAMP) ## the dashboard in Chromium, which apt installs where it is missing
+	tests/browser/install.sh
+	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 gpu: export HF_HUB_OFFLINE := 1
 gpu: $(STAMP) ## tests that need a CUDA device

@@ -56,6 +56,7 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
     settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
     config = EngineConfig(**settings)
     check_method(config.speculation.method)
+    check_dashboard(config.serve)
     listener = listen(config.serve.host, config.serve.port)
     log_to_stderr(wrap=config.serve.log_format == "text")
     from speculon.server.app_state import AppState
@@ -80,6 +81,16 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
         if fault := runner.run(serve(state, http, listener, started)):
             raise fault
     say("stopped")
+
+
+def check_dashboard(config: ServeConfig) -> None:
+    """Raises `ConfigError` before the port is open: without a key for others, or without its packages."""
+    if config.admin:
+        from speculon.server.admin.auth import check_admin
+        from speculon.server.admin.ui import check_installed
+
+        check_admin(config)
+        check_installed()
 
 
 def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[str]) -> Catalogue:

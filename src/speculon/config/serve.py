@@ -40,6 +40,10 @@ class ServeConfig(Checked):
         description="memory of all models together; None: of several, 90 % of what is free at the start",
     )
     pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
+    admin: bool = Field(False, description="dashboard at /admin; needs pip install 'speculon[admin]'")
+    admin_key: SecretStr | None = Field(
+        None, description="key of the dashboard; safer as SPECULON_SERVE__ADMIN_KEY; None: loopback alone"
+    )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins that browsers may call from; none by default"
     )
@@ -75,10 +79,6 @@ class ServeConfig(Checked):
     restart_engine: bool = Field(False, description="end a hung engine; load it again, and one that has died")
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
-    admin: bool = Field(False, description="serve the administration at /admin; see docs/admin.md")
-    admin_key: SecretStr | None = Field(
-        None, description="bearer token of administrators; safer as SPECULON_SERVE__ADMIN_KEY"
-    )
     admin_texts: bool | None = Field(
         None, description="show prompts and answers to administrators; None: on a loopback address alone"
     )
@@ -95,6 +95,13 @@ class ServeConfig(Checked):
     capture_key: Keys = Field(
         (), description="API keys whose texts are stored, given like api_key; none: all"
     )
+
+    @field_validator("admin_key")
+    @classmethod
+    def _not_empty(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value().strip():
+            raise ValueError("a key has at least one character")
+        return value
 
     @field_validator("models_file")
     @classmethod

@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from speculon.config.serve import ServeConfig
 from speculon.errors import InvalidParameter, SpeculonError
 from speculon.server import answer_schemas, schemas
 from speculon.server.access_log import AccessRecord
@@ -43,6 +44,8 @@ def create_app(state: AppState, version: str) -> FastAPI:
     app = FastAPI(
         title="speculon", version=version, lifespan=state.lifespan, redoc_url=None, redirect_slashes=False
     )
+    if state.config.admin:
+        guard_admin(app, state.config)
     app.add_middleware(RequestMiddleware, config=state.config, finish=state.finish)
     if state.config.cors_origins:  # outermost: refusals of the middleware carry its headers, too
         app.add_middleware(
@@ -61,10 +64,22 @@ def create_app(state: AppState, version: str) -> FastAPI:
     add_pools(app, state)
     add_capture(app, state)
     if state.config.admin:
+        from speculon.server.admin import ui
         from speculon.server.admin.routes import add_admin
 
-        add_admin(app, state)
+        ui.mount(app, state, add_admin(app, state))
     return app
+
+
+def guard_admin(app: FastAPI, config: ServeConfig) -> None:
+    """Within the middleware of requests, so that refusals are logged, too."""
+    from speculon.server.admin import auth, ui
+
+    auth.check_admin(config)
+    ui.check_installed()
+    from speculon.server.admin.ui.login import login_page
+
+    app.add_middleware(auth.AdminGate, config=config, login_page=login_page)
 
 
 def add_completions(app: FastAPI, state: AppState) -> None:

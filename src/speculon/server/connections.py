@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from speculon.config.serve import ServeConfig
 
@@ -27,6 +28,7 @@ except ImportError:  # Windows
 
 OWN_DESCRIPTORS = 64  # for pipes, files and sockets of the server itself
 MOST_DESCRIPTORS = 65_536
+SOCKET_BYTES = 1_000_000  # of one message; those of the dashboard have some hundred
 WARNING_SECONDS = 60.0  # between two warnings of a kind
 
 log = logging.getLogger("speculon.server")
@@ -109,6 +111,7 @@ class LimitedProtocol(asyncio.Protocol):
         self._limits = limits
         self._address: str | None = None  # while it is counted
         self._timer: asyncio.TimerHandle | None = None
+        self._upgraded = False  # a websocket's protocol has the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -120,6 +123,8 @@ class LimitedProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._upgraded:
+            return self._stop_timer()
         if self.cycle is None or self.cycle.response_complete:
             self._await_header()
         else:
@@ -128,6 +133,15 @@ class LimitedProtocol(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._stop_timer()
+        self._leave()
+
+    def handle_websocket_upgrade(self) -> None:
+        """The websocket's protocol enters the limits in the place of this one."""
+        self._upgraded = True
+        self._leave()
+        super().handle_websocket_upgrade()  # type: ignore[misc]
+
+    def _leave(self) -> None:
         if self._address is not None:
             self._limits.leave(self._address)
             self._address = None
@@ -148,6 +162,30 @@ class HttpProtocol(LimitedProtocol, AutoHTTPProtocol):  # type: ignore[misc,vali
     """The fastest of uvicorn's protocols, with limits."""
 
 
+def socket_protocol(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """uvicorn's websocket protocol, with limits. `websockets` comes with the extra `admin`."""
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+    class SocketProtocol(WebSocketsSansIOProtocol):
+        counted: str | None = None  # its address
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            address = (get_remote_addr(self.transport) or ("", 0))[0]
+            if limits.enter(address):
+                self.counted = address
+            else:
+                self.transport.abort()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            super().connection_lost(error)
+            if self.counted is not None:
+                limits.leave(self.counted)
+                self.counted = None
+
+    return SocketProtocol
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn as the server runs it."""
 
@@ -155,7 +193,8 @@ class HttpServer(uvicorn.Server):
         self.limits = ConnectionLimits(config)
         options: dict[str, Any] = {
             "http": partial(HttpProtocol, self.limits),
-            "ws": "none",  # a websocket's protocol would leave the limits
+            "ws": socket_protocol(self.limits) if config.admin else "none",
+            "ws_max_size": SOCKET_BYTES,
             "log_config": None,  # one handler and one format for all
             "log_level": "warning",
             "access_log": False,

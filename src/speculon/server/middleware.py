@@ -29,6 +29,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health", "/ready", "/live", "/ping")  # probes have no key
+ADMIN = "/admin"  # has a key of its own, which `AdminGate` checks
 KEY_HEADERS = ("api-key", "x-api-key")  # where clients of Azure and of others send theirs
 REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOGGED_PATH = 200  # characters
@@ -44,6 +45,7 @@ class ClientGone(Exception):
 class RequestMiddleware:
     def __init__(self, app: App, config: ServeConfig, finish: Callable[[AccessRecord], None]):
         self._app, self._config, self._finish = app, config, finish
+        self._admin = config.admin
         self._keys = [key.get_secret_value().encode() for key in config.api_key]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -106,6 +108,8 @@ class RequestMiddleware:
             return True  # its own key is checked by its routes
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
+        if self._admin and under_admin(scope["path"]):
+            return True
         # compared with every key, so that the time does not depend on which one fits
         fits = [hmac.compare_digest(token, key) for key in self._keys]
         return any(fits)
@@ -124,6 +128,10 @@ class RequestMiddleware:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         return bytes(body) if len(body) <= limit else None
+
+
+def under_admin(path: str) -> bool:
+    return path == ADMIN or path.startswith(ADMIN + "/")
 
 
 def with_request_id(send: Send, record: AccessRecord) -> Send:

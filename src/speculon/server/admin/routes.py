@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 
 from speculon.errors import SpeculonError
-from speculon.server.admin.auth import require_admin
 from speculon.server.admin.schemas import (
     BenchOptions,
     BenchView,
@@ -34,9 +33,7 @@ def add_admin(app: FastAPI, state: AppState) -> Admin:
     """The routes of an administration, which is in `app.state.admin`, too."""
     admin = Admin(state, app.version)
     app.state.admin = admin
-    router = APIRouter(
-        prefix="/admin/api", dependencies=[Depends(require_admin(state.config))], responses=RESPONSES
-    )
+    router = APIRouter(prefix="/admin/api", responses=RESPONSES)  # AdminGate has checked the key
     add_looks(router, admin)
     add_models(router, admin)
     add_bench(router, admin)

@@ -1,0 +1,51 @@
+"""The dashboard's pages, mounted at `/admin`. Imported only where `serve.admin` is on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+from speculon.errors import ConfigError
+from speculon.server.admin.auth import PREFIX
+
+if TYPE_CHECKING:
+    from speculon.server.app_state import AppState
+
+MISSING = "admin = true: the dashboard's packages are not installed: pip install 'speculon[admin]'"
+
+
+def check_installed() -> None:
+    """Raises `ConfigError` where the extra `admin` is missing."""
+    try:
+        import nicegui  # noqa: F401
+        import websockets  # noqa: F401
+    except ImportError:
+        raise ConfigError(MISSING) from None
+
+
+def mount(app: FastAPI, state: AppState, admin: Any = None) -> None:
+    """Adds the pages to the server's application; once per process, as NiceGUI has one application."""
+    from nicegui import ui
+
+    from speculon.server.admin.figures import Figures
+    from speculon.server.admin.log_ring import LogRing
+    from speculon.server.admin.ui import log, models, overview, requests, token_view
+    from speculon.server.admin.ui.shell import Context, Page, add_page, add_pages
+
+    pages = (
+        Page("overview", "/", "speed", overview.build),
+        Page("models", "/models", "memory", models.build),
+        Page("requests", "/requests", "list", requests.build),
+        Page("log", "/log", "subject", log.build),
+    )
+    ring = LogRing()
+    logging.getLogger().addHandler(ring)
+    context = Context(state, Figures(state.pool.models), ring, admin)
+    add_pages(pages, context)
+    # reached from a request, and no entry of the navigation
+    add_page(Page("tokens", "/tokens", "token", token_view.build), pages, context)
+    ui.run_with(
+        app, mount_path=PREFIX, title="speculon", binding_refresh_interval=None, show_welcome_message=False
+    )

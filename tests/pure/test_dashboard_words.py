@@ -1,0 +1,120 @@
+"""The dashboard's strings: each in every language, each used, and none in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from speculon.core import Reason
+from speculon.proposers.registry import TABLE
+from speculon.server.admin.ui.colours import METHODS, colour_of, symbol_of
+from speculon.server.admin.ui.words import FOLDER, LANGUAGES, Words, language_of, table
+
+UI = FOLDER.parent
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in sorted(UI.glob("*.py"))}
+PAGES = {path.stem for path in FOLDER.glob("*.toml")}
+KEY = re.compile(r"([a-z_]+)\.([a-z_0-9]*)")
+FIELD = re.compile(r"{(\w+)}")
+# calls whose first text is shown to the reader
+SHOWN = set(
+    "label button tooltip notify menu_item checkbox switch input select textarea markdown tab".split()
+)
+SHOWN_NAMES = {"text", "label", "placeholder", "caption"}
+
+
+def keys_in(source: str) -> tuple[set[str], set[str]]:
+    """(keys, beginnings of keys): those of `f"page.part_{name}"` are beginnings."""
+    whole, begun = set(), set()
+    tree = ast.parse(source)
+    inside = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            first = node.values[0]
+            if isinstance(first, ast.Constant) and (found := KEY.fullmatch(str(first.value))):
+                begun |= {found[0]} if found[1] in PAGES else set()
+        elif isinstance(node, ast.Constant) and id(node) not in inside and isinstance(node.value, str):
+            if (found := KEY.fullmatch(node.value)) and found[1] in PAGES and found[2]:
+                whole.add(found[0])
+    return whole, begun
+
+
+def hard_coded(source: str) -> list[str]:
+    """Texts in code that a reader would see."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        texts = [arg for arg in node.args[:1] if node.func.attr in SHOWN]
+        texts += [keyword.value for keyword in node.keywords if keyword.arg in SHOWN_NAMES]
+        for text in texts:
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            found += [
+                str(part.value)
+                for part in parts
+                if isinstance(part, ast.Constant) and re.search(r"[^\W\d_]", str(part.value))
+            ]
+    return found
+
+
+def unknown_and_unused(sources: dict[str, str], known: set[str]) -> tuple[set[str], set[str]]:
+    whole, begun = set(), set()
+    for source in sources.values():
+        keys, beginnings = keys_in(source)
+        whole |= keys
+        begun |= beginnings
+    unused = {key for key in known - whole if not key.startswith(tuple(begun))}
+    return whole - known, unused
+
+
+def test_each_string_has_each_language_and_the_same_fields() -> None:
+    for key, strings in table().items():
+        assert list(strings) == list(LANGUAGES), key
+        assert all(text.strip() for text in strings.values()), key
+        assert len({tuple(sorted(FIELD.findall(text))) for text in strings.values()}) == 1, key
+
+
+def test_each_key_in_the_code_exists_and_each_key_is_used() -> None:
+    assert unknown_and_unused(SOURCES, set(table())) == (set(), set())
+
+
+def test_each_reason_has_a_string() -> None:
+    assert {f"overview.reason_{reason.value}" for reason in Reason} <= set(table())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_string_is_in_the_code(name: str) -> None:
+    assert hard_coded(SOURCES[name]) == []
+
+
+def test_each_method_has_a_place_and_a_sign_of_its_own() -> None:
+    assert set(METHODS) == set(TABLE)
+    signs = {(colour_of(method), symbol_of(method)) for method in METHODS}
+    assert len(signs) == len(METHODS)
+
+
+def test_planted_faults_are_found() -> None:
+    assert hard_coded('ui.label("Requests")') == ["Requests"]
+    assert hard_coded('ui.select([], label=f"K {n}")') == ["K "]
+    planted = SOURCES | {"planted.py": 'words("overview.nowhere")'}
+    assert unknown_and_unused(planted, set(table()))[0] == {"overview.nowhere"}
+    assert unknown_and_unused(SOURCES, {*table(), "log.nobody"})[1] == {"log.nobody"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "accepted", "language"),
+    [
+        (None, "ko-KR,ko;q=0.9,en;q=0.8", "ko"),
+        (None, "fr, ja;q=0.5, zh;q=0.7", "zh"),
+        (None, "ko;q=0, en", "en"),
+        (None, "", "en"),
+        (None, "ja;q=x", "en"),
+        ("zh", "ko", "zh"),
+        ("xx", "ja", "ja"),
+    ],
+)
+def test_the_language_of_a_reader(chosen: str | None, accepted: str, language: str) -> None:
+    assert language_of(chosen, accepted) == language
+    assert Words(language)("log.note", lines=3).count("3") == 1

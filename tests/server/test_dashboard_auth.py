@@ -1,0 +1,214 @@
+"""Who may use the dashboard: keys, sessions, sockets, other sites, and the limits of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from speculon.config.serve import ServeConfig
+from speculon.errors import ConfigError, InvalidParameter
+from speculon.server.admin.auth import (
+    FAILURE_SECONDS,
+    FAILURES,
+    MOST_SESSIONS,
+    SESSION_SECONDS,
+    AdminGate,
+    Failures,
+    Sessions,
+    check_admin,
+)
+from tests.server.outside import Outside, started
+
+KEY = "planted-admin-key"
+SOCKET = "/admin/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    options = ("--admin", "--max-connections-per-address", "6", "--header-timeout", "1")
+    keys = {"SPECULON_SERVE__ADMIN_KEY": KEY, "SPECULON_SERVE__API_KEY": "of-clients"}
+    with started(tmp_path_factory.mktemp("locked"), *options, **keys) as server:
+        server.url()
+        yield server
+        assert server.end() == 0, server.stderr
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
+    with started(tmp_path_factory.mktemp("open"), "--admin") as server:
+        server.url()
+        yield server
+
+
+def call(server: Outside, method: str, path: str, **options: Any) -> httpx.Response:
+    return httpx.request(method, server.url() + path, trust_env=False, follow_redirects=False, **options)
+
+
+def cookie_of(response: httpx.Response) -> str:
+    return response.headers["set-cookie"].partition(";")[0]
+
+
+def session(server: Outside) -> str:
+    response = call(server, "POST", "/admin/login", data={"key": KEY})
+    assert response.status_code == 303, response.text
+    return cookie_of(response)
+
+
+def socket(server: Outside, origin: str | None, cookie: str | None) -> ClientConnection:
+    url = server.url()
+    headers = {"Cookie": cookie} if cookie else {}
+    origin = url if origin == "own" else origin
+    return connect("ws" + url[4:] + SOCKET, origin=origin, additional_headers=headers, proxy=None)
+
+
+def test_pages_need_a_session_and_keys_of_clients_open_none(locked: Outside) -> None:
+    assert call(locked, "GET", "/admin/").headers["location"] == "/admin/login"
+    assert call(locked, "GET", "/admin/api/overview").status_code == 401
+    client = {"authorization": "Bearer of-clients"}
+    assert call(locked, "GET", "/admin/", headers=client).headers["location"] == "/admin/login"
+    assert call(locked, "GET", "/admin/", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+    assert call(locked, "GET", "/admin/", headers={"cookie": session(locked)}).status_code == 200
+    assert call(locked, "GET", "/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 401
+    assert call(locked, "GET", "/admins").status_code == 401
+
+
+def test_the_session_cookie_is_kept_from_scripts_and_other_sites(locked: Outside) -> None:
+    set_cookie = call(locked, "POST", "/admin/login", data={"key": KEY}).headers["set-cookie"]
+    assert {"Path=/admin", "HttpOnly", "SameSite=Strict"} <= set(set_cookie.split("; "))
+
+
+@pytest.mark.parametrize(
+    ("origin", "authorised"), [("own", False), ("http://evil.example", True), (None, True)]
+)
+def test_a_socket_without_session_or_of_another_site_is_refused(
+    locked: Outside, origin: str | None, authorised: bool
+) -> None:
+    with pytest.raises(InvalidStatus) as refused:
+        socket(locked, origin, session(locked) if authorised else None).__enter__()
+    assert refused.value.response.status_code == 403
+
+
+def test_a_socket_ends_with_its_session_and_leaves_the_limits(locked: Outside) -> None:
+    for _ in range(8):  # more than the limit, one after another
+        cookie = session(locked)
+        with socket(locked, "own", cookie) as opened:
+            assert opened.recv(timeout=5)
+            call(locked, "POST", "/admin/logout", headers={"cookie": cookie})
+            opened.send("40")
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    opened.recv(timeout=5)
+
+
+def test_sockets_count_among_the_connections_and_stay_open(locked: Outside) -> None:
+    cookie = session(locked)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(socket(locked, "own", cookie)) for _ in range(6)]
+        assert all(one.recv(timeout=5) for one in opened)
+        with pytest.raises((InvalidMessage, EOFError, OSError)):
+            stack.enter_context(socket(locked, "own", cookie))
+        time.sleep(1.5)  # longer than the time for a header
+        opened[0].send("40")
+        assert opened[0].recv(timeout=5)
+    with socket(locked, "own", cookie) as again:
+        assert again.recv(timeout=5)
+
+
+def test_forged_requests_are_refused(open_server: Outside) -> None:
+    port = open_server.url().rpartition(":")[2]
+    evil = {"host": f"evil.example:{port}"}
+    assert call(open_server, "GET", "/admin/", headers=evil).status_code == 403
+    origin = {"origin": "http://evil.example"}
+    assert call(open_server, "POST", "/admin/api/models", headers=origin).status_code == 403
+    cross = {"sec-fetch-site": "cross-site"}
+    assert call(open_server, "POST", "/admin/api/models", headers=cross).status_code == 403
+    assert call(open_server, "POST", "/admin/api/models").status_code == 404  # passed, and not there
+
+
+def test_without_a_key_a_page_opens_the_session_that_its_socket_needs(open_server: Outside) -> None:
+    with pytest.raises(InvalidStatus):
+        socket(open_server, "own", None).__enter__()
+    cookie = cookie_of(call(open_server, "GET", "/admin/"))
+    with socket(open_server, "own", cookie) as opened:
+        assert opened.recv(timeout=5)
+
+
+def test_other_machines_need_a_key() -> None:
+    for host in ("0.0.0.0", "192.0.2.1", "::"):
+        with pytest.raises(ConfigError, match="SPECULON_SERVE__ADMIN_KEY"):
+            check_admin(ServeConfig(admin=True, host=host))
+        check_admin(ServeConfig(admin=True, host=host, admin_key="secret"))
+        check_admin(ServeConfig(host=host))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_admin(ServeConfig(admin=True, host=host))
+    with pytest.raises(InvalidParameter, match="admin_key"):
+        ServeConfig(admin=True, admin_key=" ")
+
+
+def test_the_start_is_refused(tmp_path: Path) -> None:
+    with started(tmp_path, "--admin", "--host", "0.0.0.0") as server:
+        assert server.process.wait(30) not in (0, None)
+        assert "SPECULON_SERVE__ADMIN_KEY" in server.stderr
+
+
+def test_without_the_dashboard_nothing_is_there(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        assert call(server, "GET", "/admin/").status_code == 404
+        with pytest.raises(InvalidStatus), socket(server, "own", None):
+            pass
+
+
+def test_wrong_keys_are_counted_per_address() -> None:
+    now = 0.0
+    failures = Failures(lambda: now)
+    for _ in range(FAILURES):
+        assert not failures.blocked("a")
+        failures.add("a")
+    assert failures.blocked("a") and not failures.blocked("b")
+    now = FAILURE_SECONDS + 1
+    assert not failures.blocked("a")
+
+
+def test_a_blocked_address_gets_429_even_with_the_key() -> None:
+    gate = AdminGate(None, ServeConfig(admin=True, admin_key=KEY))  # type: ignore[arg-type]
+    for _ in range(FAILURES):
+        gate.failures.add("192.0.2.7")
+    sent: list[Any] = []
+
+    async def ask() -> None:
+        body = {"type": "http.request", "body": f"key={KEY}".encode()}
+
+        async def receive() -> Any:
+            return body
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/admin/login", "headers": headers}
+        await gate(scope | {"client": ("192.0.2.7", 1)}, receive, send)
+
+    asyncio.run(ask())
+    assert sent[0]["status"] == 429
+
+
+def test_sessions_end_with_time_and_number() -> None:
+    now = 0.0
+    sessions = Sessions(lambda: now)
+    first = sessions.open()
+    assert sessions.valid(first) and not sessions.valid("") and not sessions.valid(first + "x")
+    now = SESSION_SECONDS + 1
+    assert not sessions.valid(first)
+    second = sessions.open()
+    for _ in range(MOST_SESSIONS):
+        sessions.open()
+    assert not sessions.valid(second)
