@@ -17,6 +17,8 @@ SECONDS = 2.0
 
 
 async def build(view: View) -> None:
+    dialogs = ui.element()  # a new list of models must not delete an open dialog
+
     @ui.refreshable
     async def listed() -> None:
         try:
@@ -25,10 +27,10 @@ async def build(view: View) -> None:
             ui.label(str(error)).props("role=alert")
             return
         for model in found:
-            card(model, view, listed.refresh)
+            card(model, view, listed.refresh, dialogs)
 
     await listed()
-    states = [""]
+    states = [str([(one.name, one.state) for one in view.context.admin.overview().models])]
 
     async def update() -> None:
         now = str([(one.name, one.state) for one in view.context.admin.overview().models])
@@ -39,7 +41,7 @@ async def build(view: View) -> None:
     ui.timer(SECONDS, update)
 
 
-def card(model: ModelView, view: View, refresh: Any) -> None:
+def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> None:
     words, admin = view.words, view.context.admin
     with ui.card().classes("sp-card").props(f"data-model={json.dumps(model.name)}"):
         with ui.row().classes("items-center"):
@@ -72,9 +74,13 @@ def card(model: ModelView, view: View, refresh: Any) -> None:
                     return
                 await refresh()
 
+            def opened() -> None:
+                with dialogs:
+                    Settings(model, view, refresh).open()
+
             ui.button(words("models.load"), on_click=load)
             ui.button(words("models.unload"), on_click=unload)
-            ui.button(words("models.settings"), on_click=lambda: Settings(model, view, refresh).open())
+            ui.button(words("models.settings"), on_click=opened)
 
 
 class Settings:
@@ -105,8 +111,8 @@ class Settings:
         words = self._view.words
         why = self._model.locked or field.locked
         shown = self._control(field)
-        told = words("models.origin", origin=field.origin)
-        hint = f"{told}. {words('models.locked', why=why)}" if why else told
+        from_where = words("models.origin", origin=field.origin)
+        hint = f"{from_where}. {words('models.locked', why=why)}" if why else from_where
         if field.new_worker:
             hint += f". {words('models.new_worker')}"
         # the hint is part of the control: a screen reader says it with the name

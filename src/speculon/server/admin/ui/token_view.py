@@ -69,10 +69,10 @@ def html_of(rows: Sequence[TokenRow], words: Words) -> str:
 
 
 def span(row: TokenRow, words: Words, *, first: bool) -> str:
-    kind = row.fate if row.fate in FATES else "plain"
-    told = escape(described(row, words), quote=True)
+    fate = row.fate if row.fate in FATES else "plain"
+    label = escape(described(row, words), quote=True)
     return (
-        f'<span class="sp-{kind}" tabindex="{0 if first else -1}" data-d="{told}" aria-label="{told}" '
+        f'<span class="sp-{fate}" tabindex="{0 if first else -1}" data-d="{label}" aria-label="{label}" '
         f'role="img">{escape(visible(row.text))}</span>'
     )
 
