@@ -1,0 +1,59 @@
+"""Requests that run, and the latest that have ended, with the account of their rounds."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import ui
+
+from speculon.server.admin.schemas import RequestView
+from speculon.server.admin.ui.shell import View
+
+SECONDS = 2.0
+COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
+
+
+def account(one: RequestView) -> str:
+    """The account, one `name value` after the other; empty while the request runs."""
+    return ", ".join(f"{name} {value}" for name, value in (one.speculation or {}).items())
+
+
+def row_of(one: RequestView, view: View) -> dict[str, Any]:
+    return {
+        "id": one.id,
+        "link": "/admin/tokens?id=" + quote(one.id, safe="") if one.explained else "",
+        "model": one.model,
+        "state": view.words(f"requests.{one.state}"),
+        "started": datetime.fromtimestamp(one.started).strftime("%H:%M:%S"),
+        "seconds": f"{one.seconds:.2f}",
+        "tokens": one.tokens,
+        "account": account(one),
+    }
+
+
+async def build(view: View) -> None:
+    words, admin = view.words, view.context.admin
+    search = ui.input(words("requests.filter")).props("clearable outlined dense").classes("w-full")
+    columns = [
+        {"name": name, "label": words(f"requests.{name}"), "field": name, "align": "left"}
+        for name in ("id", *COLUMNS)
+    ]
+    table = ui.table(columns=columns, rows=[], row_key="id", pagination=25).classes("w-full")
+    table.props["no-data-label"] = words("requests.none")
+    table.add_slot(
+        "body-cell-id",
+        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link">{{ props.value }}</a>'
+        "<span v-else>{{ props.value }}</span></q-td>",
+    )
+    table.props('table-style="white-space: normal"')
+    table.bind_filter_from(search, "value")
+
+    def update() -> None:
+        rows = [row_of(one, view) for one in admin.requests()]
+        if rows != table.rows:
+            table.rows = rows
+
+    update()
+    ui.timer(SECONDS, update, immediate=False)
