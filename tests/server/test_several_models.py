@@ -144,6 +144,13 @@ def test_each_model_writes_a_record_of_its_own(tmp_path: Path) -> None:
 # loads
 
 
+def test_records_of_names_that_differ_in_signs_alone_have_files_of_their_own(tmp_path: Path) -> None:
+    paths = {"a/b": "path-a", "a-b": "path-b", "c": "path-c"}
+    catalogue = Catalogue({"model": "path-a", "events": tmp_path / "events.jsonl"}, paths)
+    files = [catalogue.of_model(name).settings["events"].name for name in paths]
+    assert files == ["events-a-b-1.jsonl", "events-a-b-2.jsonl", "events-c.jsonl"]
+
+
 def check_that_requests_share_a_load() -> None:
     gate = threading.Event()
     loader = ScriptedLoader()
@@ -338,6 +345,16 @@ def test_an_unload_waits_for_running_requests() -> None:
         assert ending.result().json()["id"] == "b" and after.result().status_code == 200
         assert pool.model("b").loads == 2, "the request that came meanwhile loads it again"
         assert pool.post("b/unload").json()["state"] == "unloaded" == pool.post("b/unload").json()["state"]
+
+
+def test_two_unloads_both_wait_for_the_end() -> None:
+    with several(step_seconds=0.01) as pool:
+        running = pool.later("b", max_tokens=60)
+        wait_until(lambda: pool.model("b").engine.open_requests == 1)
+        first = pool.threads.submit(pool.post, "b/unload")
+        wait_until(lambda: pool.model("b").state == "draining")
+        assert pool.post("b/unload").json()["state"] == "unloaded"
+        assert first.result().status_code == 200 and running.result().status_code == 200
 
 
 def test_an_unload_ends_what_runs_on() -> None:

@@ -59,8 +59,14 @@ class Catalogue:
         fields = {**settings, "model": self.paths[name]}
         events = EngineConfig(**fields).events
         if events is not None and len(self.paths) > 1:  # two processes cannot write one file
-            fields["events"] = events.with_stem(f"{events.stem}-{PLAIN.sub('-', name)}")
+            fields["events"] = events.with_stem(f"{events.stem}-{self._file_name(name)}")
         return fields
+
+    def _file_name(self, name: str) -> str:
+        """Of `a/b` and `a-b`, which have the same plain name, each has its place among the models."""
+        plain = [PLAIN.sub("-", one) for one in self.paths]
+        at = list(self.paths).index(name)
+        return plain[at] if plain.count(plain[at]) == 1 else f"{plain[at]}-{at + 1}"
 
     def check_names(self, names: tuple[str, ...], setting: str) -> None:
         """Raises `ConfigError` for a name in a setting that is no model of this server."""

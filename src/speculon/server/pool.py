@@ -139,6 +139,8 @@ class ModelPool:
         if model.state == "loaded":
             await model.drain(self._config.drain_timeout)
             await self._end(model, "on request")
+        while model.state == "draining":
+            await self._change_of(model)
 
     async def replace(self, model: PooledModel, own: OfModel, *, reloads: bool) -> None:
         """Gives a model other settings. A loaded one is drained and loaded anew where that needs it.
