@@ -30,16 +30,17 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
     from nicegui import ui
 
     from speculon.server.admin.figures import Figures
-    from speculon.server.admin.ui import log, models, overview, requests, token_view
+    from speculon.server.admin.ui import log, models, overview, playground, requests, token_view
     from speculon.server.admin.ui.shell import Context, Page, add_page, add_pages
 
     pages = (
         Page("overview", "/", "speed", overview.build),
         Page("models", "/models", "memory", models.build),
         Page("requests", "/requests", "list", requests.build),
+        Page("playground", "/playground", "compare", playground.build),
         Page("log", "/log", "subject", log.build),
     )
-    context = Context(state, Figures(state.pool.models), admin)
+    context = Context(app, state, Figures(state.pool.models), admin)
     add_pages(pages, context)
     # reached from a request, and no entry of the navigation
     add_page(Page("tokens", "/tokens", "token", token_view.build), pages, context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from fastapi import FastAPI
 from nicegui import ui
 from starlette.requests import Request
 
@@ -37,6 +38,7 @@ a.sp-link:focus-visible, button:focus-visible { outline: 3px solid #e69f00; outl
 class Context:
     """What all pages share."""
 
+    app: FastAPI
     state: AppState
     figures: Figures
     admin: Admin
