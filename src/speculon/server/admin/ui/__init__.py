@@ -30,13 +30,14 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
     from nicegui import ui
 
     from speculon.server.admin.figures import Figures
-    from speculon.server.admin.ui import log, models, overview, requests, token_view
+    from speculon.server.admin.ui import bench, log, models, overview, requests, token_view
     from speculon.server.admin.ui.shell import Context, Page, add_page, add_pages
 
     pages = (
         Page("overview", "/", "speed", overview.build),
         Page("models", "/models", "memory", models.build),
         Page("requests", "/requests", "list", requests.build),
+        Page("bench", "/bench", "bar_chart", bench.build),
         Page("log", "/log", "subject", log.build),
     )
     context = Context(state, Figures(state.pool.models), admin)
