@@ -30,13 +30,14 @@ LISTENS = re.compile(r"listens on (http://\S+)")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync".split()
 SIZES = {"wide": (1280, 800), "narrow": (380, 800)}
 TALLEST = 1600  # pixels of a picture
+SHORTER = {"requests": 440, "log": 560}  # much small text
 MOST_BYTES = 60_000
 SECONDS = 120.0  # for the server to load, and for the benchmark
 PROMPTS = (
-    "def add(a, b):\n    ",
-    "class Stack:\n    def push(self, item):\n        ",
-    "for i in range(10):\n    print(i)\nfor i in range(",
-    "import os\nimport sys\n\ndef main():\n    ",
+    "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "import json\n\n\ndef read(path):\n    with open(path) as file:\n        ",
+    "import os\nimport sys\n\n\ndef main():\n    ",
 )
 BENCH = {"modes": ["off", "ngram:4", "suffix:8"], "prompts": 2, "max_tokens": 48}
 
@@ -77,7 +78,7 @@ def post(url: str, body: dict[str, object]) -> dict[str, object]:
 
 def ask(url: str, prompt: str, tokens: int) -> str:
     """The id of the answer."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0.8}
     answer = post(url + "/v1/completions", body | {"speculation": {"explain": True}})
     return str(answer["id"])
 
@@ -86,7 +87,7 @@ def load(url: str, rounds: int) -> str:
     """Several streams at a time; the id of the last answer."""
     with ThreadPoolExecutor(4) as threads:
         for _ in range(rounds):
-            last = list(threads.map(lambda prompt: ask(url, prompt, 160), PROMPTS))[0]
+            last = list(threads.map(lambda prompt: ask(url, prompt, 96), PROMPTS))[0]
             time.sleep(0.5)
     return last
 
@@ -110,7 +111,7 @@ def opened(browser: Browser, url: str, size: tuple[int, int], theme: str) -> Pag
     return context.new_page()
 
 
-def taken(page: Page) -> bytes:
+def taken(page: Page, tallest: int) -> bytes:
     """Raises `SystemExit` where the page is wider than the screen."""
     page.wait_for_timeout(1500)
     sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
@@ -118,7 +119,9 @@ def taken(page: Page) -> bytes:
     assert screen
     if sizes[0] > screen["width"]:
         raise SystemExit(f"{page.url}: {sizes[0]} pixels wide on a screen of {screen['width']}")
-    page.set_viewport_size({"width": screen["width"], "height": max(screen["height"], min(sizes[1], TALLEST))})
+    page.set_viewport_size(
+        {"width": screen["width"], "height": max(screen["height"], min(sizes[1], TALLEST))}
+    )
     page.wait_for_timeout(1500)
     picture = page.screenshot()
     page.set_viewport_size(screen)
@@ -142,13 +145,17 @@ def main() -> None:
     pages = parser.parse_args().pages.split(",")
     OUT.mkdir(parents=True, exist_ok=True)
     path = shutil.which("chromium")
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder)) as url,
+        sync_playwright() as play,
+    ):
+        browser = play.chromium.launch(executable_path=path, args=FLAGS)
         if "bench" in pages:
             bench(url)
         page = opened(browser, url, SIZES["wide"], "light")
         page.goto(url + "/admin/")  # an open overview keeps the intervals of its charts
-        last = load(url, 8)
+        last = load(url, 16)
         routes = {name: f"/{name}" for name in pages} | {"overview": "/", "tokens": f"/tokens?id={last}"}
         for theme in ("light", "dark"):
             for size, pixels in SIZES.items():

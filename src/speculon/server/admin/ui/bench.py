@@ -16,7 +16,7 @@ from speculon.server.admin.ui.words import Words
 SECONDS = 1.0
 WORKLOADS = ("code", "edit", "prose", "mixed", "warm")
 NUMBERS = ("prompts", "max_tokens", "repeats")
-COLUMNS = ("workload", "concurrency", "mode", "speed", "ratio", "per_call", "acceptance", "same")
+COLUMNS = ("workload", "concurrency", "mode", "speed", "ratio", "per_call", "acceptance", "differ")
 
 
 async def build(view: View) -> None:
@@ -166,7 +166,6 @@ def chart_of(cells: list[dict[str, Any]], words: Words) -> dict[str, Any]:
 
 def row_of(cell: dict[str, Any]) -> dict[str, Any]:
     accepted = cell["acceptance_rate"]
-    exact = cell["exact"]
     return {
         "workload": cell["workload"],
         "concurrency": cell["concurrency"],
@@ -175,7 +174,7 @@ def row_of(cell: dict[str, Any]) -> dict[str, Any]:
         "ratio": "–" if cell["ratio"] is None else f"{cell['ratio']:.2f}",
         "per_call": f"{cell['tokens_per_target_call']:.2f}",
         "acceptance": "–" if accepted is None else f"{100 * accepted:.0f} %",
-        "same": "–" if exact is None else f"{100 * exact:.0f} %",
+        "differ": f"{cell['different']} / {cell['texts']}",
     }
 
 
