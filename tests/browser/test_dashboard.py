@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import httpx2 as httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
+from speculon.server.admin.schemas import Engine
+from speculon.server.admin.ui.overview import series_of_engines
 from speculon.server.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import Outside
+
+QUIET = 2500  # ms: two intervals of the chart, and some
 
 
 def test_the_key_opens_the_pages_and_a_wrong_one_does_not(browser: Browser, server: Outside) -> None:
@@ -23,20 +29,62 @@ def test_the_key_opens_the_pages_and_a_wrong_one_does_not(browser: Browser, serv
     page.context.close()
 
 
+def points_of(page: Page) -> dict[str, list[tuple[float, float]]]:
+    """Series of the chart of tokens/s, as the browser holds them."""
+    # NiceGUI's component holds the chart of the element
+    found = page.get_by_label("Tokens/s", exact=True).evaluate(
+        "shown => getElement(Number(shown.id.slice(1))).chart.getOption().series"
+    )
+    return {one["name"]: [tuple(point) for point in one["data"]] for one in found}
+
+
+def moves_of(page: Page, load: Callable[[], None]) -> tuple[int, float]:
+    """Tokens by which the number has grown, and the highest speed among the new points of the chart."""
+    tokens = page.get_by_text("Tokens generated").locator("xpath=following-sibling::*")
+    page.wait_for_timeout(QUIET)
+    before, last = number_of(tokens), max(at for at, _ in points_of(page)["Tokens/s"])
+    load()
+    page.wait_for_timeout(QUIET)
+    new = [speed for at, speed in points_of(page)["Tokens/s"] if at > last]
+    assert new  # the chart goes on
+    return number_of(tokens) - before, max(new)
+
+
+def number_of(shown: Locator) -> int:
+    return int(shown.inner_text().replace(",", ""))
+
+
 def test_numbers_and_charts_move_under_load(browser: Browser, server: Outside) -> None:
     page = browser.new_context(locale="en-GB").new_page()
     log_in(page, server.url())
-    chart = page.get_by_label("Tokens/s", exact=True)
-    expect(chart.locator("canvas")).to_be_visible()
-    tokens = page.get_by_text("Tokens generated").locator("xpath=following-sibling::*")
-    before, picture = int(tokens.inner_text().replace(",", "")), chart.screenshot()
+    expect(page.get_by_label("Tokens/s", exact=True).locator("canvas")).to_be_visible()
     body = {"model": "demo", "prompt": "a", "max_tokens": 8}
-    for _ in range(4):
-        httpx.post(server.url() + "/v1/completions", json=body, trust_env=False).raise_for_status()
-    page.wait_for_timeout(2500)
-    assert int(tokens.inner_text().replace(",", "")) > before
-    assert chart.screenshot() != picture
+
+    def load() -> None:
+        for _ in range(4):
+            httpx.post(server.url() + "/v1/completions", json=body, trust_env=False).raise_for_status()
+
+    grown, fastest = moves_of(page, load)
+    assert grown == 32 and fastest > 0
+    assert moves_of(page, lambda: None) == (0, 0)  # the twin: without load nothing moves
     page.context.close()
+
+
+def test_memory_and_costs_are_charts(browser: Browser, server: Outside) -> None:
+    page = browser.new_context(locale="en-GB").new_page()
+    log_in(page, server.url())
+    for name in ("Memory by part, MB (estimate)", "Sequences in a plain step, and its ms"):
+        expect(page.get_by_label(name).locator("canvas")).to_be_visible()
+    page.context.close()
+
+
+def test_memory_and_costs_are_those_of_each_engine() -> None:
+    engine = Engine.model_construct(memory_bytes={"weights": 4_000_000, "kv": 1}, cost_curve={2: 7.5, 1: 6.0})
+    other = Engine.model_construct(memory_bytes={"weights": 1_000_000}, cost_curve={})
+    found = series_of_engines({"a": engine, "b": other})
+    (weights, kv), models = found["memory"]
+    assert (weights["data"], kv["data"], models) == ([4.0, 1.0], [0.0, 0], ["a", "b"])
+    assert [(one["name"], one["data"]) for one in found["costs"][0]] == [("a", [[1, 6.0], [2, 7.5]])]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

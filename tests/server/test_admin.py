@@ -145,6 +145,7 @@ def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
         pytest.param({"block_size": 32}, id="set by a flag"),
         pytest.param({"model": "other"}, id="the path"),
         pytest.param({"trust_remote_code": True}, id="runs code"),
+        pytest.param({"allow_pickle": True}, id="may run code"),
         pytest.param({"aliases": ["b"]}, id="name of another model"),
         pytest.param({}, id="empty"),
     ],

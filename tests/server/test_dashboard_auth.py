@@ -141,6 +141,23 @@ def test_without_a_key_a_page_opens_the_session_that_its_socket_needs(open_serve
         assert opened.recv(timeout=5)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-forwarded-for": "192.0.2.1"}, {"forwarded": "for=192.0.2.1"}, {"host": "["}, {"origin": "http://["}],
+)
+def test_without_a_key_what_comes_by_a_proxy_or_is_no_address_is_refused(
+    open_server: Outside, headers: dict[str, str]
+) -> None:
+    assert call(open_server, "GET", "/admin/api/overview").status_code == 200
+    assert call(open_server, "GET", "/admin/api/overview", headers=headers).status_code == 403
+
+
+def test_another_cookie_with_any_text_does_not_end_a_session(locked: Outside) -> None:
+    cookie = 'prefs={"a":1}; ' + session(locked)
+    answer = call(locked, "GET", "/admin/api/overview", headers={"cookie": cookie})
+    assert answer.status_code == 200 and answer.headers["x-frame-options"] == "DENY"
+
+
 def test_other_machines_need_a_key() -> None:
     for host in ("0.0.0.0", "192.0.2.1", "::"):
         with pytest.raises(InvalidParameter, match="SPECULON_SERVE__ADMIN_KEY"):

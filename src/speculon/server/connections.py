@@ -199,6 +199,8 @@ class HttpServer(uvicorn.Server):
             "log_level": "warning",
             "access_log": False,
             "server_header": False,
+            # with the administration an address counts wrong keys, so a client must not choose it
+            "proxy_headers": not config.admin,
             "timeout_graceful_shutdown": seconds_to_end,
         }
         super().__init__(uvicorn.Config(app, **options))

@@ -49,7 +49,8 @@ class PooledModel:
         self._loader, self._read, self._on_stage = loader, read, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
-        self._begun = False  # whether that engine was started
+        self._built = own.settings  # of that engine
+        self._begun = False  # whether it was started
         self.on_trial = False  # loads with other settings: a failure is not the end of the server
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
@@ -142,8 +143,8 @@ class PooledModel:
         """Loads it with these settings, which limit its memory. Raises what engine or tokenizer raises."""
         began = perf_counter()
         try:
-            if self._begun or settings != self.settings:
-                self.engine = self._loader.engine(settings, self._note_stage)
+            if self._begun or settings != self._built:
+                self.engine, self._built = self._loader.engine(settings, self._note_stage), settings
             self._begun = True
             facts = await self.engine.start()
             tokenizer = await self._read(partial(self._loader.tokenizer, self.config))

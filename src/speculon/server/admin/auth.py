@@ -7,12 +7,12 @@ import hmac
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from time import monotonic
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from speculon.config.serve import ServeConfig, is_loopback
@@ -30,6 +30,7 @@ SESSION_SECONDS = 12 * 3600.0
 MOST_SESSIONS = 1000
 FAILURES, FAILURE_SECONDS = 10, 60.0  # wrong keys of an address, within these seconds
 MOST_ADDRESSES = 10_000
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 SAFE = ("GET", "HEAD", "OPTIONS")
 OTHER_SITE = "this page belongs to another site, or the Host header names another server"
 NO_SESSION = "log in at /admin/login, or send the admin key as a bearer token"
@@ -94,7 +95,7 @@ class AdminGate:
             return await self._socket(scope, receive, send)
         if scope["type"] != "http" or not under_admin(scope["path"]):
             return await self._app(scope, receive, send)
-        await self._request(scope, receive, send)
+        await self._request(scope, receive, unframed(send))
 
     async def _socket(self, scope: Message, receive: Receive, send: Send) -> None:
         """A socket is refused, before it opens, without a session or with another site's origin."""
@@ -141,14 +142,20 @@ class AdminGate:
     def _same_site(self, scope: Message, headers: Headers, *, origin_needed: bool = False) -> bool:
         """Against DNS rebinding (Host) and forged requests (Origin). Browsers send Origin with changes."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            name, of_page = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+        except ValueError:
+            return False
         # without a key, a name that an attacker's DNS points here is another site
-        if self._key is None and not is_loopback(name):
+        if self._key is None and not (is_loopback(name) and is_loopback(address_of(scope))):
+            return False
+        # a proxy on this machine would open it to everyone
+        if self._key is None and any(header in headers for header in FORWARDED):
             return False
         if origin is None:
             sent_by = headers.get("sec-fetch-site", "none")
             return not origin_needed and (scope["method"] in SAFE or sent_by in ("none", "same-origin"))
-        return urlsplit(origin).netloc == host or origin in self._config.cors_origins
+        return of_page == host or origin in self._config.cors_origins
 
     async def _login_or_out(self, scope: Message, headers: Headers, receive: Receive) -> Response:
         method, path = scope["method"], scope["path"]
@@ -202,19 +209,24 @@ class AdminGate:
         return send_with_cookie
 
 
+def unframed(send: Send) -> Send:
+    """No page of another site may show these pages within its own."""
+
+    async def send_unframed(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["x-frame-options"] = "DENY"
+        await send(message)
+
+    return send_unframed
+
+
 def cookie_name(scope: Message) -> str:
     """Cookies of a host are those of all its ports: two servers there have a name each."""
     return f"speculon_admin_{(scope.get('server') or ('', 0))[1] or 0}"
 
 
 def session_of(scope: Message, headers: Headers) -> str:
-    cookies = SimpleCookie()
-    try:
-        cookies.load(headers.get("cookie", ""))
-    except CookieError:
-        return ""
-    found = cookies.get(cookie_name(scope))
-    return found.value if found is not None else ""
+    return cookie_parser(headers.get("cookie", "")).get(cookie_name(scope), "")
 
 
 def bearer_of(headers: Headers) -> bytes:

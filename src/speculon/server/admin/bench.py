@@ -47,6 +47,8 @@ class BenchRunner:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+            if self._view.state == "running":  # it had not begun
+                self._finish("cancelled")
         return self.view
 
     async def _run(self, command: list[str]) -> None:

@@ -10,6 +10,7 @@ from speculon.sequence import Event
 from speculon.server.access_log import AccessRecord
 from speculon.server.admin.schemas import RequestView, TokenRow, TokenView
 from speculon.server.answer import Answer
+from speculon.text import Tokenizer
 
 RECENT = 200  # requests that have ended
 MOST_TOKENS = 4096  # of each request, whose prompt and answer can be shown
@@ -23,20 +24,25 @@ Row = tuple[int, str, str | None, int | None, float | None, int | None]
 class Kept:
     """A request, and what is kept of its text."""
 
-    record: AccessRecord
-    answer: Answer
+    id: str
+    request_id: str
+    model: str
+    tokenizer: Tokenizer
+    explained: bool
     prompt: list[int]  # its beginning; empty: texts are not kept
+    running: tuple[AccessRecord, Answer] | None  # until its end: they hold the whole texts
     rows: dict[int, list[Row]] = field(default_factory=dict)  # of each choice
     dropped: int = 0
     began: float = field(default_factory=time)
     ended: RequestView | None = None  # the account at its end
 
     def note(self, events: list[Event]) -> None:
-        kept = sum(map(len, self.rows.values()))
+        assert self.running is not None
+        kept, answer = sum(map(len, self.rows.values())), self.running[1]
         for event in events:
             rows = rows_of(event)
             room = max(0, MOST_TOKENS - kept)
-            self.rows.setdefault(self.answer.choice_of(event).index, []).extend(rows[:room])
+            self.rows.setdefault(answer.choice_of(event).index, []).extend(rows[:room])
             self.dropped += len(rows) - len(rows[:room])
             kept += len(rows[:room])
 
@@ -56,7 +62,9 @@ class RequestLog:
         answer = record.answer
         assert answer is not None
         prompt = answer.request.prompts[0][:MOST_TOKENS] if self.texts else []
-        kept = Kept(record, answer, prompt)
+        explain, id = answer.request.explain, answer.id
+        names = (id, record.request_id, answer.model)
+        kept = Kept(*names, answer.tokenizer, explain, prompt, (record, answer))
         if self.texts:
             record.watch = kept.note
         self._running[answer.id] = kept
@@ -66,15 +74,15 @@ class RequestLog:
         kept = None if answer is None else self._running.pop(answer.id, None)
         if kept is None:
             return
-        self._ended_tokens[kept.answer.model] += kept.answer.tokens
+        self._ended_tokens[kept.model] += record.answer.tokens if record.answer is not None else 0
         kept.ended = self._view(kept)
-        record.watch = None
+        kept.running = record.watch = None
         self._recent.appendleft(kept)
 
     def tokens_by_model(self) -> dict[str, int]:
         found = Counter(self._ended_tokens)
         for kept in self._running.values():
-            found[kept.answer.model] += kept.answer.tokens
+            found[kept.model] += kept.running[1].tokens if kept.running is not None else 0
         return found
 
     def rates(self) -> dict[str, float]:
@@ -98,19 +106,19 @@ class RequestLog:
     def find(self, request_id: str) -> Kept | None:
         """By the answer's id, or by that of the header."""
         recent = [*self._running.values(), *self._recent]
-        return next((one for one in recent if request_id in (one.answer.id, one.record.request_id)), None)
+        return next((one for one in recent if request_id in (one.id, one.request_id)), None)
 
     def text_of(self, kept: Kept) -> RequestView:
         """With the beginning of the prompt and the answer, where texts are kept."""
         view = kept.ended or self._view(kept)
         if not self.texts:
             return view
-        tokenizer = kept.answer.tokenizer
+        tokenizer = kept.tokenizer
         answers = [tokenizer.decode([row[0] for row in rows]) for rows in kept.rows.values()]
         return view.model_copy(update={"prompt": tokenizer.decode(kept.prompt), "answer": "\n".join(answers)})
 
     def tokens_of(self, kept: Kept) -> TokenView:
-        text = kept.answer.tokenizer.token_text
+        text = kept.tokenizer.token_text
         choices = [
             [
                 TokenRow(id=i, text=text(i), fate=fate, source=source, position=at, logprob=lp, rank=rank)
@@ -119,15 +127,16 @@ class RequestLog:
             for index in sorted(kept.rows)
         ]
         return TokenView(
-            id=kept.answer.id,
-            model=kept.answer.model,
+            id=kept.id,
+            model=kept.model,
             complete=kept.ended is not None,
             choices=choices,
             dropped=kept.dropped,
         )
 
     def _view(self, kept: Kept) -> RequestView:
-        record, answer = kept.record, kept.answer
+        assert kept.running is not None
+        record, answer = kept.running
         ended = answer.id not in self._running
         return RequestView(
             id=answer.id,

@@ -151,6 +151,7 @@ class Admin:
         if (why := self._lock_of(model)) is not None:
             raise InvalidRequest(why)
         async with self._changing:
+            self._state.check_open()  # it may have waited for another change
             before = await asyncio.to_thread(self._settings_of, model)
             of_settings.check_unlocked(before, changes)
             given = self._given(model)
@@ -187,7 +188,7 @@ class Admin:
         kept = self._found(request_id)
         if not self._requests.texts:
             raise InvalidRequest("texts are not shown: admin_texts is off")
-        if not kept.answer.request.explain:
+        if not kept.explained:
             raise InvalidRequest(f"request {request_id!r} did not set speculation.explain")
         return self._requests.tokens_of(kept)
 
@@ -243,6 +244,7 @@ class Admin:
         except SpeculonError as error:
             raise LoadFailed(f"the settings were not changed: {model.name!r} did not load: {error}") from None
         try:
+            self._state.check_open()  # while the server ends, a load may have been left out
             await asyncio.to_thread(self._file.update, model.name, changes)
         except (ConfigError, InvalidParameter):
             await self._pool.replace(model, old, reloads=reloads)

@@ -21,7 +21,7 @@ from speculon.server.admin.schemas import FieldView
 PLAIN_JSON: TypeAdapter[Any] = TypeAdapter(Any)
 OF_THE_START = ("model", "served_model_name")
 # what a remote administrator must not be able to set: it runs code, or writes where it says
-UNSAFE = ("trust_remote_code", "events", "state")
+UNSAFE = ("trust_remote_code", "allow_pickle", "events", "state")
 SOURCES = {"flag": "flag", "environment": "environment", "model's settings": "model", "": "file"}
 
 

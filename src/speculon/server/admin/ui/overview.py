@@ -7,7 +7,8 @@ from typing import Any
 from nicegui import ui
 
 from speculon.server.admin.figures import INTERVAL, Figures, Point
-from speculon.server.admin.ui.colours import PALETTE, colour_of, options, symbol_of
+from speculon.server.admin.schemas import Engine
+from speculon.server.admin.ui.colours import PALETTE, SYMBOLS, colour_of, options, symbol_of
 from speculon.server.admin.ui.shell import View
 from speculon.server.admin.ui.words import Words
 
@@ -28,6 +29,8 @@ async def build(view: View) -> None:
             "drafts": chart(words("overview.chart_drafts"), options("time", [])),
             "positions": chart(words("overview.chart_positions"), options("category", [], min=0, max=100)),
             "reasons": chart(words("overview.chart_reasons"), options("category", [])),
+            "memory": chart(words("overview.chart_memory"), options("category", [])),
+            "costs": chart(words("overview.chart_costs"), options("value", [], min=0)),
         }
     ui.label(words("overview.note")).classes("text-sm opacity-80")
 
@@ -35,7 +38,8 @@ async def build(view: View) -> None:
         figures.refresh()
         for name, text in numbers(figures, words).items():
             labels[name].set_text(text)
-        for name, (series, categories) in series_of(figures, words).items():
+        engines = {one.name: one.engine for one in view.context.admin.overview().models if one.engine}
+        for name, (series, categories) in (series_of(figures, words) | series_of_engines(engines)).items():
             show(charts[name], series, categories)
 
     update()
@@ -105,6 +109,37 @@ def series_of(figures: Figures, words: Words) -> dict[str, tuple[list[dict[str, 
             [words(f"overview.reason_{reason}") for reason, _ in reasons],
         ),
     }
+
+
+def series_of_engines(
+    engines: dict[str, Engine],
+) -> dict[str, tuple[list[dict[str, Any]], list[str] | None]]:
+    """Memory by part in MB, models side by side; and ms of a plain step by sequences."""
+    parts = list(dict.fromkeys(part for engine in engines.values() for part in engine.memory_bytes))
+    memory = [
+        {
+            "type": "bar",
+            "stack": "memory",
+            "name": part,
+            "data": [round(engine.memory_bytes.get(part, 0) / MB, 1) for engine in engines.values()],
+            "color": PALETTE[place % len(PALETTE)],
+            "barMaxWidth": 48,
+        }
+        for place, part in enumerate(parts)
+    ]
+    costs = [
+        {
+            "type": "line",
+            "name": name,
+            "data": [[sequences, round(ms, 2)] for sequences, ms in sorted(engine.cost_curve.items())],
+            "symbol": SYMBOLS[place % len(SYMBOLS)],
+            "symbolSize": 6,
+            "color": PALETTE[place % len(PALETTE)],
+        }
+        for place, (name, engine) in enumerate(engines.items())
+        if engine.cost_curve
+    ]
+    return {"memory": (memory, list(engines)), "costs": (costs, None)}
 
 
 def percent(point: Point, method: str) -> float | None:

@@ -16,8 +16,14 @@ COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
 
 
 def account(one: RequestView) -> str:
-    """The account, one `name value` after the other; empty while the request runs."""
-    return ", ".join(f"{name} {value}" for name, value in (one.speculation or {}).items())
+    """Its numbers and names, one `name value` after the other; empty while the request runs."""
+    plain = {
+        name: value for name, value in (one.speculation or {}).items() if isinstance(value, str | int | float)
+    }
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in plain.items()
+    )
 
 
 def row_of(one: RequestView, view: View) -> dict[str, Any]:
@@ -47,7 +53,7 @@ async def build(view: View) -> None:
         '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link">{{ props.value }}</a>'
         "<span v-else>{{ props.value }}</span></q-td>",
     )
-    table.props('table-style="white-space: normal"')
+    table.props("wrap-cells dense")
     table.bind_filter_from(search, "value")
 
     def update() -> None:

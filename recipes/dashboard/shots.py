@@ -1,0 +1,171 @@
+"""Pictures of the dashboard: python -m recipes.dashboard.shots [--pages overview,models]
+
+It starts `speculon serve --model demo --admin`, sends some requests, runs a small benchmark, and takes each
+page with Chromium, light and dark, wide and narrow, into docs/images/dashboard/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs/images/dashboard"
+LISTENS = re.compile(r"listens on (http://\S+)")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync".split()
+SIZES = {"wide": (1280, 800), "narrow": (380, 800)}
+TALLEST = 1600  # pixels of a picture
+SHORTER = {"requests": 440, "log": 560}  # much small text
+MOST_BYTES = 60_000
+SECONDS = 120.0  # for the server to load, and for the benchmark
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    "import json\n\n\ndef read(path):\n    with open(path) as file:\n        ",
+    "import os\nimport sys\n\n\ndef main():\n    ",
+)
+BENCH = {"modes": ["off", "ngram:4", "suffix:8"], "prompts": 2, "max_tokens": 48}
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server on a free port."""
+    log = folder / "stderr.txt"
+    command = [sys.executable, "-m", "speculon.cli", "serve", "--model", "demo", "--admin", "--port", "0"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=out)
+    try:
+        until = time.monotonic() + SECONDS
+        while (found := LISTENS.search(log.read_text())) is None or not ready(found[1]):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"the server did not start: {log.read_text()}")
+            time.sleep(0.2)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def ready(url: str) -> bool:
+    try:
+        with urlopen(url + "/ready"):
+            return True
+    except OSError:
+        return False
+
+
+def post(url: str, body: dict[str, object]) -> dict[str, object]:
+    sent = Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urlopen(sent) as answer:
+        found: dict[str, object] = json.load(answer)
+    return found
+
+
+def ask(url: str, prompt: str, tokens: int) -> str:
+    """The id of the answer."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0.8}
+    answer = post(url + "/v1/completions", body | {"speculation": {"explain": True}})
+    return str(answer["id"])
+
+
+def load(url: str, rounds: int) -> str:
+    """Several streams at a time; the id of the last answer."""
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(rounds):
+            last = list(threads.map(lambda prompt: ask(url, prompt, 96), PROMPTS))[0]
+            time.sleep(0.5)
+    return last
+
+
+def bench(url: str) -> None:
+    post(url + "/admin/api/bench", BENCH)
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        with urlopen(url + "/admin/api/bench") as answer:
+            state = json.load(answer)["state"]
+        if state != "running":
+            break
+        time.sleep(1.0)
+    if state != "done":
+        raise SystemExit(f"the benchmark is {state}")
+
+
+def opened(browser: Browser, url: str, size: tuple[int, int], theme: str) -> Page:
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, locale="en-GB")
+    context.add_cookies([{"name": "speculon_theme", "value": theme, "url": url + "/admin"}])
+    return context.new_page()
+
+
+def taken(page: Page, tallest: int) -> bytes:
+    """Raises `SystemExit` where the page is wider than the screen."""
+    page.wait_for_timeout(1500)
+    sizes = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    screen = page.viewport_size
+    assert screen
+    if sizes[0] > screen["width"]:
+        raise SystemExit(f"{page.url}: {sizes[0]} pixels wide on a screen of {screen['width']}")
+    page.set_viewport_size(
+        {"width": screen["width"], "height": max(screen["height"], min(sizes[1], TALLEST))}
+    )
+    page.wait_for_timeout(1500)
+    picture = page.screenshot()
+    page.set_viewport_size(screen)
+    return picture
+
+
+def keep(picture: bytes, path: Path) -> None:
+    """With as many colours as fit into `MOST_BYTES`."""
+    whole = Image.open(io.BytesIO(picture)).convert("RGB")
+    for colours in (128, 64, 32, 16):
+        whole.quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
+        if path.stat().st_size < MOST_BYTES:
+            return
+    raise SystemExit(f"{path.name}: {path.stat().st_size} bytes with 16 colours")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = "overview,models,requests,tokens,bench,log"
+    parser.add_argument("--pages", default=names, help=f"of {names}")
+    pages = parser.parse_args().pages.split(",")
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = shutil.which("chromium")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder)) as url,
+        sync_playwright() as play,
+    ):
+        browser = play.chromium.launch(executable_path=path, args=FLAGS)
+        if "bench" in pages:
+            bench(url)
+        page = opened(browser, url, SIZES["wide"], "light")
+        page.goto(url + "/admin/")  # an open overview keeps the intervals of its charts
+        last = load(url, 16)
+        routes = {name: f"/{name}" for name in pages} | {"overview": "/", "tokens": f"/tokens?id={last}"}
+        for theme in ("light", "dark"):
+            for size, pixels in SIZES.items():
+                shown = opened(browser, url, pixels, theme)
+                for name in pages:
+                    shown.goto(url + "/admin" + routes[name])
+                    keep(taken(shown), OUT / f"{name}-{theme}-{size}.png")
+                shown.context.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
