@@ -119,9 +119,8 @@ def taken(page: Page, tallest: int) -> bytes:
     assert screen
     if sizes[0] > screen["width"]:
         raise SystemExit(f"{page.url}: {sizes[0]} pixels wide on a screen of {screen['width']}")
-    page.set_viewport_size(
-        {"width": screen["width"], "height": max(screen["height"], min(sizes[1], TALLEST))}
-    )
+    height = min(max(screen["height"], sizes[1]), tallest)
+    page.set_viewport_size({"width": screen["width"], "height": height})
     page.wait_for_timeout(1500)
     picture = page.screenshot()
     page.set_viewport_size(screen)
@@ -162,7 +161,7 @@ def main() -> None:
                 shown = opened(browser, url, pixels, theme)
                 for name in pages:
                     shown.goto(url + "/admin" + routes[name])
-                    keep(taken(shown), OUT / f"{name}-{theme}-{size}.png")
+                    keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / f"{name}-{theme}-{size}.png")
                 shown.context.close()
         browser.close()
 

@@ -13,16 +13,15 @@ from speculon.server.admin.ui.shell import View
 
 SECONDS = 2.0
 COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
+ACCOUNT = ("method", "rounds", "drafted", "accepted", "tokens_per_target_call", "saved_ms")
 
 
 def account(one: RequestView) -> str:
-    """Its numbers and names, one `name value` after the other; empty while the request runs."""
-    plain = {
-        name: value for name, value in (one.speculation or {}).items() if isinstance(value, str | int | float)
-    }
+    """Its main figures, one `name value` after the other; empty while the request runs."""
+    kept = one.speculation or {}
+    values = ((name, kept[name]) for name in ACCOUNT if kept.get(name) is not None)
     return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in plain.items()
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values
     )
 
 
@@ -46,6 +45,7 @@ async def build(view: View) -> None:
         {"name": name, "label": words(f"requests.{name}"), "field": name, "align": "left"}
         for name in ("id", *COLUMNS)
     ]
+    columns[-1]["style"] = "white-space: normal; min-width: 20rem"
     table = ui.table(columns=columns, rows=[], row_key="id", pagination=25).classes("w-full")
     table.props["no-data-label"] = words("requests.none")
     table.add_slot(
@@ -53,7 +53,7 @@ async def build(view: View) -> None:
         '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link">{{ props.value }}</a>'
         "<span v-else>{{ props.value }}</span></q-td>",
     )
-    table.props("wrap-cells dense")
+    table.props("dense")
     table.bind_filter_from(search, "value")
 
     def update() -> None:

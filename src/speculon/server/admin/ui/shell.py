@@ -30,7 +30,6 @@ a.sp-link:focus-visible, button:focus-visible { outline: 3px solid #e69f00; outl
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
 .sp-numbers { display: grid; gap: .5rem; width: 100%;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 8.5rem), 1fr)) }
-.q-table td { overflow-wrap: anywhere }
 .sp-card { width: 100%; min-width: 0 }
 """
 
