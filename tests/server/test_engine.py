@@ -7,6 +7,7 @@ import inspect
 import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
@@ -16,7 +17,7 @@ from speculon import errors
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine import async_engine, worker
 from speculon.engine.async_engine import AsyncEngine, OutputQueue
-from speculon.engine.messages import Abort, Add, Admitted, Outputs, Ready, Refused, Statistics, Stop
+from speculon.engine.messages import Abort, Add, Admitted, Outputs, Refused, Statistics, Stop
 from speculon.errors import EmptyPrompt, EngineError, InvalidParameter, InvalidRequest, SpeculonError
 from tests.server.inside import ThreadEngine, cut
 from tests.server.scripted import ScriptedEngine
@@ -287,7 +288,7 @@ def test_what_a_worker_sends() -> None:
     first, *replies = alone.run(
         ask("r"), ask("empty", ""), Abort("nobody"), ask("wrong", "x", max_tokens=10**6)
     )
-    assert first == Ready(257, 4096, 32, 64, 16, "ngram", capabilities=alone.engine.capabilities())
+    assert first == replace(alone.engine.facts(), capabilities=alone.engine.capabilities())
     assert isinstance(replies[0], Statistics)
     assert [m.request_id for m in replies if isinstance(m, Admitted)] == ["r"]
     assert {m.request_id: type(m.error).__name__ for m in replies if isinstance(m, Refused)} == {

@@ -25,7 +25,7 @@ class Clock:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, row: float, draft: float):
-        self.ms, self.row, self.draft = 0.0, row, draft
+        self.ms, self.row, self.draft, self._monkeypatch = 0.0, row, draft, monkeypatch
         monkeypatch.setattr(telemetry, "perf_counter", self)
         monkeypatch.setattr(compose, "perf_counter", self)
 
@@ -44,7 +44,8 @@ class Clock:
             self.ms += self.draft * max(budgets)
             return propose(seqs, budgets, lease)
 
-        target.forward, proposer.propose = timed_forward, timed_propose  # type: ignore[method-assign]
+        self._monkeypatch.setattr(target, "forward", timed_forward)
+        self._monkeypatch.setattr(proposer, "propose", timed_propose)
 
 
 def generate(engine: Engine, clock: Clock, **speculation: Any) -> tuple[float, float | None]:
