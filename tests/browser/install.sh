@@ -8,7 +8,7 @@ if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
   [ "${CI:-}" != true ] # elsewhere the tests skip
   exit
 fi
-apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-noto-cjk >/dev/null || {
+apt-get update -qq -o Acquire::Retries=3 && apt-get install -y -qq -o Acquire::Retries=3 --no-install-recommends chromium fonts-noto-cjk >/dev/null || {
   echo "$missing" >&2
   [ "${CI:-}" != true ]
 }
