@@ -111,6 +111,15 @@ def opened(browser: Browser, url: str, size: tuple[int, int], theme: str) -> Pag
     return context.new_page()
 
 
+def compare(page: Page) -> None:
+    """One prompt without drafts, and by lookups."""
+    page.get_by_label("Prompt").fill(PROMPTS[1])
+    page.locator("[data-side=right]").get_by_label("Method").click()
+    page.get_by_role("option", name="ngram").click()
+    page.get_by_role("button", name="Run").click()
+    page.get_by_text("Same text").wait_for(timeout=30_000)
+
+
 def taken(page: Page, tallest: int) -> bytes:
     """Raises `SystemExit` where the page is wider than the screen."""
     page.wait_for_timeout(1500)
@@ -139,7 +148,7 @@ def keep(picture: bytes, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "overview,models,requests,tokens,bench,log"
+    names = "overview,models,requests,tokens,playground,bench,log"
     parser.add_argument("--pages", default=names, help=f"of {names}")
     pages = parser.parse_args().pages.split(",")
     OUT.mkdir(parents=True, exist_ok=True)
@@ -161,6 +170,8 @@ def main() -> None:
                 shown = opened(browser, url, pixels, theme)
                 for name in pages:
                     shown.goto(url + "/admin" + routes[name])
+                    if name == "playground":
+                        compare(shown)
                     keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / f"{name}-{theme}-{size}.png")
                 shown.context.close()
         browser.close()
