@@ -183,9 +183,7 @@ class Monitor:
                 decoded += step.verdict.logprobs or ()
                 yield
         if self._measures:
-            if (
-                difference
-            ):  # what stands before it may be too short to measure the limit by which it is judged
+            if difference:  # the tokens before it may be too few to measure a limit
                 decoded = yield from self._decoded(answer)
             yield from self._measure(answer, decoded)
         self._count(answer, difference)

@@ -75,7 +75,7 @@ async def call(app: FastAPI, scope: dict[str, Any], body: bytes, messages: async
 
 
 def scope_of(config: ServeConfig) -> dict[str, Any]:
-    """An administrator needs no API key: the first one stands in, and does not leave the process."""
+    """An administrator needs no API key: the first one is used, and does not leave the process."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     if config.api_key:
         headers.append((b"authorization", b"Bearer " + config.api_key[0].get_secret_value().encode()))
