@@ -43,8 +43,8 @@ BENCH = {"modes": ["off", "ngram:4", "suffix:8"], "prompts": 2, "max_tokens": 48
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of a server on a free port."""
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server on a free port."""
     log = folder / "stderr.txt"
     command = [sys.executable, "-m", "speculon.cli", "serve", "--model", "demo", "--admin", "--port", "0"]
     with log.open("wb") as out:
@@ -55,7 +55,7 @@ def served(folder: Path) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"the server did not start: {log.read_text()}")
             time.sleep(0.2)
-        yield found[1]
+        yield found[1], process.pid
     finally:
         process.terminate()
         process.wait(30)
@@ -155,7 +155,7 @@ def main() -> None:
     path = shutil.which("chromium")
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(Path(folder)) as url,
+        served(Path(folder)) as (url, _),
         sync_playwright() as play,
     ):
         browser = play.chromium.launch(executable_path=path, args=FLAGS)
