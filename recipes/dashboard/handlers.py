@@ -105,8 +105,8 @@ def table(record: dict[str, object], rows: dict[str, dict[str, float]]) -> str:
     lines = [
         "# What an open page of the dashboard costs",
         "",
-        f"`{record['command']}`, {record['chip']}, {record['date']}: the demo model, {STREAMS} requests at once.",
-        f"Medians of {TURNS} windows of {SECONDS} s each way, in turns.",
+        f"`{record['command']}`, {record['chip']}, {record['date']}: the demo model,",
+        f"{STREAMS} requests at once. Medians of {TURNS} windows of {SECONDS} s each way, in turns.",
         "",
         "| | time of the event loop within the dashboard | highest | tokens/s |",
         "|---|---|---|---|",
