@@ -3,8 +3,9 @@
     python -m recipes.invariance.texts --prompts 500 --out docs/benchmarks/invariance
     python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
 
-Each prompt runs many times, so it is in the prefix cache from its second time on. With `--num-blocks` few
-enough, sequences are preempted. No text enters a pool, so a lookup reads its own sequence only.
+With as few pages as the default, 32 sequences at once are preempted, and no prompt is cached when it comes
+again. With `--num-blocks 4000` each prompt is in the prefix cache from its second time on. No text enters a
+pool, so a lookup reads its own sequence only.
 """
 
 from __future__ import annotations
