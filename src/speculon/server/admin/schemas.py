@@ -149,10 +149,14 @@ class TokenView(BaseModel):
 
 
 class Drafter(BaseModel):
+    """A checkpoint that may draft for a model."""
+
     name: str
-    method: str
+    method: str  # empty: not known
     checkpoint: str
     loaded: bool
+    refusal: str | None  # why it does not fit the model; None: it fits
+    warnings: list[str]
 
 
 class LogLine(BaseModel):

@@ -10,6 +10,7 @@ from time import time
 from typing import Any
 
 from speculon.config.models import ModelSettings, ModelSettingsFile
+from speculon.config.speculation import AUTO
 from speculon.errors import (
     ConfigError,
     InvalidParameter,
@@ -116,23 +117,40 @@ class Admin:
             max_context=None if served is None else served.max_context,
             settings_file=str(self._file.path),
             locked=self._lock_of(model),
-            settings=of_settings.fields_of(found),
+            settings=of_settings.fields_of(found, self._file.methods),
         )
 
-    def drafters_for(self, name: str) -> list[Drafter]:
-        """Drafters of this model's engine, those that fit it beside its folder, and those of the models'
-        folder, which may not fit.
+    async def drafters_for(self, name: str, checkpoint: str | None = None) -> list[Drafter]:
+        """Drafters of this model's engine, those that fit it beside its folder, and those of its settings and
+        of the models' folder, which may not fit. With a checkpoint, that one alone.
+
+        Raises `UnknownModel`.
         """
-        model, folder = self._pool.find(name), self._state.config.models_dir
-        loaded = [(method, path) for method, path in model.drafters.items()]
-        others = [
-            (method, str(folder / one if folder else one)) for one, method in self._pool.drafters.items()
-        ]
-        found = dict.fromkeys(loaded + self._pool.loader.drafters(model.config) + others)
-        return [
-            Drafter(name=Path(path).name, method=method, checkpoint=path, loaded=(method, path) in loaded)
-            for method, path in found
-        ]
+        model = self._pool.find(name)
+        named = self._named_drafters(model) if checkpoint is None else [checkpoint]
+        # beside the thread that reads prompts: to compare two tokenizers takes a while
+        found = await asyncio.to_thread(self._pool.loader.drafters, model.config, named)
+        loaded = {path: method for method, path in model.drafters.items()}
+        views = {
+            one.path: Drafter(
+                name=Path(one.path).name,
+                method=loaded.get(one.path, one.method),
+                checkpoint=one.path,
+                loaded=one.path in loaded,
+                refusal=one.refusal,
+                warnings=list(one.warnings),
+            )
+            for one in found
+            if checkpoint is None or one.path == checkpoint
+        }
+        return sorted(views.values(), key=lambda one: (not one.loaded, one.refusal is not None))
+
+    def _named_drafters(self, model: PooledModel) -> list[str]:
+        folder, draft = self._state.config.models_dir, model.config.speculation.draft
+        here = [str(folder / one if folder else one) for one in self._pool.drafters]
+        drafts = draft.values() if isinstance(draft, dict) else [draft]
+        texts = [one for one in drafts if isinstance(one, str) and one.partition(":")[0] != AUTO]
+        return list(dict.fromkeys([*model.drafters.values(), *texts, *here]))
 
     async def change(self, name: str, changes: Mapping[str, Any]) -> ModelView:
         """Sets fields of a model; null takes a field out of the file.
