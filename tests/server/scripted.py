@@ -96,6 +96,7 @@ class ScriptedEngine:
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.aborted: list[str] = []
+        self.speculations: list[RequestSpeculation | None] = []  # of each request
 
     @property
     def has_work(self) -> bool:
@@ -122,7 +123,8 @@ class ScriptedEngine:
         return {1: 2.5}
 
     def capabilities(self) -> dict[str, Capability]:
-        return {"limits.max_context": Capability("on", "of the script", {"tokens": CONTEXT})}
+        context = Capability("on", "of the script", {"tokens": CONTEXT})
+        return {"limits.max_context": context, "methods.ngram": Capability("on", "a lookup")}
 
     def add_request(
         self,
@@ -132,6 +134,7 @@ class ScriptedEngine:
         request_id: str | None = None,
     ) -> str:
         assert request_id is not None, "the server names its requests"
+        self.speculations.append(speculation)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:

@@ -23,22 +23,28 @@ from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.requests import rows_of
 from speculon.server.catalogue import Catalogue
 from speculon.server.pool import ModelPool
+from speculon.server.pooled import PooledModel
 from tests.server.inside import Inside, ScriptedLoader, serving, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
 API = "/admin/api"
 KEY = {"authorization": "Bearer secret"}
+K = "num_speculative_tokens"
 
 
 @contextmanager
 def administered(
-    folder: Path, loader: ScriptedLoader | None = None, models: tuple[str, ...] = ("a",), **settings: Any
+    folder: Path,
+    loader: ScriptedLoader | None = None,
+    models: tuple[str, ...] = ("a",),
+    paths: dict[str, str] | None = None,
+    **settings: Any,
 ) -> Iterator[Inside]:
     serve = {"admin": True, **settings.pop("serve", {})}
     file = ModelSettingsFile(folder / "speculon-models.toml", methods())
     given = {"model": "path-a", "serve": serve, **settings}
-    paths = {name: f"path-{name}" for name in models}
+    paths = paths or {name: f"path-{name}" for name in models}
     catalogue = Catalogue(given, paths, file=file, writable=file)
     with serving(catalogue, loader or ScriptedLoader()) as inside:
         yield inside
@@ -133,6 +139,50 @@ def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
     assert "max_num_seqs" not in written(tmp_path) and "temperature = 0.7" in written(tmp_path)
 
 
+def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
+    loader = ScriptedLoader()
+    with administered(folder, loader) as inside:
+        model = inside.state.pool.models["a"]
+
+        def sent(**body: Any) -> dict[str, Any]:
+            """What the engine was given of a request's speculation."""
+            ask(inside, **body)
+            found = loader.engines["path-a"].inner.speculations[-1]
+            return {} if found is None else found.model_dump(exclude_none=True, exclude={"tenant"})
+
+        def changed(**changes: Any) -> int:
+            """Loads so far."""
+            answer = change(inside, **changes)
+            assert answer.status_code == 200, answer.text
+            return model.loads
+
+        assert not setting(inside.client.get(f"{API}/models/a").json(), K)["new_worker"] and sent() == {}
+        assert changed(num_speculative_tokens=3, acceptance="matching") == 1
+        assert sent() == {K: 3, "acceptance": "matching"}
+        assert sent(speculation={K: 2}) == {K: 2, "acceptance": "matching"}, "a request's own comes first"
+        assert changed(num_speculative_tokens=None, acceptance=None) == 1 and sent() == {}
+        assert changed(method="ngram") == 1 and sent() == {"method": "ngram"}
+        assert inside.client.get(f"{API}/models/a").json()["method"] == "ngram"
+        assert changed(method="eagle3", draft={"eagle3": str(folder)}) == 2, "its drafter has to be loaded"
+        assert changed(method="mtp") == 3 and sent() == {}, "its layers, too; the process has the rest"
+        assert changed(num_speculative_tokens=5, max_num_seqs=4) == 4 and sent() == {}
+        assert changed(num_speculative_tokens=None) == 5, "no request can take it away"
+
+
+def test_defaults_of_requests_need_no_load(tmp_path: Path) -> None:
+    check_that_defaults_of_requests_need_no_load(tmp_path)
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["never loaded", "always loaded"])
+def test_defaults_that_are_not_applied_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """Two twins."""
+    monkeypatch.setattr(PooledModel, "takes", lambda model, own: taken)
+    with pytest.raises(AssertionError):
+        check_that_defaults_of_requests_need_no_load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -210,6 +260,24 @@ def test_settings_that_stay_after_a_failed_write_are_seen(
     monkeypatch.setattr(ModelPool, "_adopt", once)
     with pytest.raises(AssertionError):
         check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
+
+
+def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    caplog.set_level(logging.INFO, "speculon")
+    with administered(tmp_path, paths={"demo": "demo"}, model="demo") as inside:
+        found = {one["name"]: one for one in inside.client.get(f"{API}/drafters/demo").json()}
+        query = {"checkpoint": str(broken)}
+        (other,) = inside.client.get(f"{API}/drafters/demo", params=query).json()
+    methods_of = {name: one["method"] for name, one in found.items()}
+    assert methods_of == {"dflash": "dflash", "draft": "draft_model", "eagle3": "eagle3"}
+    assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
+    assert other["name"] == "broken" and other["refusal"]
+    assert not [line for line in caplog.messages if line.startswith("draft ")]
 
 
 def test_a_change_waits_for_running_requests_and_loses_none(tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ from functools import partial
 from time import monotonic, perf_counter, time
 from typing import Any, Literal
 
-from speculon.config import EngineConfig
+from speculon.config import EngineConfig, SpeculationConfig
+from speculon.config.speculation import OFF
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
-from speculon.server.model import ServedModel
+from speculon.server.model import ServedModel, changed_defaults
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
@@ -74,7 +75,27 @@ class PooledModel:
         self.config, self._sampling = EngineConfig(**own.settings), own.sampling
         self.pinned = self._pin or own.pool.pinned
         if self.served is not None:
-            self.served = replace(self.served, sampling=own.sampling)
+            self.served = self._with_defaults(self.served)
+
+    def takes(self, own: OfModel) -> bool:
+        """Whether its process can serve these settings, where they differ from its own in nothing but the
+        defaults of requests.
+        """
+        if self.engine.facts is None:
+            return False
+        new = changed_defaults(self._started_with, EngineConfig(**own.settings).speculation)
+        method = self.engine.facts.capabilities.get(f"methods.{new.get('method')}")
+        missing = new.get("method", OFF) != OFF and (method is None or method.status == "off")
+        # a request cannot take a value away again: null is what its process has
+        return None not in new.values() and not missing
+
+    @property
+    def _started_with(self) -> SpeculationConfig:
+        return EngineConfig(**self._built).speculation
+
+    def _with_defaults(self, served: ServedModel) -> ServedModel:
+        new = changed_defaults(self._started_with, self.config.speculation)
+        return replace(served, sampling=self._sampling, speculation=new)
 
     def forgive(self) -> None:
         """It may be loaded at once, although a load has failed."""
@@ -156,9 +177,8 @@ class PooledModel:
             await self.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise self.error or error from None
         config = self.config.serve
-        self.served = ServedModel(
-            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config, self._sampling
-        )
+        served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
+        self.served = self._with_defaults(served)
         self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began
         self._loaded_at = self.used_at = monotonic()

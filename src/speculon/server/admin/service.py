@@ -9,7 +9,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from speculon.config.models import ModelSettings, ModelSettingsFile
+from speculon.config.models import ModelSettings, ModelSettingsFile, needs_new_worker
 from speculon.config.speculation import AUTO
 from speculon.errors import (
     ConfigError,
@@ -256,7 +256,9 @@ class Admin:
     ) -> None:
         new = OfModel(self._state.catalogue.with_path(model.name, after.keywords), after.sampling, after.pool)
         old = model.own
-        reloads = any(map(of_settings.needs_load, before.changed(after)))
+        # the first table of a model changes `model`, and the catalogue has its path
+        changed = before.changed(after) - {"model"}
+        reloads = any(map(needs_new_worker, changed)) or not model.takes(new)
         try:
             await self._pool.replace(model, new, reloads=reloads)
         except SpeculonError as error:

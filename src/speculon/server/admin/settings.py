@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from speculon.config import EngineConfig
-from speculon.config.models import HOMES, Methods, ModelSettings, ModelSettingsFile
+from speculon.config.models import HOMES, Methods, ModelSettings, ModelSettingsFile, needs_new_worker
 from speculon.config.models.fields import home_of
-from speculon.config.speculation import USUAL_DRAFTS, SpeculationConfig
+from speculon.config.speculation import USUAL_DRAFTS
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.server.admin.schemas import FieldView
 
@@ -43,7 +42,7 @@ def field_of(found: ModelSettings, name: str, choices: list[str] | None) -> Fiel
         source=source,
         origin=found.origin(name),
         locked=lock_of(found, name),
-        new_worker=needs_load(name),
+        new_worker=needs_new_worker(name),
     )
 
 
@@ -59,11 +58,6 @@ def lock_of(found: ModelSettings, name: str) -> str | None:
     if setting is not None and setting.source.name == "environment":
         return "set by the environment, which goes before the file"
     return None
-
-
-def needs_load(name: str) -> bool:
-    """Whether a change is in force only after the model is loaded again."""
-    return HOMES[name].model in (EngineConfig, SpeculationConfig)
 
 
 def check_unlocked(found: ModelSettings, changes: Mapping[str, Any]) -> None:
