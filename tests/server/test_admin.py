@@ -78,10 +78,12 @@ def test_the_overview_counts_what_was_sent(tmp_path: Path) -> None:
         inside.eventually(
             lambda: inside.client.get(f"{API}/overview").json()["models"][0]["engine"]["target_calls"] > 0
         )
-        after = inside.client.get(f"{API}/overview").json()["models"][0]
+        overview = inside.client.get(f"{API}/overview").json()
+        after = overview["models"][0]
     assert after["tokens"] == 7 and after["tokens_per_second"] > 0
     assert after["engine"]["memory_bytes"] == {"held": 100, "pages": 50}
     assert after["engine"]["cost_curve"] == {"1": 2.5}
+    assert overview["totals"]["target_calls"] == after["engine"]["target_calls"]
     assert after["engine"]["plain_rounds"]["no_match"] == after["engine"]["target_calls"]
 
 

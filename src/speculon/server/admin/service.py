@@ -23,7 +23,7 @@ from speculon.server.access_log import AccessRecord
 from speculon.server.admin import settings as of_settings
 from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.lines import LogRing
-from speculon.server.admin.overview import engine_of
+from speculon.server.admin.overview import counts_of, engine_of
 from speculon.server.admin.requests import RequestLog
 from speculon.server.admin.schemas import (
     BenchOptions,
@@ -91,6 +91,7 @@ class Admin:
             draining=self._pool.draining,
             memory_bytes=shared,
             free_bytes=None if shared is None else self._pool.free,
+            totals=counts_of(model.engine.counters for model in self._pool.models.values()),
             models=models,
         )
 
