@@ -87,6 +87,13 @@ def test_the_file_names_the_models_unless_the_command_line_does(
         catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])
 
 
+def test_the_first_model_that_is_given_is_the_default(tmp_path: Path) -> None:
+    """Also where another one has a table."""
+    (tmp_path / "models.toml").write_text('[models.one]\nmodel = "demo"\n')
+    config = EngineConfig(serve={"models_file": tmp_path / "models.toml"})
+    assert list(catalogue_of({}, config, ["demo-draft", "one"]).paths) == ["demo-draft", "one"]
+
+
 def test_a_table_is_about_the_subfolder_of_its_name(tmp_path: Path) -> None:
     """A model is found once, under the settings of its table; others of the folder have none."""
     for name in ("one", "two"):

@@ -91,9 +91,10 @@ class ModelPool:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[PooledModel]:
         """The model of a request, loaded, and not ended before the request is submitted."""
-        if self.single and not self.default.on_trial:
-            self.check_health()
         model = self.find(name)
+        await model.settled.wait()
+        if self.single:
+            self.check_health()
         await self.load(model)
         with model.in_use():
             yield model
@@ -145,15 +146,15 @@ class ModelPool:
     async def replace(self, model: PooledModel, own: OfModel, *, reloads: bool) -> None:
         """Gives a model other settings. A loaded one is drained and loaded anew where that needs it.
 
-        Requests that come meanwhile wait. Where the load fails the old settings are loaded again, and the
-        fault is raised.
+        Requests that come meanwhile wait for its end. Where the load fails the old settings are loaded again,
+        and the fault is raised.
         """
         if task := self._loading.get(model.name):
             await asyncio.wait({task})
         if not reloads or model.state not in ("loaded", "failed"):
             return self._adopt(model, own)
         old, was_loaded = model.own, model.state == "loaded"
-        model.on_trial = True
+        model.settled.clear()
         try:
             if was_loaded:
                 await model.drain(self._config.drain_timeout)
@@ -166,12 +167,19 @@ class ModelPool:
         except SpeculonError:
             self._adopt(model, old)
             model.forgive()
-            model.on_trial = False
             if was_loaded and not self.draining:
-                await self.load(model)
+                await self._load_again(model)
             raise
         finally:
-            model.on_trial = False
+            model.settled.set()
+
+    async def _load_again(self, model: PooledModel) -> None:
+        """With settings that it was loaded with before: where that fails, it is lost."""
+        try:
+            await self.load(model)
+        finally:
+            if model.state == "failed":
+                model.lost.set()
 
     def named(self, name: str) -> PooledModel | None:
         """The model of a name, if there is one."""

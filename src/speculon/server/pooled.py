@@ -52,7 +52,9 @@ class PooledModel:
         self.engine = loader.engine(own.settings, self._note_stage)
         self._built = own.settings  # of that engine
         self._begun = False  # whether it was started
-        self.on_trial = False  # loads with other settings: a failure is not the end of the server
+        # cleared while it is loaded with other settings: a failure then is not the end of the server
+        self.settled = asyncio.Event()
+        self.settled.set()
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
         self.since = time()  # of the state
@@ -195,9 +197,9 @@ class PooledModel:
         self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
-        if not self.on_trial:
+        if self.settled.is_set():
             self.lost.set()
-        if not self._alone or self.on_trial:
+        if not self._alone or not self.settled.is_set():
             log.error("%s: %s: %s", self.name, type(error).__name__, error)
             self._ending = True
             await self.engine.stop()
