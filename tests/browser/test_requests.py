@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import httpx2 as httpx
-from playwright.sync_api import Browser, expect
+import pytest
+from playwright.sync_api import Browser, Page, expect
 
 from speculon.server.admin.schemas import TokenRow
-from speculon.server.admin.ui.token_view import html_of, visible
+from speculon.server.admin.ui.token_view import FATES, html_of, visible
 from speculon.server.admin.ui.words import Words
 from tests.browser.conftest import log_in
 from tests.server.outside import Outside
@@ -24,12 +25,24 @@ def test_whitespace_is_visible() -> None:
     assert visible(" a\t\n") == "·a⇥↵\n"
 
 
-def test_a_request_leads_to_its_tokens(browser: Browser, server: Outside) -> None:
+def check_marks(page: Page, fates: list[str]) -> None:
+    """Each token has the mark of its fate, as the answer tells it."""
+    expect(page.locator(".sp-tokens [data-d]")).to_have_count(len(fates))
+    for fate in FATES:
+        expect(page.locator(f".sp-{fate}[data-d]")).to_have_count(fates.count(fate), timeout=1000)
+
+
+def test_a_request_leads_to_its_tokens_and_their_fates(browser: Browser, server: Outside) -> None:
     page = browser.new_context(locale="en-GB").new_page()
     log_in(page, server.url())
     body = {"model": "demo", "prompt": "a", "max_tokens": 8, "speculation": {"explain": True}}
     answer = httpx.post(server.url() + "/v1/completions", json=body, trust_env=False).raise_for_status()
     page.goto(server.url() + "/admin/requests")
     page.get_by_role("link", name=answer.json()["id"]).click()
-    expect(page.locator(".sp-tokens [data-d]")).to_have_count(answer.json()["usage"]["completion_tokens"])
+    fates = [token["fate"] for token in answer.json()["choices"][0]["speculation"]["tokens"]]
+    assert "accepted" in fates
+    check_marks(page, fates)
+    page.evaluate("document.querySelectorAll('.sp-accepted').forEach(one => one.className = 'sp-plain')")
+    with pytest.raises(AssertionError):  # the twin: marks of accepted tokens are missing
+        check_marks(page, fates)
     page.context.close()
