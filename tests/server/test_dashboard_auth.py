@@ -253,10 +253,10 @@ class OpenSockets(AdminGate):
 
 def passes(gate: type[AdminGate], of: str, path: str, **headers: str) -> bool:
     """Whether a request or a socket with these headers comes through."""
-    came = []
+    passed = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        came.append(scope["path"])
+        passed.append(scope["path"])
 
     async def receive() -> Any:
         return {"type": "websocket.connect"}
@@ -268,7 +268,7 @@ def passes(gate: type[AdminGate], of: str, path: str, **headers: str) -> bool:
     encoded = [(name.encode(), value.encode()) for name, value in (host | headers).items()]
     scope = {"type": of, "method": "GET", "path": path, "headers": encoded, "client": ("127.0.0.1", 1)}
     asyncio.run(gate(app, ServeConfig(admin=True, admin_key=KEY))(scope, receive, send))
-    return bool(came)
+    return bool(passed)
 
 
 def check_gate(gate: type[AdminGate]) -> None:

@@ -60,6 +60,13 @@ def test_a_model_has_names_a_pin_and_sampling_of_its_own(tmp_path: Path) -> None
         assert set(pool.states()) == {"a", "b", "c"}, "another name is no other model"
 
 
+def test_the_served_name_of_a_table_is_one_more_alias(tmp_path: Path) -> None:
+    with with_tables(tmp_path, '[models.a]\nserved_model_name = "shown"\nmax_tokens = 2\n') as pool:
+        assert answered(pool, "shown") == answered(pool, "a") == ("ab", "length")
+        listed = [one["id"] for one in pool.inside.client.get("/v1/models").json()["data"]]
+        assert "a" in listed and "shown" not in listed
+
+
 def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
         with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):

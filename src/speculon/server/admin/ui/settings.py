@@ -75,8 +75,9 @@ class Settings:
             # a change that has begun is not cut off by a page that is closed
             view = await asyncio.shield(self._view.context.admin.change(self._model.name, changes))
         except SpeculonError as error:
-            if (field := self._fields.get((param_of(error) or "").partition(".")[0])) is not None:
-                field.refuse(str(error))
+            refused = self._fields.get((param_of(error) or "").partition(".")[0])
+            if refused is not None:
+                refused.refuse(str(error))
             self._status.text = str(error)
             return
         for one in view.settings:
