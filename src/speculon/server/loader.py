@@ -45,6 +45,13 @@ class Loader:
         except SpeculonError:
             return []
 
+    def device(self, config: EngineConfig) -> str:
+        """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
+        from speculon.models.load import pick_device
+
+        device = pick_device(config.device)
+        return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
+
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""
         from speculon.kv.budget import free_memory

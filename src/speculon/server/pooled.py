@@ -60,7 +60,7 @@ class PooledModel:
         self.since = time()  # of the state
         self.error: SpeculonError | None = None  # why it failed last
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
-        self.share = 0  # bytes of the server's memory
+        self.device, self.share = "", 0  # where it has how many bytes of the server's memory
         self.users = self.waiting = 0  # requests that are read or submitted; that wait for a load
         self.used_at = monotonic()
         self.loads = self.failures = self.evictions = 0

@@ -75,13 +75,19 @@ class ModelOverview(BaseModel):
     engine: Engine | None  # None: no process has told yet
 
 
+class DeviceMemory(BaseModel):
+    """Bytes for all models of a device."""
+
+    total: int
+    free: int
+
+
 class Overview(BaseModel):
     time: float  # seconds of the epoch
     started: float
     version: str
     draining: bool
-    memory_bytes: int | None  # of all models; None: not limited by the server
-    free_bytes: int | None
+    memory: dict[str, DeviceMemory]  # by device; empty: not limited by the server
     totals: Counts  # of all models
     models: list[ModelOverview]
 

@@ -28,6 +28,7 @@ from speculon.server.admin.requests import RequestLog
 from speculon.server.admin.schemas import (
     BenchOptions,
     BenchView,
+    DeviceMemory,
     Drafter,
     LogLine,
     ModelOverview,
@@ -83,14 +84,15 @@ class Admin:
             )
             for name, model in self._pool.models.items()
         ]
-        shared = self._pool.memory
         return Overview(
             time=time(),
             started=self._state.started,
             version=self._version,
             draining=self._pool.draining,
-            memory_bytes=shared,
-            free_bytes=None if shared is None else self._pool.free,
+            memory={
+                device: DeviceMemory(total=total, free=self._pool.free(device))
+                for device, total in self._pool.memory.items()
+            },
             totals=counts_of(model.engine.counters for model in self._pool.models.values()),
             models=models,
         )
