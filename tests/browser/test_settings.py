@@ -107,7 +107,7 @@ def test_a_drafter_that_does_not_fit_says_why(page: Page, library: Outside) -> N
         expect(draft.get_by_role("checkbox", name=name)).not_to_be_checked()
     draft.get_by_label("Another checkpoint").fill("/no/such/folder")
     draft.get_by_role("button", name="Add").click()
-    expect(draft).to_contain_text("Does not fit: no such folder")
+    expect(draft).to_contain_text("Does not fit: /no/such/folder: no such folder")
 
 
 def test_a_refused_value_is_told_at_its_field(page: Page, library: Outside) -> None:

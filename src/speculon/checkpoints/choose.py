@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
-from speculon.checkpoints.locate import HUB_ID, SHIPPED, locate
+from speculon.checkpoints.locate import locate, refuse_missing
 from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.checkpoints.pairing import AUTO, around, examine, is_search, search
 from speculon.config import EngineConfig, ModelObject
@@ -74,13 +74,12 @@ class Fit:
 def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
     """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
 
-    Raises `ModelError` for a target that cannot be read.
+    Raises `ModelError` for a target that is not here or cannot be read.
     """
-    target = read_checkpoint(locate(config.model, trust_remote_code=config.trust_remote_code))
-    near = [fit(str(path), target) for path, _ in around(AUTO, target.path)]
-    return (
-        own_fit(target) + [one for one in near if one.refusal is None] + [fit(one, target) for one in drafts]
-    )
+    target = read_checkpoint(locate(config.model, fetch=False))
+    around_it = [fit(str(path), target) for path, _ in around(AUTO, target.path)]
+    fitting = [one for one in around_it if one.refusal is None]
+    return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
 
 
 def own_fit(target: Checkpoint) -> list[Fit]:
@@ -92,15 +91,14 @@ def own_fit(target: Checkpoint) -> list[Fit]:
 
 
 def fit(draft: str, target: Checkpoint) -> Fit:
-    folder = SHIPPED.get(draft, Path(draft).expanduser())
-    if not folder.is_dir():
-        unknown = f"{draft}: no such folder here; a hub id is fetched when it is loaded"
-        return (
-            Fit(draft, "", (unknown,))
-            if HUB_ID.fullmatch(draft)
-            else Fit(draft, "", refusal="no such folder")
-        )
-    found = examine(folder, 0, target)
+    try:
+        refuse_missing(draft)
+    except ModelNotFound as error:
+        return Fit(draft, "", refusal=str(error))
+    try:
+        found = examine(locate(draft, fetch=False), 0, target)
+    except ModelNotFound:
+        return Fit(draft, "", (f"{draft} is fetched from the hub, and examined, when it is loaded",))
     method = (found.family.method if found.family is not None else None) or ""
     return Fit(draft, method, found.warnings, found.refusal)
 

@@ -11,7 +11,7 @@ from functools import partial
 from time import monotonic, perf_counter, time
 from typing import Any, Literal
 
-from speculon.config import EngineConfig, SpeculationConfig
+from speculon.config import EngineConfig
 from speculon.config.speculation import OFF
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
@@ -50,7 +50,7 @@ class PooledModel:
         self._loader, self._read, self._on_stage = loader, read, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
-        self._built = own.settings  # of that engine
+        self._built, self._started_with = own.settings, self.config.speculation  # of that engine
         self._begun = False  # whether it was started
         # cleared while it is loaded with other settings: a failure then is not the end of the server
         self.settled = asyncio.Event()
@@ -90,10 +90,6 @@ class PooledModel:
         missing = new.get("method", OFF) != OFF and (method is None or method.status == "off")
         # a request cannot take a value away again: null is what its process has
         return None not in new.values() and not missing
-
-    @property
-    def _started_with(self) -> SpeculationConfig:
-        return EngineConfig(**self._built).speculation
 
     def _with_defaults(self, served: ServedModel) -> ServedModel:
         new = changed_defaults(self._started_with, self.config.speculation)
@@ -168,7 +164,7 @@ class PooledModel:
         try:
             if self._begun or settings != self._built:
                 self.engine, self._built = self._loader.engine(settings, self._note_stage), settings
-            self._begun = True
+            self._begun, self._started_with = True, EngineConfig(**settings).speculation
             facts = await self.engine.start()
             tokenizer = await self._read(partial(self._loader.tokenizer, self.config))
         except SpeculonError as error:
