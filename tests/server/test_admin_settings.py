@@ -213,7 +213,7 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
         query = {"checkpoint": str(broken)}
         (other,) = inside.client.get(f"{API}/drafters/demo", params=query).json()
     methods_of = {name: one["method"] for name, one in found.items()}
-    assert methods_of == {"dflash": "dflash", "draft": "draft_model", "eagle3": "eagle3"}
+    assert methods_of == {"demo-dflash": "dflash", "demo-draft": "draft_model", "demo-eagle3": "eagle3"}
     assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
     assert other["name"] == "broken" and other["refusal"]
     assert not [line for line in caplog.messages if line.startswith("draft ")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
-from speculon.checkpoints.locate import locate, refuse_missing
+from speculon.checkpoints.locate import SHIPPED, locate, refuse_missing
 from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.checkpoints.pairing import AUTO, around, examine, is_search, search
 from speculon.config import EngineConfig, ModelObject
@@ -77,7 +77,8 @@ def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
     Raises `ModelError` for a target that is not here or cannot be read.
     """
     target = read_checkpoint(locate(config.model, fetch=False))
-    around_it = [fit(str(path), target) for path, _ in around(AUTO, target.path)]
+    shipped = {path: name for name, path in SHIPPED.items()}
+    around_it = [fit(shipped.get(path, str(path)), target) for path, _ in around(AUTO, target.path)]
     fitting = [one for one in around_it if one.refusal is None]
     return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
 
