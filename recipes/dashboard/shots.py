@@ -148,7 +148,7 @@ def keep(picture: bytes, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "overview,models,requests,tokens,playground,bench,log"
+    names = "overview,models,settings,requests,tokens,playground,bench,log"
     parser.add_argument("--pages", default=names, help=f"of {names}")
     pages = parser.parse_args().pages.split(",")
     OUT.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,8 @@ def main() -> None:
         page = opened(browser, url, SIZES["wide"], "light")
         page.goto(url + "/admin/")  # an open overview keeps the intervals of its charts
         last = load(url, 16)
-        routes = {name: f"/{name}" for name in pages} | {"overview": "/", "tokens": f"/tokens?id={last}"}
+        others = {"overview": "/", "settings": "/models", "tokens": f"/tokens?id={last}"}
+        routes = {name: f"/{name}" for name in pages} | others
         for theme in ("light", "dark"):
             for size, pixels in SIZES.items():
                 shown = opened(browser, url, pixels, theme)
@@ -172,6 +173,9 @@ def main() -> None:
                     shown.goto(url + "/admin" + routes[name])
                     if name == "playground":
                         compare(shown)
+                    elif name == "settings":
+                        shown.get_by_role("button", name="Settings").click()
+                        shown.get_by_role("heading", name="Settings of").wait_for()
                     keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / f"{name}-{theme}-{size}.png")
                 shown.context.close()
         browser.close()
