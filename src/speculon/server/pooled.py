@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter, time
@@ -16,7 +16,7 @@ from speculon.config.speculation import OFF
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
-from speculon.server.answer import Answer
+from speculon.server.answer import ABORT_SECONDS, Answer
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
 from speculon.server.model import ServedModel, changed_defaults
@@ -212,13 +212,17 @@ class PooledModel:
         """Running requests have so many seconds; no other comes."""
         self.enter("draining")
         self.engine.draining = True
-        try:
+        if not await self._drains(seconds):
+            self.engine.abort_all()
+            await self._drains(ABORT_SECONDS)
+
+    async def _drains(self, seconds: float) -> bool:
+        """Whether its last request ends within so many seconds."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.drained:
                     await asyncio.sleep(0.02)
-        except TimeoutError:
-            self.engine.abort_all()
-            await asyncio.sleep(0.1)
+        return self.drained
 
     def enter(self, state: State) -> None:
         self.state, self.since = state, time()
