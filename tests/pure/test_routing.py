@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from speculon.cluster.routing import LOAD, POOL, PREFIX, Routing
+from speculon.cluster.routing import LOAD, POOL, POOL_TOKENS, PREFIX, TOKENS_PER_REQUEST, Routing
 
 A, B, C = "a", "b", "c"
 LIMIT = 32
@@ -69,16 +69,20 @@ def test_a_user_goes_where_the_earlier_answers_are() -> None:
     assert chosen(one, prompt(2), idle, "me") == {B}, "the latest answer"
 
 
-def test_a_busy_replica_loses_what_it_knows_something_about() -> None:
-    one = routing(slack=8)
-    one.sent(A, prompt(1), None)
-    assert chosen(one, prompt(1), {A: 8, B: 0}) == {A}
-    assert chosen(one, prompt(1), {A: 9, B: 0}) == {B}
+def test_a_longer_prefix_outweighs_more_open_requests() -> None:
+    one, blocks = routing(), 2 * TOKENS_PER_REQUEST // 4
+    one.sent(A, prompt(1, blocks), None)
+    assert chosen(one, prompt(1, blocks), {A: 2, B: 0}) == {A}
+    assert chosen(one, prompt(1, blocks), {A: 3, B: 0}) == {B}
+    assert chosen(one, prompt(1, 1), {A: 1, B: 0}) == {B}, "a short one outweighs none"
+    one.wrote(A, [], "me")
+    assert chosen(one, prompt(2), {A: POOL_TOKENS // TOKENS_PER_REQUEST, B: 0}, "me") == {A}
+    assert chosen(one, prompt(2), {A: POOL_TOKENS // TOKENS_PER_REQUEST + 1, B: 0}, "me") == {B}
 
 
 def test_a_replica_at_its_limit_is_passed_over_unless_all_are() -> None:
-    one = routing(slack=1000)
-    one.wrote(A, prompt(1), "me")
+    one = routing()
+    one.wrote(A, prompt(1, 1000), "me")
     assert one.choose(prompt(1), "me", {A: LIMIT, B: LIMIT - 1}, LIMIT) == B
     assert one.passed_over == 1
     assert one.choose(prompt(1), "me", {A: LIMIT, B: LIMIT + 5}, LIMIT) == A
@@ -123,12 +127,12 @@ def test_what_a_request_was_routed_by_is_counted() -> None:
 def conversations(choose: Any, users: int = 20, turns: int = 10, replicas: int = 4) -> float:
     """Share of prompt blocks that the chosen replica had already, over growing conversations."""
     caches: dict[str, set[tuple[int, ...]]] = {f"r{i}": set() for i in range(replicas)}
-    texts = {user: prompt(user, 4) for user in range(users)}
+    texts = {user: prompt(user, 64) for user in range(users)}
     rng, hits, blocks = Random(1), 0, 0
     one = routing()
     for turn in range(turns):
         for user in rng.sample(range(users), users):
-            text = texts[user] = texts[user] + prompt(user + 100 * (turn + 1), 2)
+            text = texts[user] = texts[user] + prompt(user + 100 * (turn + 1), 16)
             load = {replica: rng.randrange(4) for replica in caches}
             replica = choose(one, text, load)
             prefixes = [tuple(text[: 4 * (n + 1)]) for n in range(len(text) // 4)]

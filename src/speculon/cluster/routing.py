@@ -12,7 +12,10 @@ from random import Random
 from threading import Lock
 
 MAX_BLOCKS, MAX_POOLS = 2**18, 2**16  # some 50 MB in all; of blocks of 16 tokens these are 4 M tokens
-SLACK = 8  # guess: requests that a replica may have open beyond the less busy of two
+# of a prompt, which weigh as much as an open request; docs/benchmarks/cluster: 64 loses 2 % of the throughput
+# of 16 replicas, 128 a sixth
+TOKENS_PER_REQUEST = 32
+POOL_TOKENS = 256  # guess: as many as drafts from a user's earlier answers are worth
 
 PREFIX, POOL, LOAD = "prefix", "pool", "load"  # what a request was routed by
 
@@ -25,11 +28,10 @@ class Routing:
         block_size: int = 16,
         max_blocks: int = MAX_BLOCKS,
         max_pools: int = MAX_POOLS,
-        slack: int = SLACK,
         rng: Random | None = None,
     ):
         self._block_size, self._max_blocks, self._max_pools = block_size, max_blocks, max_pools
-        self._slack, self._rng = slack, rng or Random()
+        self._rng = rng or Random()
         self._holders: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bits of its replicas
         self._pools: OrderedDict[str, str] = OrderedDict()  # pool -> the replica that wrote its latest answer
         self._bits: dict[str, int] = {}  # replica -> its bit
@@ -55,8 +57,8 @@ class Routing:
             self.passed_over += len(free) < len(load)
             free = free or list(load)
             other = self._less_busy(free, load)
-            best = self._best(prompt, pool, free, load)
-            return other if best is None or load[best] > load[other] + self._slack else best
+            best, tokens = self._best(prompt, pool, free, load)
+            return other if (load[best] - load[other]) * TOKENS_PER_REQUEST > tokens else best
 
     def sent(self, replica: str, prompt: Sequence[int], pool: str | None) -> None:
         """A request went to a replica, which soon has the prompt in its cache."""
@@ -95,16 +97,17 @@ class Routing:
 
     def _best(
         self, prompt: Sequence[int], pool: str | None, free: list[str], load: Mapping[str, int]
-    ) -> str | None:
-        holders = self._longest(prompt, sum(self._bits.get(replica, 0) for replica in free))
+    ) -> tuple[str, int]:
+        """The replica that knows most of this request, and the tokens that weigh for it."""
+        holders, tokens = self._longest(prompt, sum(self._bits.get(replica, 0) for replica in free))
+        having = [replica for replica in free if self._bits.get(replica, 0) & holders] or free
         wrote = self._pools.get(pool) if pool is not None else None
-        having = [replica for replica in free if self._bits.get(replica, 0) & holders]
-        if wrote is not None and wrote in (having or free):
-            return wrote
-        return self._less_busy(having, load) if having else None
+        if wrote in having:
+            return wrote, max(tokens, POOL_TOKENS)
+        return self._less_busy(having, load), tokens
 
-    def _longest(self, prompt: Sequence[int], mask: int) -> int:
-        """Bits of the replicas, of those in `mask`, that have the longest prefix; 0 where none has any."""
+    def _longest(self, prompt: Sequence[int], mask: int) -> tuple[int, int]:
+        """Bits of the replicas, of those in `mask`, that have the longest prefix, and its tokens."""
         found, used = 0, []
         for block in self._hashes(prompt):
             bits = self._holders.get(block, 0) & mask
@@ -114,7 +117,7 @@ class Routing:
             used.append(block)
         for block in reversed(used):  # a longer prefix is forgotten before what it begins with
             self._holders.move_to_end(block)
-        return found
+        return found, len(used) * self._block_size
 
     def _less_busy(self, replicas: list[str], load: Mapping[str, int]) -> str:
         two = replicas if len(replicas) < 2 else self._rng.sample(replicas, 2)
