@@ -13,10 +13,19 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from speculon.config import MAX_DRAFTS
+from speculon.config import MAX_DRAFTS, Acceptance, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
+
+Rule = Literal["matching", "rejection", "block"]
+
+
+def acceptance_rule(rule: Acceptance, params: SamplingParams) -> Rule:
+    """The rule for drafts that carry q. Under `auto`, text with a seed must not depend on the drafts."""
+    if rule == "auto":  # decisions/007: block verification accepts the most drafts
+        rule = "block" if params.seed is None else "matching"
+    return "matching" if params.greedy else rule
 
 
 class Reason(StrEnum):

@@ -17,6 +17,7 @@ from speculon.core import (
     PromptShape,
     Proposal,
     Reason,
+    Rule,
     Timing,
     TokenLogprobs,
     Verdict,
@@ -90,7 +91,7 @@ class Request:
     off: Reason | None = None  # why its method does not draft; None where it does
     policy: str = "fixed"
     chained: bool | None = None  # whether lookups continue a draft at its end; None: as its policy decides
-    acceptance: Literal["matching", "rejection", "block"] = "matching"  # of drafts that carry q
+    acceptance: Rule = "matching"  # of drafts that carry q
     shape: PromptShape = PromptShape()
     prediction: tuple[int, ...] = ()  # what the client expects the output to be
     pool: str | None = None  # of earlier answers; None: the answers to this prompt, "": none

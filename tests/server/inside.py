@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -58,12 +59,15 @@ class ThreadEngine(AsyncEngine):
 
     def __init__(self, settings: dict[str, Any], on_stage: Any = None, over: Any = None, **script: Any):
         super().__init__(settings, on_stage)
-        self.inner = over or ScriptedEngine(EngineConfig(**settings), **script)
+        self._new = (lambda: over) if over else partial(ScriptedEngine, EngineConfig(**settings), **script)
+        self.inner = self._new()
         self.gate: threading.Event | None = None
         self.load_faults: list[Exception] = []
 
     def _launch(self) -> tuple[Any, Connection]:
         ours, theirs = Pipe()
+        if self.restarts:
+            self.inner = self._new()
 
         def work() -> None:
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,7 @@ class ScriptedEngine:
         params: SamplingParams,
         speculation: RequestSpeculation | None = None,
         request_id: str | None = None,
+        written: Mapping[int, Seq[int]] | None = None,
     ) -> str:
         assert request_id is not None, "the server names its requests"
         if not prompt:
@@ -149,12 +151,13 @@ class ScriptedEngine:
         _, says, answer = text.rpartition(SAY)
         options = speculation or RequestSpeculation()
         pool = key_of(options.pool, prompt, options.tenant)
-        for sample in range(params.n):
+        for sample in range(params.n) if written is None else written:
             answered = list(answer) if says else list(LETTERS)
             stops = StopStrings(params.stop, self.tokenizer)
             self.waiting.append(
                 Running(request_id, sample, prompt, params, answered, bool(says), stops, pool)
             )
+            self.waiting[-1].written += (written or {}).get(sample, ())
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)
         return request_id

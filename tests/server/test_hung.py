@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import defaultdict
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
@@ -117,10 +118,38 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path, number: s
         assert loading.status_code == 503 and "is being loaded again" in loading.json()["error"]["message"]
         assert complete(url).status_code == 503 and status(url + "/live") == 200
         check_served_again(server, url, engine, 1)
-        (line,) = [line for line in server.stderr.splitlines() if line.endswith("started again (restart 1)")]
+        (line,) = [
+            line for line in server.stderr.splitlines() if line.endswith("started again (restart 1 of demo)")
+        ]
         assert line.startswith(
             "the engine has not answered" if number == signal.SIGSTOP else "the engine's process"
         )
+        check_clean(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_streams_whose_rest_is_determined_go_on_in_another_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with started(tmp_path, *AGAIN, SCRIPTED_LOAD="0.5", SCRIPTED_STEP="0.01") as server:
+        url = server.ready()
+        greedy = readers_of(server, url, 6, max_tokens=400, temperature=0)
+        seeded = readers_of(server, url, 6, max_tokens=400, seed=1, n=2)
+        unseeded = readers_of(server, url, 2, max_tokens=4000)
+        (engine,) = server.children()
+        os.kill(engine, number)
+        for reader in (*greedy, *seeded):
+            reader.join(20)
+            texts: dict[int, str] = defaultdict(str)
+            for line in reader.lines:
+                for choice in line["choices"]:
+                    texts[choice["index"]] += choice["text"]
+            assert set(texts.values()) == {(LETTERS * 16).decode()[:400]} and reader.done
+        assert len(texts) == 2
+        for reader in unseeded:
+            reader.join(20)
+            assert "this request is lost" in reader.lines[-1]["error"]["message"]
+        assert 'speculon_requests_resumed_total{model="demo"} 12.0' in get(url + "/metrics").text
         check_clean(server)
 
 
@@ -130,14 +159,14 @@ def test_a_step_without_an_end_costs_the_open_requests_alone_and_a_quick_restart
     with started(tmp_path, *AGAIN) as server:
         url = server.ready()
         (engine,) = server.children()
-        lost = complete(url, prompt=HANGING)
+        lost = complete(url, prompt=HANGING)  # resumed once: nothing of it was written
         assert lost.status_code == 503 and lost.headers["retry-after"]
-        check_served_again(server, url, engine, 1)
+        check_served_again(server, url, engine, 2)
         (engine,) = server.children()
         began = time.monotonic()
         os.kill(engine, signal.SIGKILL)
-        server.wait_for(lambda: len(lines_of(server, "the engine serves again")) == 2, 15)
-        check_served_again(server, url, engine, 2)
+        server.wait_for(lambda: len(lines_of(server, "the engine serves again")) == 3, 15)
+        check_served_again(server, url, engine, 3)
         assert time.monotonic() - began > 1.0
         check_clean(server)
 

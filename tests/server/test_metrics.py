@@ -26,7 +26,9 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
     """Name -> type and samples."""
     counters = EngineCounters()
     counters.totals.add(stats)
-    engine = SimpleNamespace(counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0, restarts=0)
+    engine = SimpleNamespace(
+        counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0, restarts=0, resumed=0
+    )
     model = SimpleNamespace(
         engine=engine, state="loaded", loads=1, failures=0, evictions=0, load_seconds=1.0, held=0
     )

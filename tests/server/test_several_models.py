@@ -210,7 +210,7 @@ def test_a_failed_load_is_an_error_of_its_requests_and_tried_again() -> None:
 
 def test_a_default_model_in_its_pause_is_not_healthy_and_others_serve() -> None:
     loader = ScriptedLoader()
-    with several(loader=loader) as pool:
+    with several({"restart_engine": False}, loader=loader) as pool:
         pool.model("a")._pause = 60.0
         cut(loader.engines["path-a"])
         wait_until(lambda: pool.states()["a"] == "failed")
@@ -277,7 +277,7 @@ def test_the_share_goes_to_the_engine_and_is_given_back_by_a_crash() -> None:
             return share._replace(settings={**settings, "kv_memory_gb": 0.5})
 
     loader = Limited(gigabytes=dict.fromkeys(PATHS.values(), 4.0))
-    with several({"memory_gb": 10}, loader=loader) as pool:
+    with several({"memory_gb": 10, "restart_engine": False}, loader=loader) as pool:
         assert loader.engines["path-a"].inner.config.kv_memory_gb == 0.5
         assert pool.inside.state.pool.free == 6 * 2**30
         cut(loader.engines["path-a"])
@@ -382,7 +382,7 @@ def test_these_routes_need_the_key() -> None:
 
 
 def test_a_crash_costs_the_streams_of_its_model_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with several(step_seconds=0.005) as pool:
+    with several({"restart_engine": False}, step_seconds=0.005) as pool:
         with pool.stream("a") as first, pool.stream("b") as second:
             cut(pool.loader.engines["path-b"])
             *_, error, done = second

@@ -79,7 +79,10 @@ class ServeConfig(Checked):
         allow_inf_nan=False,
         description="seconds without a message of an engine that has work; then it is hung",
     )
-    restart_engine: bool = Field(False, description="end a hung engine; load it again, and one that has died")
+    restart_engine: bool | None = Field(
+        None,
+        description="end a hung engine, load it again, and one that has died; None: with several models",
+    )
     log_format: Literal["text", "json"] = Field("text", description="form of the log line of each request")
 
     capture: Path | None = Field(

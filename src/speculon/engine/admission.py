@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from math import isnan
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from speculon.config import GIVEN_DRAFTS, MAX_DRAFTS, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.control.gates import shape_of
-from speculon.core import Draft, PromptShape, Reason, ceil_div
+from speculon.core import Draft, PromptShape, Reason, acceptance_rule, ceil_div
 from speculon.errors import (
     EmptyPrompt,
     EngineError,
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 CONTEXT = "limits.max_context"  # in the capability table
 OF_VOCABULARY = ("logprobs", "prompt_logprobs")  # numbers of tokens
 SHAPE_TOKENS = 512  # of a prompt's end that are read for its class
-# decisions/007: accepts the most drafts; the text depends on them
-WITHOUT_SEED: Literal["rejection", "block"] = "block"
 
 
 class Admission:
@@ -112,7 +110,7 @@ class Admission:
             chained=self._config.chained_drafts
             if speculation.chained_drafts is None
             else speculation.chained_drafts,
-            acceptance=self._acceptance(speculation, params),
+            acceptance=acceptance_rule(speculation.acceptance or self._config.acceptance, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,
             pool=speculation.pool,
@@ -178,15 +176,6 @@ class Admission:
             find_stop = partial(strings.find, skip_special_tokens=params.skip_special_tokens)
         rules = Rules.of(params, bad_words, tuple(sorted(stop_ids)))
         return rules, Ending(stop_ids, params.min_tokens, find_stop)
-
-    def _acceptance(
-        self, speculation: RequestSpeculation, params: SamplingParams
-    ) -> Literal["matching", "rejection", "block"]:
-        """The rule for drafts that carry q; with a seed the text must not depend on the drafts."""
-        rule = speculation.acceptance or self._config.acceptance
-        if rule == "auto":
-            rule = WITHOUT_SEED if params.seed is None else "matching"
-        return "matching" if params.greedy else rule
 
     def _shape(self, prompt: list[int], params: SamplingParams, off: Reason | None) -> PromptShape:
         text = "" if self._tokenizer is None or off else self._tokenizer.decode(prompt[-SHAPE_TOKENS:])

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import multiprocessing as mp
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Seq
 from multiprocessing.connection import Connection
 from time import monotonic
@@ -33,9 +33,9 @@ from speculon.engine.messages import (
     Stage,
     Statistics,
 )
+from speculon.engine.output_queue import OutputQueue
 from speculon.engine.process import EngineProcess
 from speculon.errors import EngineError, InvalidParameter, InvalidRequest, NotReady, SpeculonError
-from speculon.sequence import Event
 from speculon.telemetry import EngineCounters
 
 MOST_LOST_LOADS = 5  # guess: processes in a row that may be lost while they load
@@ -45,74 +45,6 @@ STEADY_SECONDS, MOST_PAUSE = 30.0, 60.0
 log = logging.getLogger("speculon")
 
 
-class OutputQueue:
-    """The events of some requests, in batches as they come.
-
-    Events that nobody takes wait here; there are never more than the requests' tokens.
-    """
-
-    def __init__(self, engine: AsyncEngine, adds: Seq[Add]):
-        self._engine = engine
-        self._open = {add.request_id: add.params.n for add in adds}  # sequences that have not ended
-        self._waiting = set(self._open)  # for admission
-        self._events: list[Event] = []
-        self._error: SpeculonError | None = None
-        self._changed = asyncio.Event()
-
-    @property
-    def open_sequences(self) -> int:
-        return sum(self._open.values())
-
-    async def admitted(self) -> None:
-        """Returns once the engine has admitted every request; raises why it has not.
-
-        A fault after that is raised by `take`, also if it is here already.
-        """
-        while self._waiting:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-
-    async def take(self) -> list[Event]:
-        """The events since the last call, at least one; none once all sequences have ended.
-
-        Raises the engine's fault.
-        """
-        while not self._events and any(self._open.values()) and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
-        events, self._events = self._events, []
-        return events
-
-    def put(self, event: Event) -> None:
-        self._open[event.request_id] -= event.finish is not None
-        self._events.append(event)
-        self._changed.set()
-
-    def admit(self, request_id: str) -> None:
-        self._waiting.discard(request_id)
-        self._changed.set()
-
-    def fail(self, error: SpeculonError) -> None:
-        self._error = error
-        self._changed.set()
-
-    def abort(self) -> None:
-        """Ends the open requests; their last events are still to be taken."""
-        for request_id in (request_id for request_id, sequences in self._open.items() if sequences):
-            self._engine.abort(request_id)
-
-    def close(self) -> None:
-        """Ends the open requests; their pages are free after the running step."""
-        for request_id, sequences in self._open.items():
-            self._engine.remove(request_id, abort=sequences > 0)
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-
 class AsyncEngine:
     """One model in a process of its own, for one event loop.
 
@@ -120,13 +52,15 @@ class AsyncEngine:
     >>> await engine.start()
     >>> outputs = await engine.submit([Add("r-1", ids, SamplingParams(max_tokens=16))])
 
-    A process that ends or hangs is replaced, where `serve.restart_engine` says so.
+    A process that ends or hangs is replaced, where `serve.restart_engine` says so. The next one continues
+    the requests that can be resumed (`OutputQueue.resumable`); the others end with the fault.
     """
 
     def __init__(self, settings: dict[str, Any], on_stage: Callable[[str], None] | None = None):
         self._settings, self._on_stage = settings, on_stage or (lambda name: None)
-        serve = EngineConfig(**settings).serve
-        self._timeout, self._restart = serve.engine_timeout, serve.restart_engine
+        config = EngineConfig(**settings)
+        self._model, self._acceptance = config.model, config.speculation.acceptance
+        self._timeout, self._restart = config.serve.engine_timeout, bool(config.serve.restart_engine)
         self._open: dict[str, OutputQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._forgetting: dict[int, asyncio.Future[int]] = {}
@@ -140,14 +74,19 @@ class AsyncEngine:
         self.counters, self.load = EngineCounters(), Load(0, 0, 0)
         self.costs: dict[int, float] = {}  # sequences -> ms of a plain step
         self.facts: Ready | None = None  # None while a process loads
-        self.restarts = 0
+        self.restarts = self.resumed = 0  # processes after the first; requests that one of them resumed
         self.draining = False  # set where no other process is to be started
         self.error: SpeculonError | None = None  # why the engine has ended
         self.ended = asyncio.Event()  # set with `error`
+        self.settled = asyncio.Event()  # set where no process is started again
 
     @property
     def alive(self) -> bool:
         return self.error is None
+
+    @property
+    def restarting(self) -> bool:
+        return self.alive and self.restarts > 0 and self.facts is None
 
     @property
     def hung(self) -> bool:
@@ -164,7 +103,7 @@ class AsyncEngine:
         if self.error is not None:
             return f"the engine has ended: {self.error}"
         if self.facts is None:
-            return "the model is being loaded again" if self.restarts else "the model is being loaded"
+            return "the model is being loaded again" if self.restarting else "the model is being loaded"
         return f"the engine has not answered for {self._silent:.0f} s" if self.hung else None
 
     @property
@@ -205,7 +144,7 @@ class AsyncEngine:
             raise self.error
         if taken := next((add.request_id for add in adds if add.request_id in self._open), None):
             raise InvalidParameter("request_id", taken, "is in use")
-        queue = OutputQueue(self, adds)
+        queue = OutputQueue(self, adds, self._acceptance)
         self._open.update({add.request_id: queue for add in adds})
         try:
             for add in adds:
@@ -241,7 +180,10 @@ class AsyncEngine:
             with contextlib.suppress(SpeculonError):  # there is nothing left to end
                 await self._send(Abort(request_id))
 
-        task = asyncio.ensure_future(send())
+        self._run(send())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -312,8 +254,19 @@ class AsyncEngine:
         self._process.ended = True
         self.facts, self.load = None, Load(0, 0, 0)
         self.restarts += 1
-        log.error("%s; it is started again (restart %d)", fault, self.restarts)
-        self.fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"))
+        self.settled.clear()
+        log.error("%s; it is started again (restart %d of %s)", fault, self.restarts, self._model)
+        lost = {queue for queue in self._open.values() if not queue.resumable}
+        self.fail_requests(NotReady(f"{fault}; it is started again, and this request is lost"), lost)
+
+    async def _resume(self, queues: set[OutputQueue]) -> None:
+        """Submits the rest of the requests that the process before has left."""
+        with contextlib.suppress(SpeculonError):  # this process is lost, too: the next one is asked
+            for queue in queues:
+                for add in queue.rest():
+                    if self._open.get(add.request_id) is queue:
+                        self.resumed += 1
+                        await self._send(add)
 
     async def _start_again(self, process: EngineProcess) -> None:
         """After a pause, which grows while processes end soon after they have loaded."""
@@ -353,8 +306,10 @@ class AsyncEngine:
                 self._on_stage(name)
             case Ready():
                 self.facts, self._loaded_at, self._lost_loads = message, monotonic(), 0
+                self.settled.set()
                 if self.restarts:
                     log.warning("the engine serves again, after %.1f s", self._loaded_at - self._lost_at)
+                    self._run(self._resume({queue for queue in self._open.values() if queue.resumable}))
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
 
@@ -364,14 +319,15 @@ class AsyncEngine:
             return
         self.error = error
         self.ended.set()
+        self.settled.set()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # read once, or asyncio reports it as never retrieved
         self.fail_requests(error)
 
-    def fail_requests(self, error: SpeculonError) -> None:
-        """Every open request ends with this error."""
-        for queue in set(self._open.values()):
+    def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
+        """These (None: all that are open) end with this error, and whatever waits for a reply."""
+        for queue in set(self._open.values()) if queues is None else queues:
             queue.fail(error)
         for reply in self._forgetting.values():
             if not reply.done():

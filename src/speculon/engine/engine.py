@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -173,13 +175,21 @@ class Engine:
         params: SamplingParams,
         speculation: RequestSpeculation | Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        written: Mapping[int, Seq[int]] | None = None,
     ) -> str:
-        """Admits a request or refuses it by name; nothing is started before every check has passed."""
+        """Admits a request or refuses it by name; nothing is started before every check has passed.
+
+        `written` asks for some samples only, and has the output that each of them begins with.
+        """
         if request_id is None:
             request_id = next(name for i in self._names if (name := f"r-{i}") not in self._requests)
         if request_id in self._requests:
             raise InvalidParameter("request_id", request_id, "is in use")
-        samples = self.admission.admit(request_id, prompt, params, speculation)
+        admit = partial(self.admission.admit, request_id, prompt, params, speculation)
+        if written is None:
+            samples = admit()
+        else:
+            samples = [admit(tokens)[sample] for sample, tokens in written.items()]
         self._requests[request_id] = _Request(perf_counter(), len(samples))
         self.counters.requests += 1
         self.counters.prompt_tokens += len(prompt)

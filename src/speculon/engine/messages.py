@@ -14,12 +14,13 @@ from speculon.telemetry import EngineCounters
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """One prompt to continue, `params.n` times."""
+    """One prompt to continue, `params.n` times; with `written` only these samples, after these tokens."""
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
     speculation: RequestSpeculation | None = None
+    written: dict[int, list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -99,6 +100,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         speculation: RequestSpeculation | None = None,
         request_id: str | None = None,
+        written: Mapping[int, Seq[int]] | None = None,
     ) -> str: ...
     def step(self) -> list[Event]: ...
     def replay(self) -> None: ...
@@ -171,7 +173,7 @@ class Worker:
 
     def _add(self, add: Add) -> None:
         try:
-            self.engine.add_request(add.prompt, add.params, add.speculation, add.request_id)
+            self.engine.add_request(add.prompt, add.params, add.speculation, add.request_id, add.written)
         except SpeculonError as error:
             self._pipe.send(Refused(add.request_id, error))
         except Exception as error:

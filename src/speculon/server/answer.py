@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from speculon.engine.async_engine import OutputQueue
 from speculon.engine.messages import Add
+from speculon.engine.output_queue import OutputQueue
 from speculon.sequence import Event
 from speculon.server.choice import Choice, ChoiceDelta
 from speculon.server.errors import body_of
@@ -136,7 +136,8 @@ class Answer:
         stats = self.stats
         done = stats.speculation()
         why = {"reasons": dict(stats.reasons), "changes": stats.change_list(), "prompt": stats.prompt()}
-        return {"method": self.request.method, **why, **(done.to_dict() if done else {})}
+        resumed = {"resumed": self._outputs.resumed} if self._outputs and self._outputs.resumed else {}
+        return {"method": self.request.method, **why, **(done.to_dict() if done else {}), **resumed}
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Before any token: the role of a chat's message."""

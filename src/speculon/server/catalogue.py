@@ -57,9 +57,14 @@ class Catalogue:
     def with_path(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a model with what differs between models of one server."""
         fields = {**settings, "model": self.paths[name]}
-        events = EngineConfig(**fields).events
-        if events is not None and len(self.paths) > 1:  # two processes cannot write one file
-            fields["events"] = events.with_stem(f"{events.stem}-{self._file_name(name)}")
+        config = EngineConfig(**fields)
+        if len(self.paths) == 1:
+            return fields
+        if config.events is not None:  # two processes cannot write one file
+            stem = f"{config.events.stem}-{self._file_name(name)}"
+            fields["events"] = config.events.with_stem(stem)
+        if config.serve.restart_engine is None:  # the server does not end with one of its engines
+            fields["serve"] = {**fields.get("serve", {}), "restart_engine": True}
         return fields
 
     def _file_name(self, name: str) -> str:

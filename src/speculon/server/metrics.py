@@ -35,6 +35,7 @@ class EngineStatistics(Protocol):
     load: Load
     facts: Ready | None
     restarts: int
+    resumed: int
 
     @property
     def open_requests(self) -> int: ...
@@ -238,6 +239,8 @@ class EngineCollector(Collector):
         load, facts = self._engine.load, self._engine.facts
         text = "processes of the engine that were started after one that died or hung"
         yield counter("engine_restarts", text, {(): self._engine.restarts})
+        text = "requests that such a process continued"
+        yield counter("requests_resumed", text, {(): self._engine.resumed})
         yield gauge("history_pools", "pools of earlier answers", counters.pools)
         yield gauge("history_pool_tokens", "tokens in them", counters.pool_tokens)
         yield gauge("requests_open", "requests that have not ended", self._engine.open_requests)

@@ -102,17 +102,19 @@ class ModelPool:
         """Returns once the model can be used. Many may wait for one load; each gets its fault."""
         model.waiting += 1
         try:
-            while model.state != "loaded" or not model.engine.alive:
+            while model.state != "loaded" or not model.engine.alive or model.engine.restarting:
                 if self.draining or (self.single and model.lost.is_set()):
                     raise NotReady(ENDS)
-                if model.state == "loaded":  # its end was not noticed yet
+                if model.state == "loaded" and model.engine.restarting:
+                    await model.engine.settled.wait()
+                elif model.state == "loaded":  # its end was not noticed yet
                     await model.fail(model.engine.error or NotReady(ENDS))
                 elif model.state == "draining":
                     await self._change_of(model)
                 else:
                     model.check_pause()
                     await self._one_load(model)
-            _ = model.model  # raises where the engine hangs, or is started again
+            _ = model.model  # raises where the engine hangs
         finally:
             model.waiting -= 1
 
