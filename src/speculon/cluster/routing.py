@@ -7,7 +7,7 @@ It knows what this server sent and what came back, not what a replica has evicte
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from threading import Lock
 
@@ -35,6 +35,7 @@ class Routing:
         self._holders: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> bits of its replicas
         self._pools: OrderedDict[str, str] = OrderedDict()  # pool -> the replica that wrote its latest answer
         self._bits: dict[str, int] = {}  # replica -> its bit
+        self._lost: set[str] = set()  # replicas that lost a request and have not been seen serving since
         self._lock = Lock()
         self.routed: Counter[str] = Counter()  # by prefix, pool or load -> requests
         self.passed_over = 0  # choices in which a replica was at its limit
@@ -47,15 +48,20 @@ class Routing:
     def pools(self) -> int:
         return len(self._pools)
 
-    def choose(self, prompt: Sequence[int], pool: str | None, load: Mapping[str, int], limit: int) -> str:
-        """The replica for a prompt, of those in `load` (replica -> open requests, at least one replica).
+    def choose(
+        self, prompt: Sequence[int], pool: str | None, load: Mapping[str, int], limit: int
+    ) -> str | None:
+        """The replica for a prompt, of those in `load` (replica -> open requests); None where all are lost.
 
         One with `limit` or more open requests is passed over, unless all have as many.
         """
         with self._lock:
-            free = [replica for replica, count in load.items() if count < limit]
-            self.passed_over += len(free) < len(load)
-            free = free or list(load)
+            serving = [replica for replica in load if replica not in self._lost]
+            if not serving:
+                return None
+            free = [replica for replica in serving if load[replica] < limit]
+            self.passed_over += len(free) < len(serving)
+            free = free or serving
             other = self._less_busy(free, load)
             best, tokens = self._best(prompt, pool, free, load)
             return other if (load[best] - load[other]) * TOKENS_PER_REQUEST > tokens else best
@@ -83,9 +89,20 @@ class Routing:
                 while len(self._pools) > self._max_pools:
                     self._pools.popitem(last=False)
 
+    def lost(self, replica: str) -> None:
+        """It is not chosen until it `serve`s."""
+        with self._lock:
+            self._lost.add(replica)
+
+    def serve(self, replicas: Iterable[str]) -> None:
+        """These have answered."""
+        with self._lock:
+            self._lost.difference_update(replicas)
+
     def keep(self, replicas: Collection[str]) -> None:
         """Forgets every other replica."""
         with self._lock:
+            self._lost.intersection_update(replicas)
             gone = [replica for replica in self._bits if replica not in replicas]
             if not gone:
                 return
