@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from filelock import FileLock
+
 from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, Taken
 from speculon.cluster.state import claim
+from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Add, Admitted, Outputs, Refused
 from speculon.errors import NotReady, SpeculonError
@@ -24,8 +27,10 @@ class Replica:
     ):
         self.name = name
         # a fault of the engine is the end of the replica, and others continue its requests
-        serve = {**settings.get("serve", {}), "restart_engine": False}
-        self._claim, settings = claim({**settings, "serve": serve})
+        settings = {**settings, "serve": {**settings.get("serve", {}), "restart_engine": False}}
+        self._lock: FileLock | None = None
+        if (folder := EngineConfig(**settings).state) is not None:
+            settings["state"], self._lock = claim(folder)
         self._engine = make(settings)
 
     async def start(self) -> None:
@@ -86,5 +91,5 @@ class Replica:
         """Ends the engine, which keeps its state."""
         with suppress(SpeculonError):
             await self._engine.stop()
-        if self._claim is not None:
-            self._claim.release()
+        if self._lock is not None:
+            self._lock.release()
