@@ -36,9 +36,7 @@ class Local:
         self.sent: list[Add] = []
 
     def _new(self, name: str) -> Replica:
-        return Replica(
-            name, self._settings, lambda settings: ThreadEngine(settings, step_seconds=self._step)
-        )
+        return Replica(name, self._settings, lambda settings: ThreadEngine(settings, step_seconds=self._step))
 
     async def start(self, name: str | None = None) -> None:
         if name is not None:

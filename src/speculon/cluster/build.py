@@ -15,7 +15,7 @@ from ray.serve.schema import LoggingConfig
 
 from speculon import __version__
 from speculon.cluster import config
-from speculon.cluster.engine import ReplicatedEngine, Replicas
+from speculon.cluster.engine import Replicas, ReplicatedEngine
 from speculon.cluster.handles import ServeReplicas
 from speculon.cluster.metrics import ClusterCollector
 from speculon.cluster.replica import Replica
@@ -113,7 +113,7 @@ def build(given: Mapping[str, Any]) -> Application:
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    return ingress.bind(engines.bind(settings), settings)
+    return ingress.bind(engines.bind(config.of_engine(settings)), settings)
 
 
 def log_to_stderr() -> None:

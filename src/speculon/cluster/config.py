@@ -11,7 +11,6 @@ from speculon.checked import Checked
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, InvalidParameter
 
-SERVE_PREFIX = "serve."
 # what belongs to one process with its models
 REFUSED = {"admin": "the dashboard", "models_dir": "several models", "models_file": "settings of models"}
 REFUSED |= {"memory_gb": "an account of memory"}
@@ -24,12 +23,12 @@ class ClusterConfig(Checked):
     max_replicas: int | None = Field(
         None, ge=1, le=1024, description="most engines: as many as the load asks for; None: always `replicas`"
     )
-    target_requests: float = Field(
-        16, gt=0, description="open requests per engine that autoscaling aims at"
-    )
+    target_requests: float = Field(16, gt=0, description="open requests per engine that autoscaling aims at")
     cpus: float = Field(1.0, ge=0, description="logical CPUs of each engine, as Ray counts them")
     gpus: float = Field(0.0, ge=0, description="GPUs of each engine")
-    ingresses: int = Field(1, ge=1, le=64, description="processes that take HTTP requests; each routes by what it has seen")
+    ingresses: int = Field(
+        1, ge=1, le=64, description="processes that take HTTP requests; each routes by what it has seen"
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> ClusterConfig:
@@ -41,8 +40,8 @@ class ClusterConfig(Checked):
 def read(given: Mapping[str, Any]) -> tuple[ClusterConfig, dict[str, Any]]:
     """(the cluster's settings, those of its engines with everything resolved), from one flat mapping.
 
-    A name with a dot is a field of a table: `speculation.method=suffix`. The settings file and the environment
-    are read here, and nowhere else: other machines may have others. Raises `ConfigError`.
+    A name with a dot is a field of a table: `speculation.method=suffix`. The settings file and the
+    environment are read here, and nowhere else: other machines may have others. Raises `ConfigError`.
     """
     own = {name: value for name, value in given.items() if name in ClusterConfig.model_fields}
     settings: dict[str, Any] = {}
@@ -61,3 +60,8 @@ def read(given: Mapping[str, Any]) -> tuple[ClusterConfig, dict[str, Any]]:
         return ClusterConfig(**own), config.model_dump()
     except InvalidParameter as error:
         raise ConfigError(str(error)) from None
+
+
+def of_engine(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what only the ingress needs, keys among it."""
+    return {**settings, "serve": {"engine_timeout": settings["serve"]["engine_timeout"]}}

@@ -1,4 +1,4 @@
-"""The replicas as one engine: what the server submits goes to one of them, and on to another if it is lost."""
+"""The replicas as one engine: a request goes to one of them, and on to another if that is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplicatedEngine:
     rejection sampling or block verification, whose texts depend on the drafts.
     """
 
-    costs: dict[int, float] = {}  # noqa: RUF012
+    costs: dict[int, float] = {}
     restarts = 0  # a replica is replaced as a whole
 
     def __init__(
@@ -187,8 +187,8 @@ class ReplicatedEngine:
             queue.fail(error)
 
     def _with_seed(self, add: Add) -> Add:
-        asked = (add.speculation.acceptance if add.speculation else None) or self._acceptance
-        if add.params.seed is not None or add.params.greedy or asked in ("rejection", "block"):
+        rule = (add.speculation.acceptance if add.speculation else None) or self._acceptance
+        if add.params.seed is not None or add.params.greedy or rule in ("rejection", "block"):
             return add
         return replace(add, params=add.params.model_copy(update={"seed": secrets.randbits(63)}))
 

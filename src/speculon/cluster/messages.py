@@ -40,5 +40,5 @@ class ReplicaLost(NotReady):
 
 def pool_of(add: Add) -> str | None:
     """The user whose earlier answers a request may draft from, if it names one."""
-    asked = add.speculation
-    return f"{asked.tenant} {asked.pool}" if asked is not None and asked.pool else None
+    options = add.speculation
+    return f"{options.tenant} {options.pool}" if options is not None and options.pool else None

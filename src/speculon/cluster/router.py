@@ -42,9 +42,7 @@ class PrefixRouter(RequestRouter):
         chosen = self.routing.choose(add.prompt, pool_of(add), load, self._limit)
         return [] if chosen is None else [[replicas[chosen]]]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         if pending_request.args:
             add: Add = pending_request.args[0]
             self.routing.sent(replica_id.unique_id, add.prompt, pool_of(add))

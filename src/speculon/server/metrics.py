@@ -158,7 +158,9 @@ class PoolCollector(Collector):
 def engines_of(engine: EngineStatistics) -> list[tuple[dict[str, str], EngineStatistics]]:
     """(labels, engine) of each replica, else of the engine itself."""
     replicas: Mapping[str, EngineStatistics] | None = getattr(engine, "replicas", None)
-    return [({}, engine)] if replicas is None else [({"replica": name}, one) for name, one in replicas.items()]
+    if replicas is None:
+        return [({}, engine)]
+    return [({"replica": name}, one) for name, one in replicas.items()]
 
 
 def with_labels(sample: Sample, model: str, more: Mapping[str, str]) -> Sample:

@@ -1,0 +1,59 @@
+"""`speculon serve --replicas N`: the cluster's application on a Ray of this machine alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.util import find_spec
+from threading import Event
+from time import perf_counter
+
+from speculon.commands import serve as single
+from speculon.commands.options import Given, engine_settings
+from speculon.config import EngineConfig
+from speculon.errors import ConfigError
+
+NAME = "speculon"  # of the application
+OBJECTS = 100 * 2**20  # bytes of Ray's shared memory: events of steps are small
+
+
+def run(given: Given, models: list[str], speculative_config: str | None, replicas: int) -> None:
+    """Serves until TERM or Ctrl-C, then finishes running requests, and exits with 0."""
+    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
+    if find_spec("ray") is None:
+        raise ConfigError(f"replicas = {replicas}: needs Ray, which pip install 'speculon[ray]' brings")
+    if len(models) > 1:
+        raise ConfigError(f"replicas = {replicas}: serve one model, not {', '.join(models)}")
+    started = perf_counter()
+    config = EngineConfig(**settings)
+    listener = single.listen(config.serve.host, config.serve.port)
+    host, port = listener.getsockname()[:2]
+    listener.close()  # Ray's proxy opens it once more
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    from speculon.cluster import app
+
+    stopped = Event()
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, replicas),  # logical: more replicas than cores may be asked for
+        include_dashboard=False,
+        object_store_memory=OBJECTS,
+        _node_ip_address="127.0.0.1",
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= replicas else 0.0
+        single.say(f"loading {config.model}: {replicas} replicas")
+        serve.run(app({**settings, "replicas": replicas, "gpus": gpus}), name=NAME)
+        single.announce_address(host, port, config.serve)
+        single.say(f"serving {config.model}: {replicas} replicas; ready in {perf_counter() - started:.1f} s")
+        stopped.wait()
+        serve.delete(NAME)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    single.say("stopped")
