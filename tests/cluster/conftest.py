@@ -12,13 +12,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-os.environ |= {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "RAY_DEDUP_LOGS": "0",
-}
+from speculon.commands.serve_replicas import own_ray
+
+os.environ |= own_ray() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
 
 import ray
 from ray import serve
@@ -63,9 +59,9 @@ class Cluster:
         for line in httpx.get(self.url + "/metrics", trust_env=False).text.splitlines():
             if line.startswith(name) and line[len(name) : len(name) + 1] in "{ ":
                 labels_of, _, value = line[len(name) :].rpartition(" ")
-                found[tuple(part.partition("=")[2].strip('"') for part in labels_of.strip("{}").split(","))] = (
-                    float(value)
-                )
+                found[
+                    tuple(part.partition("=")[2].strip('"') for part in labels_of.strip("{}").split(","))
+                ] = float(value)
         return found
 
 
@@ -99,9 +95,7 @@ def children(pid: int) -> list[int]:
 def cluster() -> Iterator[Cluster]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray.init(
-        num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20, _node_ip_address="127.0.0.1"
-    )
+    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         made = Cluster(port)

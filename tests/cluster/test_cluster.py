@@ -31,9 +31,7 @@ def test_the_official_client_streams_and_chats(cluster: Cluster, mixed: list[Cas
     with openai.OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as api:
         assert [model.id for model in api.models.list()] == ["demo"]
         case = mixed[0]
-        chunks = list(
-            api.completions.create(model="demo", prompt=case.prompt, stream=True, **case.options)
-        )
+        chunks = list(api.completions.create(model="demo", prompt=case.prompt, stream=True, **case.options))
         assert "".join(chunk.choices[0].text for chunk in chunks) == case.text
         messages = [{"role": "user", "content": "Write a function."}]
         reply = api.chat.completions.create(
@@ -80,7 +78,9 @@ def kill_below(cluster: Cluster, long: list[Case], victim: Callable[[], int]) ->
 
     async def run() -> list[str]:
         async with client(cluster.url) as api:
-            tasks = [asyncio.create_task(stream(api, case, part)) for case, part in zip(long, chunks, strict=True)]
+            tasks = [
+                asyncio.create_task(stream(api, case, part)) for case, part in zip(long, chunks, strict=True)
+            ]
             while not all(len(part) >= 3 for part in chunks):
                 await asyncio.sleep(0.01)
             assert not any(task.done() for task in tasks), "in the middle of all of them"

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, Taken, pool_of
@@ -140,7 +141,7 @@ class ReplicatedEngine:
         for add in adds:
             self._open[add.request_id] = queue
             task = self._tasks[add.request_id] = asyncio.create_task(self._follow(add, queue))
-            task.add_done_callback(lambda _, request_id=add.request_id: self._tasks.pop(request_id, None))
+            task.add_done_callback(partial(self._forget, add.request_id))
         try:
             await queue.admitted()
         except BaseException:
@@ -185,6 +186,10 @@ class ReplicatedEngine:
     def fail_requests(self, error: SpeculonError, queues: set[OutputQueue] | None = None) -> None:
         for queue in set(self._open.values()) if queues is None else queues:
             queue.fail(error)
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id]
 
     def _with_seed(self, add: Add) -> Add:
         rule = (add.speculation.acceptance if add.speculation else None) or self._acceptance

@@ -70,7 +70,8 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
         keys = f"{len(config.serve.capture_key)} API keys" if config.serve.capture_key else "every API key"
         folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
         say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
-    announce_address(*listener.getsockname()[:2], config.serve)
+    host, port = listener.getsockname()[:2]
+    announce_address(host, port, config.serve)
     # uvicorn handles them, and raises them once more at its end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -29,14 +29,18 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class EngineStatistics(Protocol):
-    """What the metrics read of `AsyncEngine`."""
+    """What the metrics read of an engine, or of a replica."""
 
-    counters: EngineCounters
-    load: Load
-    facts: Ready | None
-    restarts: int
-    resumed: int
-
+    @property
+    def counters(self) -> EngineCounters: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def facts(self) -> Ready | None: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def resumed(self) -> int: ...
     @property
     def open_requests(self) -> int: ...
 

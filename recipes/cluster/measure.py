@@ -1,0 +1,147 @@
+"""What the ingress costs, and prefix hits of two real replicas, beside `speculon serve`.
+
+All servers run all the time, and take turns. Needs the extra `ray`; README.md has the commands.
+
+python -m recipes.cluster.measure --out build/cluster     # minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import httpx2 as httpx
+from recipes.serving.server import Server
+
+from speculon.bench.provenance import commit, machine
+
+FLAGS = ("--model", "demo", "--threads", "1", "--method", "off", "--no-warmup")
+SINGLE, CLUSTER = "speculon serve", "speculon serve --replicas 1"
+ROUNDS, REQUESTS, TOKENS = 5, 30, 200
+USERS, TURNS, TURN, ANSWER = 20, 10, 64, 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("build/cluster"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"command": shlex.join(sys.argv), "commit": commit(), "machine": machine()}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def server(name: str, *flags: str) -> Server:
+            return stack.enter_context(Server(*FLAGS, *flags, log=logs / f"{name}.log"))
+
+        servers = {SINGLE: server("single"), CLUSTER: server("cluster", "--replicas", "1")}
+        found["overhead"] = overhead(servers)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found["hits"] = hits(server)
+    (args.out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "measured.md").write_text(report := as_text(found))
+    print(report)
+
+
+def overhead(servers: dict[str, Server]) -> dict[str, dict[str, float]]:
+    """Medians over alternated rounds, in ms: of a request for one token, and between two chunks of streams."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    for turn in range(ROUNDS + 1):
+        for name in servers if turn % 2 else reversed(servers):
+            figures = {"request": one_token(servers[name].url)}
+            for streams in (1, 8):
+                figures[f"chunk at {streams}"] = asyncio.run(between_chunks(servers[name].url, streams))
+            if turn:  # the first one warms up
+                runs[name].append(figures)
+    return {name: {key: median(run[key] for run in all_) for key in all_[0]} for name, all_ in runs.items()}
+
+
+def one_token(url: str) -> float:
+    times = []
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        for i in range(REQUESTS):
+            began = perf_counter()
+            body = {"prompt": [i + 5, 6, 7], "max_tokens": 1, "temperature": 0}
+            client.post("/v1/completions", json=body).raise_for_status()
+            times.append((perf_counter() - began) * 1e3)
+    return median(times)
+
+
+async def between_chunks(url: str, streams: int) -> float:
+    """ms from chunk to chunk, over whole streams: a chunk is a token."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> float:
+        body = {"prompt": [number + 5, 6, 7], "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        times = []
+        async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    times.append(perf_counter())
+        assert len(times) == TOKENS, len(times)
+        return (times[-1] - times[0]) / (len(times) - 1) * 1e3
+
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=120) as client:
+        return median(await asyncio.gather(*(one(client, i) for i in range(streams))))
+
+
+def hits(server: Callable[..., Server]) -> dict[str, float]:
+    """Share of prompt tokens found in prefix caches: users of ten turns each, four at a time."""
+    with server("alone") as alone, server("routed", "--replicas", "2") as routed, server("other") as other:
+        rng = Random(0)
+        return {
+            "one engine": conversations(lambda: alone.url),
+            "two replicas": conversations(lambda: routed.url),
+            "two engines at random": conversations(lambda: rng.choice((alone.url, other.url)), first=1000),
+        }
+
+
+def conversations(url: Callable[[], str], first: int = 0) -> float:
+    async def user(client: httpx.AsyncClient, number: int, limit: asyncio.Semaphore) -> tuple[int, int]:
+        rng, tokens, cached, read = Random(first + number), [], 0, 0
+        for _ in range(TURNS):
+            tokens += [rng.randrange(5, 2000) for _ in range(TURN)]
+            body = {"prompt": tokens, "max_tokens": ANSWER, "temperature": 0, "user": f"u{number}"}
+            async with limit:
+                reply = await client.post(url() + "/v1/completions", json=body)
+            answer = reply.raise_for_status().json()
+            usage = answer["usage"]
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+            read += usage["prompt_tokens"]
+            tokens += [rng.randrange(5, 2000) for _ in range(ANSWER)]
+        return cached, read
+
+    async def run() -> float:
+        limit = asyncio.Semaphore(4)
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+            counts = await asyncio.gather(*(user(client, i, limit) for i in range(USERS)))
+        return sum(cached for cached, _ in counts) / sum(read for _, read in counts)
+
+    return asyncio.run(run())
+
+
+def as_text(found: dict[str, Any]) -> str:
+    costs, shares = found["overhead"], found["hits"]
+    lines = ["| ms | " + " | ".join(costs[SINGLE]) + " |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {name} | " + " | ".join(f"{ms:.2f}" for ms in row.values()) + " |" for name, row in costs.items()
+    ]
+    differences = [costs[CLUSTER][key] - costs[SINGLE][key] for key in costs[SINGLE]]
+    lines += ["| difference | " + " | ".join(f"{ms:.2f}" for ms in differences) + " |", ""]
+    lines += ["| | prefix hits |", "| --- | --- |"]
+    lines += [f"| {name} | {share:.1%} |" for name, share in shares.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
