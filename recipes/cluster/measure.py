@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
-import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,37 +25,48 @@ from recipes.serving.server import Server
 from speculon.bench.provenance import commit, machine
 
 FLAGS = ("--model", "demo", "--threads", "1", "--method", "off", "--no-warmup")
-SINGLE, CLUSTER = "speculon serve", "speculon serve --replicas 1"
-ROUNDS, REQUESTS, TOKENS = 5, 30, 200
-USERS, TURNS, TURN, ANSWER = 20, 10, 64, 24
+SINGLE, CLUSTER, TWO = (
+    "speculon serve",
+    "speculon serve --replicas 1",
+    "speculon serve --replicas 2",
+)
+COMMAND = "python -m recipes.cluster.measure"
+REQUESTS, TOKENS = 30, 150
+USERS, TURNS, TURN, ANSWER = 20, 10, 64, 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/cluster"))
+    parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken, in turns")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"command": shlex.join(sys.argv), "commit": commit(), "machine": machine()}
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-
-        def server(name: str, *flags: str) -> Server:
-            return stack.enter_context(Server(*FLAGS, *flags, log=logs / f"{name}.log"))
-
-        servers = {SINGLE: server("single"), CLUSTER: server("cluster", "--replicas", "1")}
-        found["overhead"] = overhead(servers)
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        found["hits"] = hits(server)
+    found: dict[str, Any] = {"command": COMMAND, "commit": commit(), "machine": machine()}
+    with servers(SINGLE, CLUSTER) as (single, cluster):
+        found["overhead"] = overhead({SINGLE: single, CLUSTER: cluster}, args.rounds)
+    print(json.dumps(found["overhead"]), flush=True)
+    with servers(SINGLE, SINGLE, TWO) as three:
+        found["hits"] = hits(*three)
     (args.out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "measured.md").write_text(report := as_text(found))
     print(report)
 
 
-def overhead(servers: dict[str, Server]) -> dict[str, dict[str, float]]:
-    """Medians over alternated rounds, in ms: of a request for one token, and between two chunks of streams."""
+@contextmanager
+def servers(*commands: str) -> Iterator[list[Server]]:
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        made = []
+        for i, command in enumerate(commands):
+            flags = (*FLAGS, *command.split()[2:])
+            made.append(stack.enter_context(Server(*flags, log=logs / f"{i}.log")))
+        yield made
+
+
+def overhead(servers: dict[str, Server], rounds: int) -> dict[str, dict[str, float]]:
+    """Medians over alternated rounds, in ms: a request for one token, and from chunk to chunk of streams."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name in servers if turn % 2 else reversed(servers):
             figures = {"request": one_token(servers[name].url)}
             for streams in (1, 8):
@@ -95,15 +104,14 @@ async def between_chunks(url: str, streams: int) -> float:
         return median(await asyncio.gather(*(one(client, i) for i in range(streams))))
 
 
-def hits(server: Callable[..., Server]) -> dict[str, float]:
+def hits(alone: Server, other: Server, routed: Server) -> dict[str, float]:
     """Share of prompt tokens found in prefix caches: users of ten turns each, four at a time."""
-    with server("alone") as alone, server("routed", "--replicas", "2") as routed, server("other") as other:
-        rng = Random(0)
-        return {
-            "one engine": conversations(lambda: alone.url),
-            "two replicas": conversations(lambda: routed.url),
-            "two engines at random": conversations(lambda: rng.choice((alone.url, other.url)), first=1000),
-        }
+    rng = Random(0)
+    return {
+        "one engine": conversations(lambda: alone.url),
+        "two replicas": conversations(lambda: routed.url),
+        "two engines at random": conversations(lambda: rng.choice((alone.url, other.url)), first=1000),
+    }
 
 
 def conversations(url: Callable[[], str], first: int = 0) -> float:

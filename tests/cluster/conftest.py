@@ -1,8 +1,9 @@
-"""A Ray of this machine alone, and the cluster's application on it. Loopback addresses; no usage statistics."""
+"""A Ray of this machine alone, and the cluster's application on it."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -53,16 +54,11 @@ class Cluster:
     def running(self) -> int:
         return int(self.replicas().get("RUNNING", 0))
 
-    def metric(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
+    def metric(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples by the values of their labels."""
-        found = {}
-        for line in httpx.get(self.url + "/metrics", trust_env=False).text.splitlines():
-            if line.startswith(name) and line[len(name) : len(name) + 1] in "{ ":
-                labels_of, _, value = line[len(name) :].rpartition(" ")
-                found[
-                    tuple(part.partition("=")[2].strip('"') for part in labels_of.strip("{}").split(","))
-                ] = float(value)
-        return found
+        page = httpx.get(self.url + "/metrics", trust_env=False).text
+        lines = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", page, re.MULTILINE)
+        return {tuple(re.findall(r'="(.*?)"', labels)): float(value) for labels, value in lines}
 
 
 def processes(part: bytes) -> list[int]:

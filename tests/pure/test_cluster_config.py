@@ -45,6 +45,7 @@ def test_the_environment_counts_where_the_application_is_built(monkeypatch: pyte
         ({"max_num_seqs": "many"}, "max_num_seqs = 'many'"),
         ({"speculation.methd": "suffix"}, "speculation.methd"),
         ({"serve": {"admin": True}}, "admin: replicas serve one model, without the dashboard"),
+        ({"serve.capture": "here", "ingresses": 2}, "ingresses = 2: capture is written by one process"),
         ({"serve.memory_gb": 4}, "memory_gb: replicas serve one model"),
     ],
 )

@@ -96,6 +96,8 @@ def test_two_engines_never_write_one_folder(
     with start(folder, tmp_path):
         with pytest.raises(StateInUse, match=f"state = '{tmp_path}': process {os.getpid()} on .* writes it"):
             start(folder, tmp_path)
+        with start(make_folder(tmp_path.with_name("other") / "model"), tmp_path):
+            pass  # another model has files of its own there
     start(folder, tmp_path).close()
 
 
@@ -105,9 +107,9 @@ def test_a_folder_in_use_is_refused_before_the_model_loads(
     """Also where another process holds it, which the error names; the folder is free once that has ended."""
     monkeypatch.setattr(state_module, "LOCK_SECONDS", 0.1)
     code = "import sys, pathlib\nfrom speculon.engine.state import hold\n"
-    code += "lock = hold(pathlib.Path(sys.argv[1]))\nprint(flush=True)\ninput()"
+    code += "lock = hold(pathlib.Path(sys.argv[1]), sys.argv[2])\nprint(flush=True)\ninput()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as holder:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(folder)], **pipes) as holder:  # type: ignore[call-overload]
         holder.stdout.readline()
         with monkeypatch.context() as patch:
             patch.setattr(build_module, "load_target", lambda *_, **__: pytest.fail("it loads"))

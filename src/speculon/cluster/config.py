@@ -57,9 +57,12 @@ def read(given: Mapping[str, Any]) -> tuple[ClusterConfig, dict[str, Any]]:
         if getattr(config.serve, name) not in (None, False):
             raise ConfigError(f"{name}: replicas serve one model, without {what}")
     try:
-        return ClusterConfig(**own), config.model_dump()
+        cluster = ClusterConfig(**own)
     except InvalidParameter as error:
         raise ConfigError(str(error)) from None
+    if config.serve.capture is not None and cluster.ingresses > 1:
+        raise ConfigError(f"ingresses = {cluster.ingresses}: capture is written by one process")
+    return cluster, config.model_dump()
 
 
 def of_engine(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ class ReplicatedEngine:
     rejection sampling or block verification, whose texts depend on the drafts.
     """
 
-    costs: dict[int, float] = {}
     restarts = 0  # a replica is replaced as a whole
 
     def __init__(
@@ -103,6 +102,10 @@ class ReplicatedEngine:
             sum(load.waiting for load in loads),
             sum(load.free_pages for load in loads),
         )
+
+    @property
+    def costs(self) -> dict[int, float]:
+        return next((one.costs for one in self.replicas.values()), {})
 
     @property
     def counters(self) -> EngineCounters:
@@ -250,7 +253,6 @@ class ReplicatedEngine:
 
     def _note(self, found: list[ReplicaStatistics]) -> None:
         self.replicas = {one.replica: one for one in found}
-        self.costs = next((one.costs for one in found), {})
         self.routing.serve(self.replicas)
         if found:
             self.settled.set()

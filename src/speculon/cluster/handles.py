@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,9 @@ class ServeReplicas:
             try:
                 async for message in stream:
                     yield message
-            finally:
-                stream.cancel()  # of no effect at its end
+            except (GeneratorExit, asyncio.CancelledError):  # the reader leaves
+                stream.cancel()
+                raise
 
     async def statistics(self) -> list[ReplicaStatistics]:
         found = await self._broadcast("statistics")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any
 from filelock import FileLock
 
 from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, Taken
-from speculon.cluster.state import claim
+from speculon.cluster.state import claim, forget
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.messages import Add, Admitted, Outputs, Refused
@@ -29,8 +30,10 @@ class Replica:
         # a fault of the engine is the end of the replica, and others continue its requests
         settings = {**settings, "serve": {**settings.get("serve", {}), "restart_engine": False}}
         self._lock: FileLock | None = None
-        if (folder := EngineConfig(**settings).state) is not None:
-            settings["state"], self._lock = claim(folder)
+        config = EngineConfig(**settings)
+        self._folder = config.state  # of all replicas
+        if self._folder is not None:
+            settings["state"], self._lock = claim(self._folder, config.model)
         self._engine = make(settings)
 
     async def start(self) -> None:
@@ -64,7 +67,11 @@ class Replica:
             self._engine.abort(request_id)
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
-        return await self._engine.forget_pools(tenant, pool)
+        """Here, and in the folders of replicas that have ended."""
+        count = await self._engine.forget_pools(tenant, pool)
+        if self._folder is None:
+            return count
+        return count + await asyncio.to_thread(forget, self._folder, tenant, pool)
 
     def statistics(self) -> ReplicaStatistics | None:
         """None once the engine has ended."""

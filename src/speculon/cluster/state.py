@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from itertools import count
+from contextlib import suppress
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from speculon.engine.state import Lines, hold, make_folder, read, write
+from speculon.proposers.pools import END, belongs
 
-END = -1  # stands between two answers, and is no token
 POOLS, POLICIES = "pools-*.jsonl", "policies-*.jsonl"
 
 log = logging.getLogger("speculon")
@@ -20,23 +21,40 @@ log = logging.getLogger("speculon")
 Pool = tuple[float, list[int]]  # when it was last used, and its answers
 
 
-def claim(folder: Path) -> tuple[Path, FileLock]:
+def claim(folder: Path, model: str) -> tuple[Path, FileLock]:
     """The first of `replica-0`, `replica-1`, .. that no other replica has, with what all have kept.
 
     It is free again once the lock is released, or the process has ended. Raises `ConfigError`, and
     `StateInUse` where the engine of an earlier replica still writes it.
     """
     make_folder(folder)
-    for number in count():
+    for number in numbers():
         own, lock = folder / f"replica-{number}", FileLock(folder / f"replica-{number}.lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:
             continue
-        with hold(own):
+        with hold(own, model):
             merge(own, [path for path in sorted(folder.glob("replica-*")) if path.is_dir() and path != own])
         return own, lock
     raise AssertionError("there is always another number")
+
+
+def forget(folder: Path, tenant: str, pool: str | None) -> int:
+    """Deletes a pool, or all of a tenant, from the folders that no replica has now: a later one would bring
+    it back. Returns how many there were.
+    """
+    count = 0
+    for path in sorted(folder.glob(f"replica-*/{POOLS}")):
+        with suppress(Timeout), FileLock(f"{path.parent}.lock", timeout=0):
+            if (found := read_file(path)) is None:
+                continue
+            head, lines = found
+            kept = [line for line in lines if not belongs(line[1][0], tenant, pool)]
+            count += len(lines) - len(kept)
+            if len(kept) < len(lines):
+                save(path, head, kept)
+    return count
 
 
 def merge(own: Path, others: list[Path]) -> None:

@@ -27,7 +27,7 @@ def build_engine(
 
     Without `texts` no tokenizer is loaded, and the engine takes token ids alone.
     """
-    lock = None if config.state is None else hold(config.state)  # refused before a model loads
+    lock = None if config.state is None else hold(config.state, config.model)  # refused before a model loads
     config = with_drafts(config)
     check_drafts(config)
     if config.threads:

@@ -33,7 +33,6 @@ FORMAT = "speculon state 2"
 # facts of the target that costs depend on
 MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant")
 EVERY = 300.0  # seconds between two writings, while sequences are generated
-LOCK = "lock"  # file that names the process which writes the folder
 LOCK_SECONDS = 5.0  # guess: given to an engine that is about to end, and still writes
 
 log = logging.getLogger("speculon")
@@ -178,19 +177,24 @@ def make_folder(folder: Path) -> None:
         raise ConfigError(f"state = {str(folder)!r}: {error.strerror or error}") from None
 
 
-def hold(folder: Path) -> FileLock:
-    """Makes the folder that of this process alone, until the lock is released or the process ends.
+def hold(folder: Path, model: str) -> FileLock:
+    """Makes the folder's files of a model those of this process alone, until the lock is released or the
+    process ends.
 
     Raises `ConfigError` for a folder that cannot be, and `StateInUse`.
     """
     make_folder(folder)
-    lock = FileLock(folder / LOCK, mode=0o600, thread_local=False)
+    path = folder / f"lock-{hashlib.sha256(model.encode()).hexdigest()[:12]}"
+    lock = FileLock(path, mode=0o600, thread_local=False)
     try:
         lock.acquire(timeout=LOCK_SECONDS)
     except Timeout:
-        holder = (folder / LOCK).read_text(encoding="utf-8") or "another process"
-        raise StateInUse(f"state = {str(folder)!r}: {holder} writes it; each engine needs its own") from None
-    (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        holder = path.read_text(encoding="utf-8") or "another process"
+        message = (
+            f"state = {str(folder)!r}: {holder} writes what is kept of {model!r}; each engine needs its own"
+        )
+        raise StateInUse(message) from None
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
     return lock
 
 
