@@ -24,7 +24,7 @@ from recipes.serving.server import Server
 
 from speculon.bench.provenance import commit, machine
 
-FLAGS = ("--model", "demo", "--threads", "1", "--method", "off", "--no-warmup")
+FLAGS = ("--model demo --threads 1 --method off --no-warmup --num-blocks 2048").split()
 SINGLE, CLUSTER, TWO = (
     "speculon serve",
     "speculon serve --replicas 1",
@@ -58,7 +58,7 @@ def servers(*commands: str) -> Iterator[list[Server]]:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = []
         for i, command in enumerate(commands):
-            flags = (*FLAGS, *command.split()[2:])
+            flags = FLAGS + command.split()[2:]
             made.append(stack.enter_context(Server(*flags, log=logs / f"{i}.log")))
         yield made
 

@@ -22,8 +22,8 @@ from ray import serve
 
 from speculon.cluster import app
 
-# batch-invariant: a text alone and in any batch is the same, bit for bit
-SETTINGS: dict[str, Any] = {"model": "demo", "threads": 1, "cpus": 0.5, "batch_invariant": True}
+SETTINGS: dict[str, Any] = {"model": "demo", "threads": 1, "cpus": 0.5, "num_blocks": 1024}
+SETTINGS["batch_invariant"] = True  # a text alone and in any batch is the same, bit for bit
 NAME = "speculon"
 
 

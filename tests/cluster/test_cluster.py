@@ -71,6 +71,20 @@ def test_mixed_requests_equal_their_solo_runs(cluster: Cluster, mixed: list[Case
     until(lambda: all(cluster.metric("speculon_engine_requests_total").values()), 5)
 
 
+def test_a_client_that_leaves_ends_its_request(cluster: Cluster, long: list[Case]) -> None:
+    def open_requests() -> float:
+        return sum(cluster.metric("speculon_requests_open").values())
+
+    body = {"prompt": long[0].prompt, "stream": True, "max_tokens": 2000, "ignore_eos": True}
+    url = cluster.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=30, trust_env=False) as reply:
+        lines = reply.iter_lines()
+        for _ in range(6):
+            next(lines)
+        until(lambda: open_requests() == 1, 5)
+    until(lambda: open_requests() == 0, 5)
+
+
 def kill_below(cluster: Cluster, long: list[Case], victim: Callable[[], int]) -> tuple[list[str], int]:
     """The texts of 16 streams, of which a process is killed in the middle; how often a stream moved."""
     before = sum(cluster.metric("speculon_requests_moved_total").values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from random import Random
@@ -48,7 +48,7 @@ class Local:
         for replica in self.replicas.values():
             await replica.stop()
 
-    async def generate(self, add: Add) -> AsyncIterator[FromReplica]:
+    async def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
         load = {name: replica._engine.open_requests for name, replica in self.replicas.items()}
         name = self.routing.choose(add.prompt, pool_of(add), load, 32) if load else None
         if name is None:
@@ -186,7 +186,7 @@ def test_a_request_that_ends_every_engine_is_given_up() -> None:
     async def test(engine: ReplicatedEngine, local: Local) -> None:
         generate = local.generate
 
-        async def deadly(request: Add) -> AsyncIterator[FromReplica]:
+        async def deadly(request: Add) -> AsyncGenerator[FromReplica, None]:
             async with aclosing(generate(request)) as stream:
                 async for message in stream:
                     yield message

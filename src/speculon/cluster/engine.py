@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,8 @@ from speculon.errors import EngineError, InvalidParameter, NotReady, SpeculonErr
 from speculon.telemetry import EngineCounters
 
 POLL_SECONDS = 0.5  # between two looks at the replicas
-RETRY_SECONDS = 0.25  # before a request that no replica has admitted is sent again
-MOST_LOSSES = 5  # guess: replicas that one request may lose; it may be what ends them
+# guesses: how often a request is sent before a replica has admitted it, and the pause between
+MOST_TRIES, RETRY_SECONDS = 20, 0.25
 
 log = logging.getLogger("speculon")
 
@@ -34,7 +34,7 @@ class Replicas(Protocol):
     @property
     def routing(self) -> Routing: ...
 
-    def generate(self, add: Add) -> AsyncIterator[FromReplica]:
+    def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
         """The stream of the replica that the routing chooses; `ReplicaLost` where that is gone."""
         ...
 
@@ -211,9 +211,9 @@ class ReplicatedEngine:
 
     async def _follow(self, add: Add, queue: OutputQueue) -> None:
         """Reads the replica that has the request, and the next one where it is lost."""
-        fault: SpeculonError | None = None
+        fault, tries = ReplicaLost(), MOST_TRIES
         try:
-            for _ in range(MOST_LOSSES):
+            while tries := tries - 1:
                 reading = Reading(add, queue, self.routing)
                 try:
                     return await reading.run(self._replicas.generate(add))
@@ -222,10 +222,10 @@ class ReplicatedEngine:
                     if reading.replica is not None:
                         self.routing.lost(reading.replica)
                 if reading.admitted:
-                    add = self._rest(add, queue, fault)
+                    add, tries = self._rest(add, queue, fault), MOST_TRIES
                 else:
                     await asyncio.sleep(RETRY_SECONDS)
-            raise NotReady(f"{MOST_LOSSES} replicas were lost with this request; the last: {fault}")
+            raise NotReady(f"no replica has taken this request: {fault}")
         except SpeculonError as error:
             queue.fail(error)
         except Exception as error:
@@ -244,11 +244,12 @@ class ReplicatedEngine:
 
     async def _poll(self) -> None:
         while self.alive:
-            with contextlib.suppress(TimeoutError):  # what was known is the latest
-                try:
-                    self._note(await self._replicas.statistics())
-                except NotReady:
-                    self._note([])
+            try:
+                self._note(await self._replicas.statistics())
+            except TimeoutError:
+                log.warning("a replica does not answer; its figures are old")
+            except SpeculonError:
+                self._note([])
             await asyncio.sleep(POLL_SECONDS)
 
     def _note(self, found: list[ReplicaStatistics]) -> None:
@@ -269,9 +270,9 @@ class Reading:
         self.replica: str | None = None
         self.admitted = False
 
-    async def run(self, stream: AsyncIterator[FromReplica]) -> None:
+    async def run(self, stream: AsyncGenerator[FromReplica, None]) -> None:
         """Returns when the request has ended; raises why it has not."""
-        async with contextlib.aclosing(stream):  # type: ignore[type-var]
+        async with contextlib.aclosing(stream):
             async for message in stream:
                 self._handle(message)
         if self._queue.progress(self._add.request_id).written:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ class ServeReplicas:
         self._handle, self.routing = handle, routing
         self._generate = handle.options(method_name="generate", stream=True)
 
-    async def generate(self, add: Add) -> AsyncIterator[FromReplica]:
+    async def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
         with lost_replicas():
             stream = self._generate.remote(add)
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +40,7 @@ class Replica:
         """Loads the model; raises what `LLM` would raise."""
         await self._engine.start()
 
-    async def generate(self, add: Add) -> AsyncIterator[FromReplica]:
+    async def generate(self, add: Add) -> AsyncGenerator[FromReplica, None]:
         """The events of one request; ends the request where the reader leaves."""
         yield Taken(self.name)
         try:
