@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import httpx2 as httpx
@@ -45,8 +46,7 @@ def main() -> None:
     with servers(SINGLE, CLUSTER) as (single, cluster):
         found["overhead"] = overhead({SINGLE: single, CLUSTER: cluster}, args.rounds)
     print(json.dumps(found["overhead"]), flush=True)
-    with servers(SINGLE, SINGLE, TWO) as three:
-        found["hits"] = hits(*three)
+    found["hits"] = hits()
     (args.out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "measured.md").write_text(report := as_text(found))
     print(report)
@@ -64,16 +64,52 @@ def servers(*commands: str) -> Iterator[list[Server]]:
 
 
 def overhead(servers: dict[str, Server], rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over alternated rounds, in ms: a request for one token, and from chunk to chunk of streams."""
+    """Medians over rounds, in ms: a request for one token, and from chunk to chunk of streams; then the
+    processor time that all processes but the engine took for each.
+    """
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    idle = {name: idle_share(server) for name, server in servers.items()}
     for turn in range(rounds + 1):
         for name in servers if turn % 2 else reversed(servers):
-            figures = {"request": one_token(servers[name].url)}
+            server, figures = servers[name], dict[str, float]()
+            with processor_time(server, idle[name], REQUESTS) as cpu:
+                figures["request"] = one_token(server.url)
+            figures["request: cpu"] = cpu[0]
             for streams in (1, 8):
-                figures[f"chunk at {streams}"] = asyncio.run(between_chunks(servers[name].url, streams))
+                with processor_time(server, idle[name], streams * TOKENS) as cpu:
+                    figures[f"chunk at {streams}"] = asyncio.run(between_chunks(server.url, streams))
+                figures[f"chunk at {streams}: cpu"] = cpu[0]
             if turn:  # the first one warms up
                 runs[name].append(figures)
     return {name: {key: median(run[key] for run in all_) for key in all_[0]} for name, all_ in runs.items()}
+
+
+@contextmanager
+def processor_time(server: Server, idle: float, count: int) -> Iterator[list[float]]:
+    """ms for each of `count`, beyond the share of a core that the processes take when nobody asks."""
+    found: list[float] = []
+    began, before = perf_counter(), used_ms(server)
+    yield found
+    found.append((used_ms(server) - before - idle * (perf_counter() - began) * 1e3) / count)
+
+
+def idle_share(server: Server, seconds: float = 10.0) -> float:
+    before = used_ms(server)
+    sleep(seconds)
+    return (used_ms(server) - before) / seconds / 1e3
+
+
+def used_ms(server: Server) -> float:
+    """Processor time of the server's processes so far, without the engines'."""
+    below, ticks = {server.process.pid}, 0
+    for path in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        with suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(path.name) in below or int(fields[1]) in below:
+                below.add(int(path.name))
+                if b"spawn_main" not in (path / "cmdline").read_bytes():
+                    ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK") * 1e3
 
 
 def one_token(url: str) -> float:
@@ -104,19 +140,20 @@ async def between_chunks(url: str, streams: int) -> float:
         return median(await asyncio.gather(*(one(client, i) for i in range(streams))))
 
 
-def hits(alone: Server, other: Server, routed: Server) -> dict[str, float]:
+def hits() -> dict[str, float]:
     """Share of prompt tokens found in prefix caches: users of ten turns each, four at a time."""
-    rng = Random(0)
-    return {
-        "one engine": conversations(lambda: alone.url),
-        "two replicas": conversations(lambda: routed.url),
-        "two engines at random": conversations(lambda: rng.choice((alone.url, other.url)), first=1000),
-    }
+    with servers(SINGLE) as (one,):
+        alone = conversations(lambda: one.url)
+    with servers(TWO) as (one,):
+        routed = conversations(lambda: one.url)
+    with servers(SINGLE, SINGLE) as pair:
+        by_chance = conversations(lambda: Random(perf_counter()).choice(pair).url)
+    return {"one engine": alone, "two replicas": routed, "two engines at random": by_chance}
 
 
-def conversations(url: Callable[[], str], first: int = 0) -> float:
+def conversations(url: Callable[[], str]) -> float:
     async def user(client: httpx.AsyncClient, number: int, limit: asyncio.Semaphore) -> tuple[int, int]:
-        rng, tokens, cached, read = Random(first + number), [], 0, 0
+        rng, tokens, cached, read = Random(number), [], 0, 0
         for _ in range(TURNS):
             tokens += [rng.randrange(5, 2000) for _ in range(TURN)]
             body = {"prompt": tokens, "max_tokens": ANSWER, "temperature": 0, "user": f"u{number}"}
@@ -140,7 +177,7 @@ def conversations(url: Callable[[], str], first: int = 0) -> float:
 
 def as_text(found: dict[str, Any]) -> str:
     costs, shares = found["overhead"], found["hits"]
-    lines = ["| ms | " + " | ".join(costs[SINGLE]) + " |", "| --- | --- | --- | --- |"]
+    lines = ["| ms | " + " | ".join(costs[SINGLE]) + " |", "| --- |" + " --- |" * len(costs[SINGLE])]
     lines += [
         f"| {name} | " + " | ".join(f"{ms:.2f}" for ms in row.values()) + " |" for name, row in costs.items()
     ]
