@@ -34,6 +34,8 @@ class Replica:
         self._folder = config.state  # of all replicas
         if self._folder is not None:
             settings["state"], self._lock = claim(self._folder, config.model)
+        if config.events is not None:  # two processes cannot write one file
+            settings["events"] = config.events.with_stem(f"{config.events.stem}-{name}")
         self._engine = make(settings)
 
     async def start(self) -> None:
