@@ -43,8 +43,8 @@ BENCH = {"modes": ["off", "ngram:4", "suffix:8"], "prompts": 2, "max_tokens": 48
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of a server on a free port."""
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server on a free port."""
     log = folder / "stderr.txt"
     command = [sys.executable, "-m", "speculon.cli", "serve", "--model", "demo", "--admin", "--port", "0"]
     with log.open("wb") as out:
@@ -55,7 +55,7 @@ def served(folder: Path) -> Iterator[str]:
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"the server did not start: {log.read_text()}")
             time.sleep(0.2)
-        yield found[1]
+        yield found[1], process.pid
     finally:
         process.terminate()
         process.wait(30)
@@ -148,14 +148,14 @@ def keep(picture: bytes, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "overview,models,requests,tokens,playground,bench,log"
+    names = "overview,models,settings,requests,tokens,playground,bench,log"
     parser.add_argument("--pages", default=names, help=f"of {names}")
     pages = parser.parse_args().pages.split(",")
     OUT.mkdir(parents=True, exist_ok=True)
     path = shutil.which("chromium")
     with (
         tempfile.TemporaryDirectory() as folder,
-        served(Path(folder)) as url,
+        served(Path(folder)) as (url, _),
         sync_playwright() as play,
     ):
         browser = play.chromium.launch(executable_path=path, args=FLAGS)
@@ -164,7 +164,8 @@ def main() -> None:
         page = opened(browser, url, SIZES["wide"], "light")
         page.goto(url + "/admin/")  # an open overview keeps the intervals of its charts
         last = load(url, 16)
-        routes = {name: f"/{name}" for name in pages} | {"overview": "/", "tokens": f"/tokens?id={last}"}
+        others = {"overview": "/", "settings": "/models", "tokens": f"/tokens?id={last}"}
+        routes = {name: f"/{name}" for name in pages} | others
         for theme in ("light", "dark"):
             for size, pixels in SIZES.items():
                 shown = opened(browser, url, pixels, theme)
@@ -172,6 +173,9 @@ def main() -> None:
                     shown.goto(url + "/admin" + routes[name])
                     if name == "playground":
                         compare(shown)
+                    elif name == "settings":
+                        shown.get_by_role("button", name="Settings").click()
+                        shown.get_by_role("heading", name="Settings of").wait_for()
                     keep(taken(shown, SHORTER.get(name, TALLEST)), OUT / f"{name}-{theme}-{size}.png")
                 shown.context.close()
         browser.close()

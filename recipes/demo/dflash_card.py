@@ -5,6 +5,9 @@ import json
 
 from eagle3_card import tidied
 
+from speculon.checkpoints.dflash_formats import read_dflash
+from speculon.checkpoints.source import open_source
+
 CARD = """---
 license: other
 license_name: psf-2.0
@@ -55,15 +58,16 @@ def finish(args: argparse.Namespace, files: int) -> None:
     folder = args.out
     record = json.loads((folder / "training.json").read_bytes())
     config = json.loads((folder / "config.json").read_bytes())
+    block = read_dflash(open_source(folder))
     settings, tried = record["settings"], record.get("evaluation")
     card = CARD.format(
         layers=config["num_hidden_layers"],
         millions=(folder / "model.safetensors").stat().st_size / 2e6,
-        drafts=config["block_size"] - 1,
+        drafts=block.max_drafts,
         block=config["block_size"],
         hidden=config["hidden_size"],
         intermediate=config["intermediate_size"],
-        taps=", ".join(map(str, config["dflash_config"]["target_layer_ids"])),
+        taps=", ".join(map(str, block.tap_ids or ())),
         answers=record["data"]["answer_tokens"] - files,
         prompt_weight=settings["prompt_weight"],
         files=files,

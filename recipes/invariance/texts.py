@@ -3,8 +3,9 @@
     python -m recipes.invariance.texts --prompts 500 --out docs/benchmarks/invariance
     python -m recipes.invariance.widened FOLDER && python -m recipes.invariance.texts --model FOLDER
 
-Each prompt runs many times, so it is in the prefix cache from its second time on. With `--num-blocks` few
-enough, sequences are preempted. No text enters a pool, so a lookup reads its own sequence only.
+With as few pages as the default, 32 sequences at once are preempted, and no prompt is cached when it comes
+again. With `--num-blocks 4000` each prompt is in the prefix cache from its second time on. No text enters a
+pool, so a lookup reads its own sequence only.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--first", type=int, default=0, help="prompts that are left out before those")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--num-blocks", type=int, default=220)
     parser.add_argument("--without", action="store_true", help="also without batch_invariant")
@@ -58,7 +60,8 @@ def main() -> None:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         chip = cpu_name().lower().replace("(r)", "").replace(" ", "-")
-        path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}.md"
+        part = f"-{arguments.first}" if arguments.first else ""
+        path = arguments.out / f"texts-{chip}-{Path(arguments.model).name}{part}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -79,7 +82,7 @@ def table(arguments: argparse.Namespace, invariant: bool) -> Iterator[str]:
         num_blocks=arguments.num_blocks,
         speculation={"policy": "fixed", "draft": {"draft_model": "demo-draft", "eagle3": "demo-eagle3"}},
     )
-    prompts = [*islice(prompts_of(llm), arguments.prompts)]
+    prompts = [*islice(prompts_of(llm), arguments.first, arguments.first + arguments.prompts)]
     for name, params in SAMPLINGS.items():
         alone = [write(llm, [prompt], params, "off", 0)[0] for prompt in tqdm(prompts, f"{name}, plain")]
         for concurrency, method, k in MODES:

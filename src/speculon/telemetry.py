@@ -92,6 +92,8 @@ class RequestStats:
     accepted_at: Counter[int] = field(default_factory=Counter)
     drafted_from: Counter[str] = field(default_factory=Counter)  # source -> drafts
     accepted_from: Counter[str] = field(default_factory=Counter)
+    rounds_from: Counter[str] = field(default_factory=Counter)  # source of the first draft -> rounds
+    emitted_from: Counter[str] = field(default_factory=Counter)  # the same -> tokens of these rounds
     # method -> drafts that were watched instead of verified
     watched: Counter[str] = field(default_factory=Counter)
     # method, position -> drafted tokens of them
@@ -173,6 +175,8 @@ class RequestStats:
             self.reasons[reason.value] += 1
             return
         self.rounds += 1
+        self.rounds_from[draft.sources[0]] += 1
+        self.emitted_from[draft.sources[0]] += len(verdict.tokens)
         self.accepted += verdict.accepted
         for position, source in enumerate(draft.sources):
             self.drafted_at[position] += 1

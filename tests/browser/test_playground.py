@@ -67,7 +67,22 @@ def test_two_methods_give_the_same_text(browser: Browser, real: Outside) -> None
         assert float(side.locator("[data-figure=speed]").inner_text().replace(",", "")) > 0
     without_key = httpx.post(real.url() + "/v1/completions", json={"prompt": "a"}, trust_env=False)
     assert without_key.status_code == 401
+    check_method_in_the_overview(page, real, marked)
     page.context.close()
+
+
+def check_method_in_the_overview(page: Page, server: Outside, accepted: int) -> None:
+    """Its line of the table, and its line of the chart: tokens per target call are its own."""
+    page.goto(server.url() + "/admin/")
+    row = page.get_by_role("row").filter(has=page.get_by_role("cell", name="ngram", exact=True))
+    cells = row.get_by_role("cell")
+    expect(cells.nth(3)).to_have_text(str(accepted))
+    rounds, drafted = (int(cells.nth(column).inner_text()) for column in (1, 2))
+    assert 0 < rounds <= drafted and drafted >= accepted
+    per_call = float(cells.nth(5).inner_text())
+    assert 1 + accepted / rounds - 1 < per_call <= 1 + accepted / rounds + 0.005
+    with pytest.raises(AssertionError):  # the twin: another method has no line
+        expect(page.get_by_role("cell", name="eagle3", exact=True)).to_be_visible(timeout=500)
 
 
 @pytest.mark.parametrize(("field", "value"), [(K, "0"), ("Max tokens", "-1")])

@@ -1,17 +1,16 @@
-"""Requests, their tokens, and the settings of a model, as a reader sees them."""
+"""Requests and their tokens, as a reader sees them."""
 
 from __future__ import annotations
 
 import httpx2 as httpx
-from playwright.sync_api import Browser, expect
+import pytest
+from playwright.sync_api import Browser, Page, expect
 
 from speculon.server.admin.schemas import TokenRow
-from speculon.server.admin.ui.token_view import html_of, visible
+from speculon.server.admin.ui.token_view import FATES, html_of, visible
 from speculon.server.admin.ui.words import Words
 from tests.browser.conftest import log_in
 from tests.server.outside import Outside
-
-K = "num_speculative_tokens"
 
 
 def test_markup_in_tokens_is_escaped() -> None:
@@ -26,38 +25,24 @@ def test_whitespace_is_visible() -> None:
     assert visible(" a\t\n") == "·a⇥↵\n"
 
 
-def test_a_request_leads_to_its_tokens(browser: Browser, server: Outside) -> None:
+def check_marks(page: Page, fates: list[str]) -> None:
+    """Each token has the mark of its fate, as the answer tells it."""
+    expect(page.locator(".sp-tokens [data-d]")).to_have_count(len(fates))
+    for fate in FATES:
+        expect(page.locator(f".sp-{fate}[data-d]")).to_have_count(fates.count(fate), timeout=1000)
+
+
+def test_a_request_leads_to_its_tokens_and_their_fates(browser: Browser, server: Outside) -> None:
     page = browser.new_context(locale="en-GB").new_page()
     log_in(page, server.url())
     body = {"model": "demo", "prompt": "a", "max_tokens": 8, "speculation": {"explain": True}}
     answer = httpx.post(server.url() + "/v1/completions", json=body, trust_env=False).raise_for_status()
     page.goto(server.url() + "/admin/requests")
     page.get_by_role("link", name=answer.json()["id"]).click()
-    expect(page.locator(".sp-tokens [data-d]")).to_have_count(answer.json()["usage"]["completion_tokens"])
-    page.context.close()
-
-
-def test_a_locked_setting_says_why(browser: Browser, server: Outside) -> None:
-    page = browser.new_context(locale="en-GB").new_page()
-    log_in(page, server.url())
-    page.goto(server.url() + "/admin/models")
-    page.get_by_role("button", name="Settings").first.click()
-    expect(page.get_by_text("Locked: ").first).to_be_visible()
-    page.context.close()
-
-
-def test_a_saved_number_is_kept_and_a_refused_one_is_told_at_its_field(
-    browser: Browser, server: Outside
-) -> None:
-    page = browser.new_context(locale="en-GB").new_page()
-    log_in(page, server.url())
-    for typed, told in (("-1", f"{K} = -1"), ("3", "Saved.")):
-        page.goto(server.url() + "/admin/models")
-        page.get_by_role("button", name="Settings").first.click()
-        page.get_by_label(K, exact=True).fill(typed)
-        page.get_by_role("button", name="Save").click()
-        expect(page.get_by_role("status").filter(has_text=told)).to_be_visible(timeout=8000)
-    page.reload()
-    page.get_by_role("button", name="Settings").first.click()
-    expect(page.get_by_label(K, exact=True)).to_have_value("3")
+    fates = [token["fate"] for token in answer.json()["choices"][0]["speculation"]["tokens"]]
+    assert "accepted" in fates
+    check_marks(page, fates)
+    page.evaluate("document.querySelectorAll('.sp-accepted').forEach(one => one.className = 'sp-plain')")
+    with pytest.raises(AssertionError):  # the twin: marks of accepted tokens are missing
+        check_marks(page, fates)
     page.context.close()

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from speculon.control.cost import Costs
+from speculon.control.cost import MOST_SIZES, Costs
 from speculon.core import Draft, Proposal, Timing
 from speculon.sequence import Span
 from tests.builders import make_sequence
@@ -93,6 +93,16 @@ def test_plain_steps_of_about_a_size_are_known_or_not(seen: int, rows: int, know
     assert costs.plain(rows) is None
     costs.observe_step(seen, 0, 0, step_ms(seen, 0, 0))
     assert (costs.plain(rows) is not None) is known
+
+
+@pytest.mark.parametrize("count", [0, 1, 32, 33, 256])
+def test_the_curve_that_is_shown_has_some_of_many_sizes(count: int) -> None:
+    costs = Costs()
+    for rows in range(1, count + 1):
+        costs.observe_step(rows, 0, 0, step_ms(rows, 0, 0))
+    found = costs.plain_steps()
+    assert min(count, MOST_SIZES // 2) <= len(found) <= MOST_SIZES
+    assert list(found) == sorted(found) and (not count or max(found) == count)
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:

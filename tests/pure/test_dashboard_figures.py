@@ -1,49 +1,65 @@
-"""The overview's figures: differences of counters, one snapshot for all pages, none across a pause."""
+"""The charts' figures: differences of counters, one snapshot for all pages, none across a pause."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from speculon.core import Load
 from speculon.server.admin.figures import MOST_PAUSE, Figures
+from speculon.server.admin.overview import counts_of
+from speculon.server.admin.schemas import ModelOverview, Overview
 from speculon.telemetry import EngineCounters
 
 
-def model(counters: EngineCounters) -> Any:
-    engine = SimpleNamespace(counters=counters, load=Load(2, 1, 0), facts=None, open_requests=3)
-    return SimpleNamespace(state="loaded", held=10, engine=engine)
+class Server:
+    """An overview of two engines, one of which works."""
 
+    def __init__(self) -> None:
+        self.counters, self.at = EngineCounters(), 100.0
 
-def add(counters: EngineCounters, tokens: int) -> None:
-    totals = counters.totals
-    totals.emitted += tokens
-    totals.target_calls += tokens // 2
-    totals.rounds += 5
-    totals.drafted_at.update({0: 5, 1: 5})
-    totals.drafted_from["suffix"] += 10
-    totals.accepted_from["suffix"] += 4
+    def look(self) -> Overview:
+        model = ModelOverview.model_construct(tokens=self.counters.totals.emitted)
+        totals = counts_of([self.counters, EngineCounters()])
+        return Overview.model_construct(time=self.at, models=[model], totals=totals)
+
+    def work(self, tokens: int) -> None:
+        totals = self.counters.totals
+        totals.emitted += tokens
+        totals.target_calls += tokens // 2
+        totals.rounds += 5
+        totals.drafted_at.update({0: 5, 1: 5})
+        totals.drafted_from["suffix"] += 10
+        totals.accepted_from["suffix"] += 4
+        totals.rounds_from["suffix"] += 5
+        totals.emitted_from["suffix"] += 15
 
 
 def test_points_are_differences_and_a_pause_begins_anew() -> None:
-    at, counters = [100.0], EngineCounters()
-    figures = Figures({"a": model(counters), "b": model(EngineCounters())}, lambda: at[0])
-    add(counters, 1000)
-    figures.refresh()
-    assert not figures.points and figures.totals.tokens == 1000
-    assert (figures.now.running, figures.now.waiting, figures.now.open_requests) == (4, 2, 6)
-    add(counters, 20)
-    at[0] += 0.5
-    figures.refresh()
-    assert figures.totals.tokens == 1000, "another page within the interval takes no snapshot"
-    at[0] += 1.5
+    server = Server()
+    figures = Figures(server.look, lambda: server.at)
+    server.work(1000)
+    assert figures.refresh().totals.emitted == 1000 and not figures.points
+    server.work(20)
+    server.at += 0.5
+    assert figures.refresh().totals.emitted == 1000, "another page within the interval takes no snapshot"
+    server.at += 1.5
     figures.refresh()
     (point,) = figures.points
     assert point.tokens_per_s == pytest.approx(10) and point.per_call == 2 and point.drafts == 2
-    assert point.acceptance == {"suffix": pytest.approx(0.4)}
-    at[0] += MOST_PAUSE + 1
-    add(counters, 500)
+    assert point.acceptance == {"suffix": pytest.approx(0.4)} and point.per_call_of == {"suffix": 3}
+    server.at += MOST_PAUSE + 1
+    server.work(500)
     figures.refresh()
     assert not figures.points
+
+
+def test_counters_that_fall_give_no_figure() -> None:
+    server = Server()
+    figures = Figures(server.look, lambda: server.at)
+    server.work(1000)
+    figures.refresh()
+    server.at += 1
+    server.counters = EngineCounters()  # of a process that was started again
+    server.work(20)
+    figures.refresh()
+    (point,) = figures.points
+    assert (point.tokens_per_s, point.per_call) == (0, None)

@@ -75,6 +75,7 @@ def test_the_figures_of_known_rounds() -> None:
     assert done.per_position == [3 / 4, 2 / 3, 1 / 3, 1 / 3]
     assert done.by_source == {"ngram": {"drafted": 12, "accepted": 6}, "other": {"drafted": 1, "accepted": 1}}
     assert done.span_outcomes == {"full": 1, "early": 3}
+    assert (stats.rounds_from, stats.emitted_from) == ({"ngram": 3, "other": 1}, {"ngram": 9, "other": 2})
     assert set(done.to_dict()) == {field.name for field in fields(SpeculationStats)}
 
 

@@ -137,6 +137,9 @@ class ScriptedLoader(Loader):
     def tokenizer(self, config: EngineConfig) -> Tokenizer:
         return self._over.tokenizer if self._over else Tokenizer(Bytes(self._template))
 
+    def device(self, config: EngineConfig) -> str:
+        return "cpu" if config.device == "auto" else config.device
+
     def free_memory(self, config: EngineConfig) -> int:
         return 100 * GB
 

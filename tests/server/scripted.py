@@ -97,6 +97,7 @@ class ScriptedEngine:
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.aborted: list[str] = []
+        self.speculations: list[RequestSpeculation | None] = []  # of each request
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +124,8 @@ class ScriptedEngine:
         return {1: 2.5}
 
     def capabilities(self) -> dict[str, Capability]:
-        return {"limits.max_context": Capability("on", "of the script", {"tokens": CONTEXT})}
+        context = Capability("on", "of the script", {"tokens": CONTEXT})
+        return {"limits.max_context": context, "methods.ngram": Capability("on", "a lookup")}
 
     def add_request(
         self,
@@ -134,6 +136,7 @@ class ScriptedEngine:
         written: Mapping[int, Seq[int]] | None = None,
     ) -> str:
         assert request_id is not None, "the server names its requests"
+        self.speculations.append(speculation)
         if not prompt:
             raise EmptyPrompt("the prompt has no tokens")
         if (wrong := next((token for token in prompt if token >= VOCAB), None)) is not None:

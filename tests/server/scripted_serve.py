@@ -43,6 +43,7 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))
     async_engine.run_worker = run_worker
+    Loader.device = lambda loader, config: "cpu"  # type: ignore[method-assign]
     Loader.free_memory = lambda loader, config: 100 * GB  # type: ignore[method-assign]
     Loader.share = lambda loader, settings, total: Share(GB, settings)  # type: ignore[method-assign]
     Loader.tokenizer = lambda loader, config: Tokenizer(Bytes())  # type: ignore[method-assign]

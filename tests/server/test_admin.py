@@ -6,61 +6,19 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from speculon.config.models import ModelSettingsFile
 from speculon.config.serve import ServeConfig
-from speculon.errors import ConfigError, InvalidParameter, ModelError
-from speculon.proposers.registry import methods
+from speculon.errors import InvalidParameter
 from speculon.sequence import Event
 from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.requests import rows_of
-from speculon.server.catalogue import Catalogue
-from speculon.server.pool import ModelPool
-from tests.server.inside import Inside, ScriptedLoader, serving, wait_until
+from tests.server.administered import API, KEY, administered, ask
+from tests.server.inside import Inside, wait_until
 
 pytestmark = pytest.mark.timeout(60)
-
-API = "/admin/api"
-KEY = {"authorization": "Bearer secret"}
-
-
-@contextmanager
-def administered(
-    folder: Path, loader: ScriptedLoader | None = None, models: tuple[str, ...] = ("a",), **settings: Any
-) -> Iterator[Inside]:
-    serve = {"admin": True, **settings.pop("serve", {})}
-    file = ModelSettingsFile(folder / "speculon-models.toml", methods())
-    given = {"model": "path-a", "serve": serve, **settings}
-    paths = {name: f"path-{name}" for name in models}
-    catalogue = Catalogue(given, paths, file=file, writable=file)
-    with serving(catalogue, loader or ScriptedLoader()) as inside:
-        yield inside
-
-
-def ask(inside: Inside, **body: Any) -> dict[str, Any]:
-    answer = inside.post("completions", **{"prompt": "x", "max_tokens": 6, **body})
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
-
-
-def change(inside: Inside, name: str = "a", **changes: Any) -> Any:
-    return inside.client.patch(f"{API}/models/{name}", json={"changes": changes})
-
-
-def setting(view: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(one for one in view["settings"] if one["name"] == name)
-
-
-def written(folder: Path) -> str:
-    path = folder / "speculon-models.toml"
-    return path.read_text() if path.exists() else ""
 
 
 def test_the_overview_counts_what_was_sent(tmp_path: Path) -> None:
@@ -72,10 +30,12 @@ def test_the_overview_counts_what_was_sent(tmp_path: Path) -> None:
         inside.eventually(
             lambda: inside.client.get(f"{API}/overview").json()["models"][0]["engine"]["target_calls"] > 0
         )
-        after = inside.client.get(f"{API}/overview").json()["models"][0]
+        overview = inside.client.get(f"{API}/overview").json()
+        after = overview["models"][0]
     assert after["tokens"] == 7 and after["tokens_per_second"] > 0
     assert after["engine"]["memory_bytes"] == {"held": 100, "pages": 50}
     assert after["engine"]["cost_curve"] == {"1": 2.5}
+    assert overview["totals"]["target_calls"] == after["engine"]["target_calls"]
     assert after["engine"]["plain_rounds"]["no_match"] == after["engine"]["target_calls"]
 
 
@@ -114,125 +74,6 @@ def test_other_addresses_need_a_key_and_show_no_texts() -> None:
         ServeConfig(admin=True, host="0.0.0.0")
     assert not ServeConfig(admin=True, host="0.0.0.0", admin_key="k").shows_texts
     assert ServeConfig(admin=True).shows_texts
-
-
-def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
-    with administered(tmp_path) as inside:
-        seen = inside.client.get(f"{API}/models/a").json()
-        assert setting(seen, "max_num_seqs")["source"] == "default" and written(tmp_path) == ""
-        answer = change(inside, max_num_seqs=3, temperature=0.5)
-        assert answer.status_code == 200, answer.text
-        assert setting(answer.json(), "max_num_seqs")["value"] == 3
-        assert setting(answer.json(), "max_num_seqs")["source"] == "model"
-        assert inside.state.pool.models["a"].facts.max_num_seqs == 3
-        assert inside.state.pool.models["a"].loads == 2
-        assert change(inside, temperature=0.7).status_code == 200
-        assert inside.state.pool.models["a"].loads == 2  # requests have it, and no process
-        assert change(inside, max_num_seqs=None).status_code == 200
-        ask(inside)
-    assert "max_num_seqs" not in written(tmp_path) and "temperature = 0.7" in written(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"no_such_field": 1}, id="unknown"),
-        pytest.param({"max_num_seqs": 0}, id="wrong value"),
-        pytest.param({"max_num_seqs": 4, "temperature": -1}, id="one of two is wrong"),
-        pytest.param({"max_num_seqs": "many"}, id="wrong type"),
-        pytest.param({"draft": "/no/such/drafter"}, id="missing drafter"),
-        pytest.param({"method": "no_such_method"}, id="unknown method"),
-        pytest.param({"block_size": 32}, id="set by a flag"),
-        pytest.param({"model": "other"}, id="the path"),
-        pytest.param({"trust_remote_code": True}, id="runs code"),
-        pytest.param({"allow_pickle": True}, id="may run code"),
-        pytest.param({"aliases": ["b"]}, id="name of another model"),
-        pytest.param({}, id="empty"),
-    ],
-)
-def test_a_refused_change_changes_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with administered(tmp_path, models=("a", "b"), block_size=16) as inside:
-        answer = change(inside, **changes)
-        assert answer.status_code == 400, answer.text
-        assert inside.state.pool.models["a"].loads == 1
-    assert written(tmp_path) == ""
-
-
-def test_settings_that_do_not_load_are_not_kept(tmp_path: Path) -> None:
-    loader = ScriptedLoader()
-    with administered(tmp_path, loader) as inside:
-        assert change(inside, max_num_seqs=5).status_code == 200
-        before = written(tmp_path)
-        loader.faults["path-a"] = [ModelError("too large")]
-        answer = change(inside, max_num_seqs=7)
-        assert answer.status_code == 503 and "too large" in answer.text
-        assert "not changed" in answer.text and written(tmp_path) == before
-        assert inside.state.pool.models["a"].facts.max_num_seqs == 5
-        assert not inside.state.pool.models["a"].lost.is_set()
-        ask(inside)
-
-
-def check_that_a_full_disk_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The settings load, and the file cannot be written."""
-    update = ModelSettingsFile.update
-
-    def full(file: ModelSettingsFile, *change: Any) -> Any:
-        if file.path.parent == folder:
-            raise ConfigError("no space left on device")
-        return update(file, *change)
-
-    monkeypatch.setattr(ModelSettingsFile, "update", full)
-    with administered(folder) as inside:
-        model = inside.state.pool.models["a"]
-        was = model.facts.max_num_seqs
-        answer = change(inside, max_num_seqs=7)
-        assert answer.status_code >= 400 and "no space left" in answer.text
-        assert (model.facts.max_num_seqs, model.loads) == (was, 3)
-        ask(inside)
-
-
-def test_a_file_that_cannot_be_written_brings_the_old_settings_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
-
-
-def test_settings_that_stay_after_a_failed_write_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The twin: the second load keeps the new settings."""
-    adopt, adopted = ModelPool._adopt, []
-
-    def once(pool: ModelPool, model: Any, own: Any) -> None:
-        adopted.append(own)
-        adopt(pool, model, adopted[0])
-
-    monkeypatch.setattr(ModelPool, "_adopt", once)
-    with pytest.raises(AssertionError):
-        check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
-
-
-def test_a_change_waits_for_running_requests_and_loses_none(tmp_path: Path) -> None:
-    loader = ScriptedLoader(step_seconds=0.01)
-    with administered(tmp_path, loader) as inside, ThreadPoolExecutor(8) as threads:
-        running = [threads.submit(ask, inside, max_tokens=150) for _ in range(4)]
-        inside.eventually(lambda: inside.state.pool.open_requests == 4)
-        changing = threads.submit(change, inside, max_num_seqs=9)
-        inside.eventually(lambda: inside.state.pool.models["a"].state != "loaded")
-        late = threads.submit(ask, inside)
-        assert changing.result().status_code == 200
-        assert all(one.result()["usage"]["completion_tokens"] == 150 for one in running)
-        assert late.result()["usage"]["completion_tokens"] == 6
-
-
-def test_two_changes_at_once_are_both_kept(tmp_path: Path) -> None:
-    with administered(tmp_path) as inside, ThreadPoolExecutor(2) as threads:
-        both = [
-            threads.submit(change, inside, max_num_seqs=6),
-            threads.submit(change, inside, block_size=32),
-        ]
-        assert [one.result().status_code for one in both] == [200, 200]
-    assert "max_num_seqs = 6" in written(tmp_path) and "block_size = 32" in written(tmp_path)
 
 
 def test_tokens_of_a_request_that_asked_for_it(tmp_path: Path) -> None:

@@ -107,7 +107,10 @@ def test_head_is_refused_where_there_is_no_get(inside: Inside) -> None:
 
 def test_the_table_needs_the_key() -> None:
     with served(api_key="secret") as inside:
-        assert inside.client.get(ROUTE).json()["capabilities"].keys() == {"limits.max_context"}
+        assert inside.client.get(ROUTE).json()["capabilities"].keys() == {
+            "limits.max_context",
+            "methods.ngram",
+        }
         for method in ("GET", "HEAD"):
             refused = inside.client.request(method, ROUTE, headers={"authorization": ""})
             assert refused.status_code == 401

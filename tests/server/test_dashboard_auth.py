@@ -63,9 +63,13 @@ def session(server: Outside) -> str:
     return cookie_of(response)
 
 
-def socket(server: Outside, origin: str | None, cookie: str | None) -> ClientConnection:
+def socket(
+    server: Outside, origin: str | None, cookie: str | None, key: str | None = None
+) -> ClientConnection:
     url = server.url()
     headers = {"Cookie": cookie} if cookie else {}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     origin = url if origin == "own" else origin
     return connect("ws" + url[4:] + SOCKET, origin=origin, additional_headers=headers, proxy=None)
 
@@ -94,6 +98,15 @@ def test_a_socket_without_session_or_of_another_site_is_refused(
 ) -> None:
     with pytest.raises(InvalidStatus) as refused:
         socket(locked, origin, session(locked) if authorised else None).__enter__()
+    assert refused.value.response.status_code == 403
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "of-clients"], ids=["missing key", "wrong key", "API key"])
+@pytest.mark.parametrize("forged", [False, True], ids=["no session", "forged session"])
+def test_a_socket_needs_more_than_a_key(locked: Outside, key: str | None, forged: bool) -> None:
+    name = session(locked).partition("=")[0]
+    with pytest.raises(InvalidStatus) as refused:
+        socket(locked, "own", f"{name}=forged" if forged else None, key).__enter__()
     assert refused.value.response.status_code == 403
 
 
@@ -215,6 +228,68 @@ def test_wrong_keys_are_counted_per_address() -> None:
     assert failures.blocked("a") and not failures.blocked("b")
     now = FAILURE_SECONDS + 1
     assert not failures.blocked("a")
+
+
+class OpenGate(AdminGate):
+    """A planted error: it lets everything through."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+class KeyedGate(AdminGate):
+    """Another one: any key is right."""
+
+    def _is_key(self, given: bytes) -> bool:
+        return bool(given)
+
+
+class OpenSockets(AdminGate):
+    """Another one: sockets are let through."""
+
+    async def _socket(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+
+def passes(gate: type[AdminGate], of: str, path: str, **headers: str) -> bool:
+    """Whether a request or a socket with these headers comes through."""
+    passed = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    host = {"host": "localhost", "origin": "http://localhost"}
+    encoded = [(name.encode(), value.encode()) for name, value in (host | headers).items()]
+    scope = {"type": of, "method": "GET", "path": path, "headers": encoded, "client": ("127.0.0.1", 1)}
+    asyncio.run(gate(app, ServeConfig(admin=True, admin_key=KEY))(scope, receive, send))
+    return bool(passed)
+
+
+def check_gate(gate: type[AdminGate]) -> None:
+    """Nothing comes through without the key or a session."""
+    forged = {"cookie": "speculon_admin_0=forged"}
+    for refused in ({}, {"authorization": "Bearer wrong"}, forged):
+        for path in ("/admin/", "/admin/api/overview", "/admin/_nicegui/x"):
+            assert not passes(gate, "http", path, **refused)
+        assert not passes(gate, "websocket", "/admin/_nicegui_ws/socket.io/", **refused)
+    assert passes(gate, "http", "/admin/api/overview", authorization=f"Bearer {KEY}")
+    assert passes(gate, "http", "/v1/models"), "other paths are not its own"
+
+
+def test_the_gate_lets_nothing_through_without_the_key() -> None:
+    check_gate(AdminGate)
+
+
+@pytest.mark.parametrize("planted", [OpenGate, KeyedGate, OpenSockets])
+def test_a_gate_that_lets_something_through_is_seen(planted: type[AdminGate]) -> None:
+    with pytest.raises(AssertionError):
+        check_gate(planted)
 
 
 def test_a_blocked_address_gets_429_even_with_the_key() -> None:

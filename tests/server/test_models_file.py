@@ -17,6 +17,7 @@ from speculon.config.models import ModelSettingsFile
 from speculon.errors import ConfigError
 from speculon.proposers.registry import methods
 from speculon.server.catalogue import Catalogue
+from speculon.server.loader import GB
 from tests.server.inside import ScriptedLoader, serving
 from tests.server.test_several_models import PATHS, Pool, several
 
@@ -60,6 +61,39 @@ def test_a_model_has_names_a_pin_and_sampling_of_its_own(tmp_path: Path) -> None
         assert set(pool.states()) == {"a", "b", "c"}, "another name is no other model"
 
 
+def test_the_served_name_of_a_table_is_one_more_alias(tmp_path: Path) -> None:
+    with with_tables(tmp_path, '[models.a]\nserved_model_name = "shown"\nmax_tokens = 2\n') as pool:
+        assert answered(pool, "shown") == answered(pool, "a") == ("ab", "length")
+        listed = [one["id"] for one in pool.inside.client.get("/v1/models").json()["data"]]
+        assert "a" in listed and "shown" not in listed
+
+
+def check_that_devices_have_accounts_of_their_own(folder: Path, loader: ScriptedLoader) -> None:
+    """Two models fit into the memory of neither device, and `b` is alone on its own."""
+    (folder / "models.toml").write_text('[models.b]\nmodel = "path-b"\ndevice = "cuda:0"\n')
+    file = ModelSettingsFile(folder / "models.toml", methods())
+    settings = {"model": "path-a", "serve": {"memory_gb": 10}}
+    with serving(Catalogue(settings, PATHS, {}, file), loader) as inside:
+        pool = Pool(inside, loader)
+        for name in "abc":
+            pool.text(name)
+        assert pool.states() == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+        assert [inside.state.pool.free(device) for device in ("cpu", "cuda:0")] == [4 * GB, 4 * GB]
+
+
+def test_devices_have_accounts_of_their_own(tmp_path: Path) -> None:
+    loader = ScriptedLoader(gigabytes=dict.fromkeys(PATHS.values(), 6.0))
+    check_that_devices_have_accounts_of_their_own(tmp_path, loader)
+
+
+def test_one_account_for_two_devices_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin."""
+    monkeypatch.setattr(ScriptedLoader, "device", lambda loader, config: "cpu")
+    loader = ScriptedLoader(gigabytes=dict.fromkeys(PATHS.values(), 6.0))
+    with pytest.raises(AssertionError):
+        check_that_devices_have_accounts_of_their_own(tmp_path, loader)
+
+
 def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'c' is a name of two models: c and a"):
         with with_tables(tmp_path, '[models.a]\naliases = ["c"]\n'):
@@ -85,6 +119,13 @@ def test_the_file_names_the_models_unless_the_command_line_does(
     assert found.paths == {"two": "demo"} and found.of_model("two").settings["model"] == "demo"
     with pytest.raises(ConfigError, match="no such file"):
         catalogue_of({}, EngineConfig(serve={"models_file": tmp_path / "other.toml"}), [])
+
+
+def test_the_first_model_that_is_given_is_the_default(tmp_path: Path) -> None:
+    """Also where another one has a table."""
+    (tmp_path / "models.toml").write_text('[models.one]\nmodel = "demo"\n')
+    config = EngineConfig(serve={"models_file": tmp_path / "models.toml"})
+    assert list(catalogue_of({}, config, ["demo-draft", "one"]).paths) == ["demo-draft", "one"]
 
 
 def test_a_table_is_about_the_subfolder_of_its_name(tmp_path: Path) -> None:

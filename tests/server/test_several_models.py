@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_ends_nothing() -> Non
         error = refused.json()["error"]
         assert refused.status_code == 503 and error["code"] == "no_room"
         held = "held by a 4.00 (pinned), b 4.00 (loaded)"
-        assert error["message"] == f"c needs 7.00 GB, 2.00 of 10.00 GB are free; {held}"
+        assert error["message"] == f"c needs 7.00 GB, 2.00 of 10.00 GB are free on cpu; {held}"
         assert pool.states() == {"a": "loaded", "b": "loaded", "c": "unloaded", "head": "drafter"}
         assert pool.inside.client.get("/v1/models/a").json()["pinned"]
 
@@ -279,10 +279,10 @@ def test_the_share_goes_to_the_engine_and_is_given_back_by_a_crash() -> None:
     loader = Limited(gigabytes=dict.fromkeys(PATHS.values(), 4.0))
     with several({"memory_gb": 10, "restart_engine": False}, loader=loader) as pool:
         assert loader.engines["path-a"].inner.config.kv_memory_gb == 0.5
-        assert pool.inside.state.pool.free == 6 * 2**30
+        assert pool.inside.state.pool.free("cpu") == 6 * 2**30
         cut(loader.engines["path-a"])
         wait_until(lambda: pool.states()["a"] == "failed")
-        wait_until(lambda: pool.inside.state.pool.free == 10 * 2**30)  # once its process has ended
+        wait_until(lambda: pool.inside.state.pool.free("cpu") == 10 * 2**30)  # once its process has ended
 
 
 def test_settings_that_an_engine_refuses_are_a_failed_load() -> None:

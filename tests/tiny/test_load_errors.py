@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from speculon.checkpoints.choose import fits
 from speculon.checkpoints.headers import read_checkpoint
+from speculon.config import EngineConfig
 from speculon.errors import (
     ConfigError,
     CorruptWeights,
@@ -240,15 +242,22 @@ def test_an_unknown_hub_id_is_not_found(name: str) -> None:
 
 def test_a_hub_id_is_fetched_without_pickles_or_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patterns: list[str] = []
+    local: list[bool] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def snapshot_download(
+        name: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool
+    ) -> str:
         patterns.extend(allow_patterns)
+        local.append(local_files_only)
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert load_target("org/tiny").name == "org/tiny"
     assert "*.safetensors" in patterns
-    assert not {"*.bin", "*.py"} & set(patterns)
+    assert not {"*.bin", "*.py"} & set(patterns) and not any(local)
+    local.clear()
+    fits(EngineConfig(model="org/tiny"), ["org/drafter"])
+    assert local == [True, True], "a look at what fits fetches nothing"
 
 
 def test_a_context_beyond_the_model_is_a_config_error(folder: Path) -> None:

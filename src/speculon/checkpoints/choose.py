@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
-from speculon.checkpoints.headers import read_checkpoint
-from speculon.checkpoints.locate import locate
+from speculon.checkpoints.headers import Checkpoint, read_checkpoint
+from speculon.checkpoints.locate import SHIPPED, locate, refuse_missing
 from speculon.checkpoints.mtp import MTP, find_mtp
-from speculon.checkpoints.pairing import AUTO, is_search, search
+from speculon.checkpoints.pairing import AUTO, around, examine, is_search, search
 from speculon.config import EngineConfig, ModelObject
 from speculon.errors import ModelError, ModelNotFound, UnsupportedModel
 
@@ -57,6 +59,49 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A drafter and one target: warnings about the pair, or why it cannot draft for it."""
+
+    path: str
+    method: str  # empty: not known
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None
+
+
+def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
+    """Drafters around the target that fit it, then each of `drafts`. Nothing is fetched or logged.
+
+    Raises `ModelError` for a target that is not here or cannot be read.
+    """
+    target = read_checkpoint(locate(config.model, fetch=False))
+    shipped = {path: name for name, path in SHIPPED.items()}
+    around_it = [fit(shipped.get(path, str(path)), target) for path, _ in around(AUTO, target.path)]
+    fitting = [one for one in around_it if one.refusal is None]
+    return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
+
+
+def own_fit(target: Checkpoint) -> list[Fit]:
+    """Prediction layers in the target's folder."""
+    try:
+        return [Fit(str(target.path), MTP)] if find_mtp(target.path) is not None else []
+    except ModelError as error:
+        return [Fit(str(target.path), MTP, refusal=str(error))]
+
+
+def fit(draft: str, target: Checkpoint) -> Fit:
+    try:
+        refuse_missing(draft)
+    except ModelNotFound as error:
+        return Fit(draft, "", refusal=str(error))
+    try:
+        found = examine(locate(draft, fetch=False), 0, target)
+    except ModelNotFound:
+        return Fit(draft, "", (f"{draft} is fetched from the hub, and examined, when it is loaded",))
+    method = (found.family.method if found.family is not None else None) or ""
+    return Fit(draft, method, found.warnings, found.refusal)
 
 
 def own_layers(folder: Path) -> dict[str, str]:

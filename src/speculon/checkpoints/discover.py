@@ -30,14 +30,15 @@ def find_models(
     first_name: str | None = None,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> Models:
-    """Those that are named or given come first; `first_name` is that of the first of all.
+    """Those that are given come first, as paths or as names of `named`, which has their paths; `first_name`
+    is that of the first of all.
 
     Raises `ConfigError` for two of one name, and where there is none.
     """
-    found = dict(named)
+    found: dict[str, str] = {}
     drafters: dict[str, str] = {}
-    for path in given:
-        add(found, name_of(path), path)
+    for one in given:
+        add(found, one if one in named else name_of(one), named.get(one, one))
     for inner in subfolders(folder) if folder is not None else ():
         try:
             family = family_of(inner)

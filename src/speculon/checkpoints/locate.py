@@ -18,8 +18,10 @@ SHIPPED = {
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False) -> Path:
-    """The folder of `path`; a hub id is fetched, or found in the cache when offline."""
+def locate(
+    path: str | Path, *, trust_remote_code: bool = False, allow_pickle: bool = False, fetch: bool = True
+) -> Path:
+    """The folder of `path`; a hub id is fetched, or found in the cache when offline or without `fetch`."""
     if str(path) in SHIPPED:
         return SHIPPED[str(path)]
     folder = Path(path).expanduser()
@@ -31,7 +33,12 @@ def locate(path: str | Path, *, trust_remote_code: bool = False, allow_pickle: b
     patterns += ["*.bin"] * allow_pickle + ["*.py"] * trust_remote_code
     try:
         return Path(
-            snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+            snapshot_download(
+                str(path),
+                allow_patterns=patterns,
+                ignore_patterns=["*/*", "consolidated*"],
+                local_files_only=not fetch,
+            )
         )
     except Exception as error:
         offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""

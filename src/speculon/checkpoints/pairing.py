@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speculon.checkpoints.dflash_config import DFlashConfig
@@ -25,7 +25,7 @@ AUTO, ANOTHER = "auto", "another tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A folder that was examined: its drafter and warnings about the pair, or the reason for refusal."""
+    """A folder that was examined: its drafter, warnings about the pair, and the reason for refusal."""
 
     path: Path
     distance: int  # 0: in the target's folder or the named one; 1: next to the target
@@ -89,14 +89,22 @@ def below(folder: Path) -> list[Path]:
 
 
 def candidate(path: Path, distance: int, target: Checkpoint) -> Candidate:
+    """As `examine`; a language model that fits with a warning is refused, too."""
+    found = examine(path, distance, target)
+    if found.warnings and found.family is not None and found.family.checkpoint is not None:
+        # it fits, but who knows whether it is meant for it
+        return replace(found, refusal=f"{found.warnings[0]}; only used where draft names it")
+    return found
+
+
+def examine(path: Path, distance: int, target: Checkpoint) -> Candidate:
+    family = None
     try:
         family = family_of(path)
         warnings = check_fit(family, target)
-        if warnings and family.checkpoint is not None:  # it fits, but who knows whether it is meant for it
-            raise WrongPair(f"{warnings[0]}; only used where draft names it")
         return Candidate(path, distance, family.for_target(target.num_layers), warnings)
     except ModelError as error:
-        return Candidate(path, distance, refusal=str(error).removeprefix(f"{path}: "))
+        return Candidate(path, distance, family, refusal=str(error).removeprefix(f"{path}: "))
 
 
 def check_fit(family: Family, target: Checkpoint) -> tuple[str, ...]:

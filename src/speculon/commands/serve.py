@@ -110,14 +110,11 @@ def catalogue_of(settings: dict[str, Any], config: EngineConfig, models: list[st
         given = [config.model]
     if name is not None and given and given[0] in tables:
         raise ConfigError(f"served_model_name = {name!r}: {given[0]!r} has its names in {file and file.path}")
-    paths = [(model, path_of(model, tables[model], folder)) for model in given if model in tables]
-    found = find_models([model for model in given if model not in tables], folder, name, dict(paths))
-    in_order = sorted(found.models, key=lambda model: given.index(model) if model in given else len(given))
-    if len(in_order) > 1:
-        say(f"models: {', '.join(in_order)}; the first is the default")
-    return Catalogue(
-        settings, {model: found.models[model] for model in in_order}, found.drafters, file, writable
-    )
+    paths = {model: path_of(model, tables[model], folder) for model in given if model in tables}
+    found = find_models(given, folder, name, paths)
+    if len(found.models) > 1:
+        say(f"models: {', '.join(found.models)}; the first is the default")
+    return Catalogue(settings, found.models, found.drafters, file, writable)
 
 
 def path_of(name: str, table: Mapping[str, Any], folder: Path | None) -> str:

@@ -37,7 +37,7 @@ class ServeConfig(Checked):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="memory of all models together; None: of several, 90 % of what is free at the start",
+        description="memory of all models of a device; None: of several, 90 % of what is free at the start",
     )
     pin: tuple[str, ...] = Field((), description="names of models that are not ended to make room for others")
     admin: bool = Field(False, description="dashboard at /admin; needs pip install 'speculon[admin]'")

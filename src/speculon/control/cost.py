@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from speculon.core import Proposal, Timing
+from speculon.core import Proposal, Timing, ceil_div
 from speculon.sequence import Span
 
 NOISE = 0.01  # variance of one measurement, relative: a standard deviation of 10 %; not measured
@@ -25,6 +25,7 @@ Part = Annotated[float, Field(ge=-1e9, le=1e9)]
 STATE: TypeAdapter[dict[str, tuple[Part, Part, Part, Part]]] = TypeAdapter(
     dict[str, tuple[Part, Part, Part, Part]]
 )
+MOST_SIZES = 32  # of the curve that is shown, and sent with all statistics
 PLAIN, SOME, ALL = range(3)  # how many of a batch draft
 
 
@@ -145,8 +146,10 @@ class Costs:
         return None if nearest is None else self._step.at((1.0, sequences, 0, 0), batch(nearest, 0))
 
     def plain_steps(self) -> dict[int, float]:
-        """Sequences -> ms of a plain step, for the batch sizes that were measured."""
+        """Sequences -> ms of a plain step, for the batch sizes that were measured; of many of them, some."""
         sizes = sorted(n for n, share in self._step.factors if share == PLAIN)
+        step = ceil_div(max(1, len(sizes)), MOST_SIZES)
+        sizes = sizes[(len(sizes) - 1) % step :: step]  # the largest is among them
         return {n: self._step.at((1.0, n, 0, 0), batch(n, 0)) for n in sizes}
 
     def prices(self, method: str, sequences: int) -> Prices:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
 from speculon.engine.client import EngineClient
 from speculon.errors import SpeculonError
 from speculon.text import Tokenizer
+
+if TYPE_CHECKING:
+    from speculon.checkpoints.choose import Fit
 
 GB = 2**30
 
@@ -34,16 +37,21 @@ class Loader:
 
         return Tokenizer(load_tokenizer(config.model, trust_remote_code=config.trust_remote_code))
 
-    def drafters(self, config: EngineConfig) -> list[tuple[str, str]]:
-        """(method, folder) of what fits beside a model's folder; none of a model that is not there."""
-        from speculon.checkpoints.choose import find_drafts
-        from speculon.checkpoints.pairing import AUTO
+    def drafters(self, config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
+        """What fits around a model, then each of `drafts`; none of a model that is not there."""
+        from speculon.checkpoints.choose import fits
 
         try:
-            found = find_drafts(config, AUTO)
+            return fits(config, drafts)
         except SpeculonError:
             return []
-        return [(method, path) for method, path in found.items() if isinstance(path, str)]
+
+    def device(self, config: EngineConfig) -> str:
+        """Whose memory an engine of these settings takes. Raises `ConfigError` for a missing device."""
+        from speculon.models.load import pick_device
+
+        device = pick_device(config.device)
+        return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
 
     def free_memory(self, config: EngineConfig) -> int:
         """Free bytes of the device of these settings."""

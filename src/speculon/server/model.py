@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from speculon.config import RequestSpeculation, SpeculationConfig
 from speculon.config.serve import ServeConfig
 from speculon.engine.admission import CONTEXT, max_length
 from speculon.errors import InvalidParameter, TooLong
@@ -18,9 +19,16 @@ class ServedModel:
     tokenizer: Tokenizer
     max_context: int
     vocab_size: int
-    method: str  # that drafts for a request which names none
+    own_method: str  # of its process
     config: ServeConfig
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
+    # for requests that set none; of speculation, where its process was started with other values
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        """That drafts for a request which names none."""
+        return str(self.speculation.get("method", self.own_method))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -52,3 +60,9 @@ class ServedModel:
             raise refusal.about("limits.max_request_tokens")
         max_length(longest, requested, self.max_context)
         return requested
+
+
+def changed_defaults(started: SpeculationConfig, now: SpeculationConfig) -> dict[str, Any]:
+    """What differs of what a request can set."""
+    names = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
+    return {name: getattr(now, name) for name in names if getattr(now, name) != getattr(started, name)}

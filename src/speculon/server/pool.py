@@ -62,17 +62,18 @@ class ModelPool:
         }
         self._names = catalogue.names()
         self.default = next(iter(self.models.values()))
-        # bytes for all models; None: not measured yet, or nothing to share
-        self.memory = None if config.memory_gb is None else int(config.memory_gb * GB)
+        self.memory: dict[str, int] = {}  # device -> bytes for all models there; with its first model
         self.draining = False
         self.started = asyncio.Event()  # the default model was loaded once
         self._placing = asyncio.Lock()  # one model at a time is given its share
         self._loading: dict[str, asyncio.Task[None]] = {}
 
-    @property
-    def free(self) -> int:
-        """Bytes that no model holds."""
-        return (self.memory or 0) - sum(model.held for model in self.models.values())
+    def free(self, device: str) -> int:
+        """Bytes of a device that no model holds."""
+        return self.memory[device] - sum(model.held for model in self._on(device))
+
+    def _on(self, device: str) -> list[PooledModel]:
+        return [model for model in self.models.values() if model.device == device]
 
     @property
     def open_requests(self) -> int:
@@ -91,9 +92,10 @@ class ModelPool:
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[PooledModel]:
         """The model of a request, loaded, and not ended before the request is submitted."""
-        if self.single and not self.default.on_trial:
-            self.check_health()
         model = self.find(name)
+        await model.settled.wait()
+        if self.single:
+            self.check_health()
         await self.load(model)
         with model.in_use():
             yield model
@@ -147,15 +149,15 @@ class ModelPool:
     async def replace(self, model: PooledModel, own: OfModel, *, reloads: bool) -> None:
         """Gives a model other settings. A loaded one is drained and loaded anew where that needs it.
 
-        Requests that come meanwhile wait. Where the load fails the old settings are loaded again, and the
-        fault is raised.
+        Requests that come meanwhile wait for its end. Where the load fails the old settings are loaded again,
+        and the fault is raised.
         """
         if task := self._loading.get(model.name):
             await asyncio.wait({task})
         if not reloads or model.state not in ("loaded", "failed"):
             return self._adopt(model, own)
         old, was_loaded = model.own, model.state == "loaded"
-        model.on_trial = True
+        model.settled.clear()
         try:
             if was_loaded:
                 await model.drain(self._config.drain_timeout)
@@ -168,12 +170,19 @@ class ModelPool:
         except SpeculonError:
             self._adopt(model, old)
             model.forgive()
-            model.on_trial = False
             if was_loaded and not self.draining:
-                await self.load(model)
+                await self._load_again(model)
             raise
         finally:
-            model.on_trial = False
+            model.settled.set()
+
+    async def _load_again(self, model: PooledModel) -> None:
+        """With settings that it was loaded with before: where that fails, it is lost."""
+        try:
+            await self.load(model)
+        finally:
+            if model.state == "failed":
+                model.lost.set()
 
     def named(self, name: str) -> PooledModel | None:
         """The model of a name, if there is one."""
@@ -268,49 +277,60 @@ class ModelPool:
             raise (model.error or error) from None
         await model.load(settings)
         if not self.single:
-            log.info("%s is loaded, after %.1f s%s", model.name, model.load_seconds, self._numbers())
+            log.info(
+                "%s is loaded, after %.1f s%s", model.name, model.load_seconds, self._numbers(model.device)
+            )
 
     async def _place(self, model: PooledModel) -> dict[str, Any]:
-        """Gives a model its share of the memory; returns its settings with that limit."""
-        if self.single and self.memory is None:
+        """Gives a model its share of its device's memory; returns its settings with that limit."""
+        if self.single and self._config.memory_gb is None:
             return model.settings
         async with self._placing:
-            if self.memory is None:
-                free = await self._read(partial(self.loader.free_memory, self.default.config))
-                self.memory = int(free * (1 - RESERVE))
-            share: Share = await self._read(partial(self.loader.share, model.settings, self.memory))
+            device = model.device = await self._read(partial(self.loader.device, model.config))
+            if device not in self.memory:
+                self.memory[device] = await self._limit(model)
+            share: Share = await self._read(partial(self.loader.share, model.settings, self.memory[device]))
             await self._make_room(model, share.bytes)
             model.share = share.bytes
         return share.settings
 
+    async def _limit(self, model: PooledModel) -> int:
+        """Bytes for all models of a device, when its first one comes."""
+        if self._config.memory_gb is not None:
+            return int(self._config.memory_gb * GB)
+        free = await self._read(partial(self.loader.free_memory, model.config))
+        return int(free * (1 - RESERVE))
+
     async def _make_room(self, model: PooledModel, needed: int) -> None:
         """Ends models without requests, the least recently used first; none where that raises `NoRoom`."""
-        idle = [one for one in self.models.values() if one.idle and not one.pinned]
-        if needed <= self.free + sum(one.held for one in idle):
+        device = model.device
+        idle = [one for one in self._on(device) if one.idle and not one.pinned]
+        if needed <= self.free(device) + sum(one.held for one in idle):
             for one in sorted(idle, key=lambda one: one.used_at):
-                if needed > self.free and one.idle:  # a request may have come meanwhile
+                if needed > self.free(device) and one.idle:  # a request may have come meanwhile
                     one.evictions += 1
                     one.enter("draining")  # at once: a request that is ready would take it
                     await asyncio.shield(self._end(one, f"for {model.name}"))
-            if needed <= self.free:
+            if needed <= self.free(device):
                 return
         raise NoRoom(self._refusal(model, needed))
 
     async def _end(self, model: PooledModel, why: str) -> None:
         await model.end()
-        log.info("%s is ended, %s%s", model.name, why, self._numbers())
+        log.info("%s is ended, %s%s", model.name, why, self._numbers(model.device))
 
     def _refusal(self, model: PooledModel, needed: int) -> str:
         held = [
             f"{one.name} {gigabytes(one.held)} ({'pinned' if one.pinned else one.state})"
-            for one in self.models.values()
+            for one in self._on(model.device)
             if one.held
         ]
-        room = f"{gigabytes(self.free)} of {gigabytes(self.memory or 0)} GB are free"
+        free, whole = gigabytes(self.free(model.device)), gigabytes(self.memory[model.device])
+        room = f"{free} of {whole} GB are free on {model.device}"
         return f"{model.name} needs {gigabytes(needed)} GB, {room}; held by {', '.join(held) or 'nobody'}"
 
-    def _numbers(self) -> str:
-        return "" if self.memory is None else f"; {gigabytes(self.free)} GB are free"
+    def _numbers(self, device: str) -> str:
+        return f"; {gigabytes(self.free(device))} GB are free on {device}" if device in self.memory else ""
 
     async def _change_of(self, model: PooledModel) -> None:
         with model.watched() as changes:

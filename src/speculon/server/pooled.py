@@ -12,13 +12,14 @@ from time import monotonic, perf_counter, time
 from typing import Any, Literal
 
 from speculon.config import EngineConfig
+from speculon.config.speculation import OFF
 from speculon.engine.async_engine import MOST_PAUSE, STEADY_SECONDS
 from speculon.engine.messages import Ready
 from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady, QueueFull, SpeculonError
 from speculon.server.answer import Answer
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
-from speculon.server.model import ServedModel
+from speculon.server.model import ServedModel, changed_defaults
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
@@ -49,15 +50,17 @@ class PooledModel:
         self._loader, self._read, self._on_stage = loader, read, on_stage
         self._alone = alone  # the only model: its failure is the end of the server
         self.engine = loader.engine(own.settings, self._note_stage)
-        self._built = own.settings  # of that engine
+        self._built, self._started_with = own.settings, self.config.speculation  # of that engine
         self._begun = False  # whether it was started
-        self.on_trial = False  # loads with other settings: a failure is not the end of the server
+        # cleared while it is loaded with other settings: a failure then is not the end of the server
+        self.settled = asyncio.Event()
+        self.settled.set()
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
         self.since = time()  # of the state
         self.error: SpeculonError | None = None  # why it failed last
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
-        self.share = 0  # bytes of the server's memory
+        self.device, self.share = "", 0  # where it has how many bytes of the server's memory
         self.users = self.waiting = 0  # requests that are read or submitted; that wait for a load
         self.used_at = monotonic()
         self.loads = self.failures = self.evictions = 0
@@ -74,7 +77,23 @@ class PooledModel:
         self.config, self._sampling = EngineConfig(**own.settings), own.sampling
         self.pinned = self._pin or own.pool.pinned
         if self.served is not None:
-            self.served = replace(self.served, sampling=own.sampling)
+            self.served = self._with_defaults(self.served)
+
+    def takes(self, own: OfModel) -> bool:
+        """Whether its process can serve these settings, where they differ from its own in nothing but the
+        defaults of requests.
+        """
+        if self.engine.facts is None:
+            return False
+        new = changed_defaults(self._started_with, EngineConfig(**own.settings).speculation)
+        method = self.engine.facts.capabilities.get(f"methods.{new.get('method')}")
+        missing = new.get("method", OFF) != OFF and (method is None or method.status == "off")
+        # a request cannot take a value away again: null is what its process has
+        return None not in new.values() and not missing
+
+    def _with_defaults(self, served: ServedModel) -> ServedModel:
+        new = changed_defaults(self._started_with, self.config.speculation)
+        return replace(served, sampling=self._sampling, speculation=new)
 
     def forgive(self) -> None:
         """It may be loaded at once, although a load has failed."""
@@ -145,7 +164,7 @@ class PooledModel:
         try:
             if self._begun or settings != self._built:
                 self.engine, self._built = self._loader.engine(settings, self._note_stage), settings
-            self._begun = True
+            self._begun, self._started_with = True, EngineConfig(**settings).speculation
             facts = await self.engine.start()
             tokenizer = await self._read(partial(self._loader.tokenizer, self.config))
         except SpeculonError as error:
@@ -156,9 +175,8 @@ class PooledModel:
             await self.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise self.error or error from None
         config = self.config.serve
-        self.served = ServedModel(
-            self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config, self._sampling
-        )
+        served = ServedModel(self.name, tokenizer, facts.max_context, facts.vocab_size, facts.method, config)
+        self.served = self._with_defaults(served)
         self.drafters = facts.drafters
         self.loads, self.load_seconds = self.loads + 1, perf_counter() - began
         self._loaded_at = self.used_at = monotonic()
@@ -175,9 +193,9 @@ class PooledModel:
         self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
         self.error, self.served, self.failures = error, None, self.failures + 1
         self.enter("failed")
-        if not self.on_trial:
+        if self.settled.is_set():
             self.lost.set()
-        if not self._alone or self.on_trial:
+        if not self._alone or not self.settled.is_set():
             log.error("%s: %s: %s", self.name, type(error).__name__, error)
             self._ending = True
             await self.engine.stop()

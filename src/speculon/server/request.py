@@ -96,8 +96,11 @@ def read_biases(fields: dict[str, float]) -> dict[int, float]:
 
 
 def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
+    """What a request sets of its speculation; a field that is not set keeps the model's default."""
     requested = body.speculation
-    fields = requested.model_dump(exclude={"stats", "explain"}, exclude_none=True) if requested else {}
+    fields = dict(model.speculation)
+    if requested:
+        fields |= requested.model_dump(exclude={"stats", "explain"}, exclude_none=True)
     pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))
     if pool is not None:
         fields["pool"] = pool_of(pool)

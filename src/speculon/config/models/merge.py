@@ -63,7 +63,7 @@ class ModelSettings:
     sampling: dict[str, Any]  # defaults of requests: the fields that a source sets, and no others
     pool: PoolSettings
     warnings: tuple[str, ...]  # of values that were left out, each with its place and the reason
-    _settings: Mapping[str, Setting]
+    settings: Mapping[str, Setting]  # by field, where a source sets it
 
     def origin(self, field: str) -> str:
         """Where the value came from: `flag`, `environment`, a file with its line, or `default`.
@@ -71,24 +71,24 @@ class ModelSettings:
         Raises `InvalidParameter` for an unknown field.
         """
         home_of(field)
-        found = self._settings.get(field)
+        found = self.settings.get(field)
         return DEFAULT.name if found is None else found.source.origin(field)
+
+    def value(self, field: str) -> Any:
+        found = self.settings.get(field)
+        return default_of(field) if found is None else found.value
 
     def changed(self, new: ModelSettings) -> frozenset[str]:
         """The fields that have another value in `new`; see `needs_new_worker`."""
-        fields = {*self._settings, *new._settings}
-        return frozenset(field for field in fields if self._value(field) != new._value(field))
-
-    def _value(self, field: str) -> Any:
-        found = self._settings.get(field)
-        return default_of(field) if found is None else found.value
+        fields = {*self.settings, *new.settings}
+        return frozenset(field for field in fields if self.value(field) != new.value(field))
 
     @property
     def speculation(self) -> dict[str, Any]:
         """What a request that sets nothing of its speculation gets: the fields that a source sets."""
         return {
-            name: self._settings[name].value
-            for name in self._settings
+            name: self.settings[name].value
+            for name in self.settings
             if name in RequestSpeculation.model_fields
         }
 

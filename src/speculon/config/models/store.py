@@ -51,7 +51,7 @@ class ModelSettingsFile:
     """
 
     def __init__(self, path: Path, methods: Methods):
-        self.path, self._methods = path, methods
+        self.path, self.methods = path, methods
         self._warned = set[str]()
 
     def names(self) -> dict[str, str]:
@@ -73,7 +73,7 @@ class ModelSettingsFile:
         given, tables = given or {}, self.tables()
         name = names_in(tables).get(name, name)
         sources = self._sources(name, tables.get(name), given)
-        settings, warnings = merge(sources, self._methods)
+        settings, warnings = merge(sources, self.methods)
         keywords = keywords_of(given, settings)
         for warning in warnings:
             if warning not in self._warned:
@@ -86,7 +86,7 @@ class ModelSettingsFile:
             sampling=of_table(settings, SAMPLING),
             pool=pool_settings(settings),
             warnings=warnings,
-            _settings=settings,
+            settings=settings,
         )
 
     def update(self, name: str, changes: Mapping[str, Any]) -> None:
@@ -178,8 +178,8 @@ class ModelSettingsFile:
     def _check(self, field: str, value: Any) -> None:
         """Raises `InvalidParameter` for what is wrong whatever the other fields are."""
         check_field(field, value)
-        if field == "method" and value not in self._methods.known:
-            raise InvalidParameter(field, value, f"known are {', '.join(sorted(self._methods.known))}")
+        if field == "method" and value not in self.methods.known:
+            raise InvalidParameter(field, value, f"known are {', '.join(sorted(self.methods.known))}")
 
     def _check_new(self, field: str, value: Any) -> None:
         """As for a field that is read; and a drafter must be there."""
@@ -187,7 +187,7 @@ class ModelSettingsFile:
             home_of(field)
             return
         self._check(field, value)
-        if field == "draft" and (reasons := absences(value, self._methods)):
+        if field == "draft" and (reasons := absences(value, self.methods)):
             raise InvalidParameter(field, value, "; ".join(reasons.values()))
 
     def _write(self, name: str, change: Callable[[Tables], None]) -> None:

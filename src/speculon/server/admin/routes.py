@@ -75,9 +75,9 @@ def add_models(router: APIRouter, admin: Admin) -> None:
         return await admin.models()
 
     @router.get("/drafters/{model:path}")
-    async def drafters(model: str) -> list[Drafter]:
-        """Drafters that a model has, and those of the models' folder."""
-        return admin.drafters_for(model)
+    async def drafters(model: str, checkpoint: str | None = None) -> list[Drafter]:
+        """Drafters that a model has, those that fit it, and why others do not; or of one checkpoint."""
+        return await admin.drafters_for(model, checkpoint)
 
     @router.post("/models/{model:path}/load", response_class=StreamingResponse)
     async def load(model: str) -> StreamingResponse:

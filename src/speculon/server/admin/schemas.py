@@ -7,14 +7,34 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 
-class Acceptance(BaseModel):
-    """Drafts of one method, of sequences that have ended."""
+class MethodCounts(BaseModel):
+    """Drafts of one method."""
 
     method: str
     proposals: int
     drafted: int  # tokens
     accepted: int
     acceptance_rate: float | None  # None: nothing was drafted
+    rounds: int  # that verified a draft which it began
+    tokens: int  # of these rounds, with corrections and bonus tokens
+    tokens_per_target_call: float | None  # in these rounds
+
+
+class Counts(BaseModel):
+    """What rounds gave, of sequences that have ended."""
+
+    emitted: int  # tokens
+    target_calls: int
+    rounds: int  # that verified drafts
+    drafted: int  # tokens
+    accepted: int
+    acceptance_rate: float | None
+    tokens_per_target_call: float | None
+    saved_seconds: float | None  # against plain steps; None: not known
+    methods: list[MethodCounts]
+    per_position: list[float]  # share of drafts at position i that were accepted
+    drafts_at: list[int]  # rounds that drafted at position i
+    plain_rounds: dict[str, int]  # reason -> rounds
 
 
 class MonitorView(BaseModel):
@@ -28,8 +48,8 @@ class MonitorView(BaseModel):
     waiting: int
 
 
-class Engine(BaseModel):
-    """What the process of a model tells; counts of drafts are those of sequences that have ended."""
+class Engine(Counts):
+    """What the process of a model tells."""
 
     sequences_running: int
     sequences_waiting: int
@@ -38,14 +58,6 @@ class Engine(BaseModel):
     page_tokens: int
     restarts: int
     steps: int
-    target_calls: int
-    rounds: int
-    tokens_per_target_call: float | None
-    saved_seconds: float | None  # against plain steps; None: not known
-    methods: list[Acceptance]
-    per_position: list[float]  # share of drafts at position i that were accepted
-    drafts_at: list[int]  # rounds that drafted at position i
-    plain_rounds: dict[str, int]  # reason -> rounds
     cost_curve: dict[int, float]  # sequences -> ms of a plain step; empty: not measured
     memory_bytes: dict[str, int]  # part -> bytes, as estimated when it was loaded
     monitor: MonitorView
@@ -63,13 +75,20 @@ class ModelOverview(BaseModel):
     engine: Engine | None  # None: no process has told yet
 
 
+class DeviceMemory(BaseModel):
+    """Bytes for all models of a device."""
+
+    total: int
+    free: int
+
+
 class Overview(BaseModel):
     time: float  # seconds of the epoch
     started: float
     version: str
     draining: bool
-    memory_bytes: int | None  # of all models; None: not limited by the server
-    free_bytes: int | None
+    memory: dict[str, DeviceMemory]  # by device; empty: not limited by the server
+    totals: Counts  # of all models
     models: list[ModelOverview]
 
 
@@ -149,10 +168,14 @@ class TokenView(BaseModel):
 
 
 class Drafter(BaseModel):
+    """A checkpoint that may draft for a model."""
+
     name: str
-    method: str
+    method: str  # empty: not known
     checkpoint: str
     loaded: bool
+    refusal: str | None  # why it does not fit the model; None: it fits
+    warnings: list[str]
 
 
 class LogLine(BaseModel):

@@ -9,7 +9,8 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from speculon.config.models import ModelSettings, ModelSettingsFile
+from speculon.config.models import ModelSettings, ModelSettingsFile, needs_new_worker
+from speculon.config.speculation import AUTO
 from speculon.errors import (
     ConfigError,
     InvalidParameter,
@@ -22,11 +23,12 @@ from speculon.server.access_log import AccessRecord
 from speculon.server.admin import settings as of_settings
 from speculon.server.admin.bench import BenchRunner
 from speculon.server.admin.lines import LogRing
-from speculon.server.admin.overview import engine_of
+from speculon.server.admin.overview import counts_of, engine_of
 from speculon.server.admin.requests import RequestLog
 from speculon.server.admin.schemas import (
     BenchOptions,
     BenchView,
+    DeviceMemory,
     Drafter,
     LogLine,
     ModelOverview,
@@ -82,14 +84,16 @@ class Admin:
             )
             for name, model in self._pool.models.items()
         ]
-        shared = self._pool.memory
         return Overview(
             time=time(),
             started=self._state.started,
             version=self._version,
             draining=self._pool.draining,
-            memory_bytes=shared,
-            free_bytes=None if shared is None else self._pool.free,
+            memory={
+                device: DeviceMemory(total=total, free=self._pool.free(device))
+                for device, total in self._pool.memory.items()
+            },
+            totals=counts_of(model.engine.counters for model in self._pool.models.values()),
             models=models,
         )
 
@@ -116,23 +120,40 @@ class Admin:
             max_context=None if served is None else served.max_context,
             settings_file=str(self._file.path),
             locked=self._lock_of(model),
-            settings=of_settings.fields_of(found),
+            settings=of_settings.fields_of(found, self._file.methods),
         )
 
-    def drafters_for(self, name: str) -> list[Drafter]:
-        """Drafters of this model's engine, those that fit it beside its folder, and those of the models'
-        folder, which may not fit.
+    async def drafters_for(self, name: str, checkpoint: str | None = None) -> list[Drafter]:
+        """Drafters of this model's engine, those that fit it beside its folder, and those of its settings and
+        of the models' folder, which may not fit. With a checkpoint, that one alone.
+
+        Raises `UnknownModel`.
         """
-        model, folder = self._pool.find(name), self._state.config.models_dir
-        loaded = [(method, path) for method, path in model.drafters.items()]
-        others = [
-            (method, str(folder / one if folder else one)) for one, method in self._pool.drafters.items()
-        ]
-        found = dict.fromkeys(loaded + self._pool.loader.drafters(model.config) + others)
-        return [
-            Drafter(name=Path(path).name, method=method, checkpoint=path, loaded=(method, path) in loaded)
-            for method, path in found
-        ]
+        model = self._pool.find(name)
+        named = self._named_drafters(model) if checkpoint is None else [checkpoint]
+        # beside the thread that reads prompts: to compare two tokenizers takes a while
+        found = await asyncio.to_thread(self._pool.loader.drafters, model.config, named)
+        loaded = {path: method for method, path in model.drafters.items()}
+        views = {
+            one.path: Drafter(
+                name=Path(one.path).name,
+                method=loaded.get(one.path, one.method),
+                checkpoint=one.path,
+                loaded=one.path in loaded,
+                refusal=one.refusal,
+                warnings=list(one.warnings),
+            )
+            for one in found
+            if checkpoint is None or one.path == checkpoint
+        }
+        return sorted(views.values(), key=lambda one: (not one.loaded, one.refusal is not None))
+
+    def _named_drafters(self, model: PooledModel) -> list[str]:
+        folder, draft = self._state.config.models_dir, model.config.speculation.draft
+        here = [str(folder / one if folder else one) for one in self._pool.drafters]
+        drafts = draft.values() if isinstance(draft, dict) else [draft]
+        texts = [one for one in drafts if isinstance(one, str) and one.partition(":")[0] != AUTO]
+        return list(dict.fromkeys([*model.drafters.values(), *texts, *here]))
 
     async def change(self, name: str, changes: Mapping[str, Any]) -> ModelView:
         """Sets fields of a model; null takes a field out of the file.
@@ -238,7 +259,9 @@ class Admin:
     ) -> None:
         new = OfModel(self._state.catalogue.with_path(model.name, after.keywords), after.sampling, after.pool)
         old = model.own
-        reloads = any(map(of_settings.needs_load, before.changed(after)))
+        # the first table of a model changes `model`, and the catalogue has its path
+        changed = before.changed(after) - {"model"}
+        reloads = any(map(needs_new_worker, changed)) or not model.takes(new)
         try:
             await self._pool.replace(model, new, reloads=reloads)
         except SpeculonError as error:

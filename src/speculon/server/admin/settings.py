@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from speculon.config import EngineConfig
-from speculon.config.models import HOMES, ModelSettings, ModelSettingsFile
+from speculon.config.models import HOMES, Methods, ModelSettings, ModelSettingsFile, needs_new_worker
 from speculon.config.models.fields import home_of
-from speculon.config.speculation import SpeculationConfig
+from speculon.config.speculation import USUAL_DRAFTS
 from speculon.errors import ConfigError, InvalidParameter
 from speculon.server.admin.schemas import FieldView
 
@@ -25,24 +24,25 @@ UNSAFE = ("trust_remote_code", "allow_pickle", "events", "state")
 SOURCES = {"flag": "flag", "environment": "environment", "model's settings": "model", "": "file"}
 
 
-def fields_of(found: ModelSettings) -> list[FieldView]:
-    return [field_of(found, name) for name in HOMES]
+def fields_of(found: ModelSettings, methods: Methods) -> list[FieldView]:
+    choices = {"method": sorted(methods.known), "policy": list(USUAL_DRAFTS)}
+    return [field_of(found, name, choices.get(name)) for name in HOMES]
 
 
-def field_of(found: ModelSettings, name: str) -> FieldView:
-    home, setting = HOMES[name], found._settings.get(name)
+def field_of(found: ModelSettings, name: str, choices: list[str] | None) -> FieldView:
+    home, setting = HOMES[name], found.settings.get(name)
     source = "default" if setting is None else SOURCES.get(setting.source.name, "default")
     return FieldView(
         name=name,
         group=home.table if home.table in ("speculation", "sampling", "pool") else "engine",
-        value=as_json(found._value(name)),
+        value=as_json(found.value(name)),
         default=as_json(default_of(name)),
         description=home.model.model_fields[name].description or "",
-        value_schema=schema_of(name),
+        value_schema=schema_of(name) | ({"enum": choices} if choices else {}),
         source=source,
         origin=found.origin(name),
         locked=lock_of(found, name),
-        new_worker=needs_load(name),
+        new_worker=needs_new_worker(name),
     )
 
 
@@ -52,17 +52,12 @@ def lock_of(found: ModelSettings, name: str) -> str | None:
         return "set where the server is started"
     if name in UNSAFE:
         return "only in the file or by a flag: it can run code of a checkpoint, or write files"
-    setting = found._settings.get(name)
+    setting = found.settings.get(name)
     if setting is not None and setting.source.name == "flag":
         return f"set by a flag, which goes before the file: --{name.replace('_', '-')}"
     if setting is not None and setting.source.name == "environment":
         return "set by the environment, which goes before the file"
     return None
-
-
-def needs_load(name: str) -> bool:
-    """Whether a change is in force only after the model is loaded again."""
-    return HOMES[name].model in (EngineConfig, SpeculationConfig)
 
 
 def check_unlocked(found: ModelSettings, changes: Mapping[str, Any]) -> None:
@@ -84,7 +79,7 @@ def tried(
         copy = Path(folder) / file.path.name
         if file.path.is_file():
             copy.write_bytes(file.path.read_bytes())
-        trial = ModelSettingsFile(copy, file._methods)
+        trial = ModelSettingsFile(copy, file.methods)
         try:
             trial.update(name, changes)
             found = trial.settings_of(name, given)

@@ -41,7 +41,7 @@ def mount(app: FastAPI, state: AppState, admin: Admin) -> None:
         Page("bench", "/bench", "bar_chart", bench.build),
         Page("log", "/log", "subject", log.build),
     )
-    context = Context(app, state, Figures(state.pool.models), admin)
+    context = Context(app, state, Figures(admin.overview), admin)
     add_pages(pages, context)
     # reached from a request, and no entry of the navigation
     add_page(Page("tokens", "/tokens", "token", token_view.build), pages, context)

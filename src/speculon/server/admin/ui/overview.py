@@ -7,18 +7,19 @@ from typing import Any
 from nicegui import ui
 
 from speculon.server.admin.figures import INTERVAL, Figures, Point
-from speculon.server.admin.schemas import Engine
-from speculon.server.admin.ui.colours import PALETTE, SYMBOLS, colour_of, options, symbol_of
+from speculon.server.admin.schemas import Counts, Engine, MethodCounts, Overview
+from speculon.server.admin.ui.colours import GREY, PALETTE, SYMBOLS, colour_of, options, symbol_of
 from speculon.server.admin.ui.shell import View
 from speculon.server.admin.ui.words import Words
 
 NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory")
+COLUMNS = ("method", "rounds", "drafted", "accepted", "acceptance", "per_call")
 MB = 1e6
+NOT_KNOWN = "–"
 
 
 async def build(view: View) -> None:
     words, figures = view.words, view.figures
-    figures.refresh()
     with ui.element("div").classes("sp-numbers"):
         labels = {name: number(words(f"overview.{name}")) for name in NUMBERS}
     with ui.element("div").classes("sp-grid"):
@@ -32,14 +33,24 @@ async def build(view: View) -> None:
             "memory": chart(words("overview.chart_memory"), options("category", [])),
             "costs": chart(words("overview.chart_costs"), options("value", [], min=0)),
         }
+    columns = [
+        {"name": name, "label": words(f"overview.{name}"), "field": name, "align": "left"} for name in COLUMNS
+    ]
+    table = ui.table(columns=columns, rows=[], row_key="method").classes("w-full").props("dense")
+    table.props["aria-label"] = words("overview.method")
+    table.props["no-data-label"] = words("overview.no_method")
     ui.label(words("overview.note")).classes("text-sm opacity-80")
 
     def update() -> None:
-        figures.refresh()
-        for name, text in numbers(figures, words).items():
+        now = figures.refresh()
+        for name, text in numbers(now, figures, words).items():
             labels[name].set_text(text)
-        engines = {one.name: one.engine for one in view.context.admin.overview().models if one.engine}
-        for name, (series, categories) in (series_of(figures, words) | series_of_engines(engines)).items():
+        rows = [row_of(one) for one in now.totals.methods]
+        if rows != table.rows:
+            table.rows = rows
+        points, engines = list(figures.points), {one.name: one.engine for one in now.models if one.engine}
+        shown = series_of(points, now.totals, words) | series_of_engines(engines)
+        for name, (series, categories) in shown.items():
             show(charts[name], series, categories)
 
     update()
@@ -60,55 +71,75 @@ def chart(title: str, content: dict[str, Any]) -> ui.echart:
     return shown
 
 
-def numbers(figures: Figures, words: Words) -> dict[str, str]:
-    totals, now = figures.totals, figures.now
-    rate = figures.points[-1].tokens_per_s if figures.points else 0.0
+def numbers(now: Overview, figures: Figures, words: Words) -> dict[str, str]:
+    totals, engines = now.totals, [one.engine for one in now.models if one.engine is not None]
+    running = sum(engine.sequences_running for engine in engines)
+    waiting = sum(engine.sequences_waiting for engine in engines)
+    saved = totals.saved_seconds
     return {
-        "requests": f"{now.open_requests:,}",
-        "running": f"{now.running:,} / {now.waiting:,}",
-        "rate": f"{rate:,.1f}",
-        "tokens": f"{totals.tokens:,}",
-        "acceptance": ratio(totals.accepted * 100, totals.drafted, " %", 1),
-        "per_call": ratio(totals.tokens, totals.target_calls, "", 2),
-        "saved": words("overview.seconds", seconds=f"{totals.saved_ms / 1e3:,.1f}"),
-        "memory": megabytes(sum(now.memory.values()), words),
+        "requests": f"{sum(one.requests_open for one in now.models):,}",
+        "running": f"{running:,} / {waiting:,}",
+        "rate": f"{figures.points[-1].tokens_per_s if figures.points else 0.0:,.1f}",
+        "tokens": f"{sum(one.tokens for one in now.models):,}",
+        "acceptance": share_text(totals.acceptance_rate),
+        "per_call": decimal(totals.tokens_per_target_call),
+        "saved": NOT_KNOWN if saved is None else words("overview.seconds", seconds=f"{saved:,.1f}"),
+        "memory": megabytes(sum(one.held_bytes for one in now.models), words),
+    }
+
+
+def row_of(one: MethodCounts) -> dict[str, str]:
+    return {
+        "method": one.method,
+        "rounds": f"{one.rounds:,}",
+        "drafted": f"{one.drafted:,}",
+        "accepted": f"{one.accepted:,}",
+        "acceptance": share_text(one.acceptance_rate),
+        "per_call": decimal(one.tokens_per_target_call),
     }
 
 
 def megabytes(held: int, words: Words) -> str:
     """A model alone has no share that the server knows."""
-    return words("overview.megabytes", megabytes=f"{held / MB:,.0f}") if held else "–"
+    return words("overview.megabytes", megabytes=f"{held / MB:,.0f}") if held else NOT_KNOWN
 
 
-def ratio(part: float, whole: float, unit: str, digits: int) -> str:
-    """Without a whole there is no ratio."""
-    return f"{part / whole:.{digits}f}{unit}" if whole else "–"
+def share_text(share: float | None) -> str:
+    return NOT_KNOWN if share is None else f"{100 * share:.1f} %"
 
 
-def series_of(figures: Figures, words: Words) -> dict[str, tuple[list[dict[str, Any]], list[str] | None]]:
+def decimal(value: float | None) -> str:
+    return NOT_KNOWN if value is None else f"{value:.2f}"
+
+
+def series_of(
+    points: list[Point], totals: Counts, words: Words
+) -> dict[str, tuple[list[dict[str, Any]], list[str] | None]]:
     """Chart -> its series, and the categories of its axis where it has some."""
-    points, totals = list(figures.points), figures.totals
-    at = sorted(totals.drafted_at)
-    shares = [round(100 * totals.accepted_at.get(i, 0) / totals.drafted_at[i], 1) for i in at]
-    reasons = sorted(totals.reasons.items(), key=lambda item: -item[1])
-    single = PALETTE[0]
+    shares = [round(100 * share, 1) for share in totals.per_position]
+    reasons = sorted(totals.plain_rounds.items(), key=lambda item: -item[1])
+    single, methods = PALETTE[0], [one.method for one in totals.methods]
+    acceptance = [of_method(method, points, lambda p, m=method: percent(p, m)) for method in methods]
+    per_call = [of_method(method, points, lambda p, m=method: p.per_call_of.get(m)) for method in methods]
+    every = line(words("overview.all"), points, lambda p: p.per_call, GREY)
     return {
         "rate": ([line(words("overview.rate"), points, lambda p: p.tokens_per_s, single)], None),
-        "acceptance": (
-            [
-                line(method, points, lambda p, m=method: percent(p, m), colour_of(method), symbol_of(method))
-                for method in sorted(totals.drafted_from)
-            ],
-            None,
-        ),
-        "per_call": ([line(words("overview.per_call"), points, lambda p: p.per_call, single)], None),
+        "acceptance": (acceptance, None),
+        "per_call": ([every, *per_call], None),
         "drafts": ([line(words("overview.chart_drafts"), points, lambda p: p.drafts, single)], None),
-        "positions": ([bars(words("overview.acceptance"), shares)], [str(i + 1) for i in at]),
+        "positions": (
+            [bars(words("overview.acceptance"), shares)],
+            [str(i + 1) for i in range(len(shares))],
+        ),
         "reasons": (
             [bars(words("overview.rounds"), [count for _, count in reasons])],
             [words(f"overview.reason_{reason}") for reason, _ in reasons],
         ),
     }
+
+
+def of_method(method: str, points: list[Point], read: Any) -> dict[str, Any]:
+    return line(method, points, read, colour_of(method), symbol_of(method))
 
 
 def series_of_engines(

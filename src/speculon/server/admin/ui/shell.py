@@ -31,6 +31,7 @@ a.sp-link:focus-visible, button:focus-visible { outline: 3px solid #e69f00; outl
 .sp-numbers { display: grid; gap: .5rem; width: 100%;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 8.5rem), 1fr)) }
 .sp-card { width: 100%; min-width: 0 }
+.sp-bar { position: sticky; top: -1rem; z-index: 2; background: inherit }
 """
 
 

@@ -1,0 +1,242 @@
+"""Settings that an administrator changes: what is refused, what needs a load, and what a failure leaves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speculon.config.models import ModelSettingsFile
+from speculon.errors import ConfigError, ModelError
+from speculon.server.pool import ModelPool
+from speculon.server.pooled import PooledModel
+from tests.server.administered import API, K, administered, ask, change, setting, written
+from tests.server.inside import ScriptedLoader, ThreadEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
+    with administered(tmp_path) as inside:
+        seen = inside.client.get(f"{API}/models/a").json()
+        assert setting(seen, "max_num_seqs")["source"] == "default" and written(tmp_path) == ""
+        answer = change(inside, max_num_seqs=3, temperature=0.5)
+        assert answer.status_code == 200, answer.text
+        assert setting(answer.json(), "max_num_seqs")["value"] == 3
+        assert setting(answer.json(), "max_num_seqs")["source"] == "model"
+        assert inside.state.pool.models["a"].facts.max_num_seqs == 3
+        assert inside.state.pool.models["a"].loads == 2
+        assert change(inside, temperature=0.7).status_code == 200
+        assert inside.state.pool.models["a"].loads == 2  # requests have it, and no process
+        assert change(inside, max_num_seqs=None).status_code == 200
+        ask(inside)
+    assert "max_num_seqs" not in written(tmp_path) and "temperature = 0.7" in written(tmp_path)
+
+
+def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
+    loader = ScriptedLoader()
+    with administered(folder, loader) as inside:
+        model = inside.state.pool.models["a"]
+
+        def sent(**body: Any) -> dict[str, Any]:
+            """What the engine was given of a request's speculation."""
+            ask(inside, **body)
+            found = loader.engines["path-a"].inner.speculations[-1]
+            return {} if found is None else found.model_dump(exclude_none=True, exclude={"tenant"})
+
+        def changed(**changes: Any) -> int:
+            """Loads so far."""
+            answer = change(inside, **changes)
+            assert answer.status_code == 200, answer.text
+            return model.loads
+
+        assert not setting(inside.client.get(f"{API}/models/a").json(), K)["new_worker"] and sent() == {}
+        assert changed(num_speculative_tokens=3, acceptance="matching") == 1
+        assert sent() == {K: 3, "acceptance": "matching"}
+        assert sent(speculation={K: 2}) == {K: 2, "acceptance": "matching"}, "a request's own comes first"
+        assert changed(num_speculative_tokens=None, acceptance=None) == 1 and sent() == {}
+        assert changed(method="ngram") == 1 and sent() == {"method": "ngram"}
+        assert inside.client.get(f"{API}/models/a").json()["method"] == "ngram"
+        assert changed(method="eagle3", draft={"eagle3": str(folder)}) == 2, "its drafter has to be loaded"
+        assert changed(method="mtp") == 3 and sent() == {}, "its layers, too; the process has the rest"
+        assert changed(num_speculative_tokens=5, max_num_seqs=4) == 4 and sent() == {}
+        assert changed(num_speculative_tokens=None) == 5, "no request can take it away"
+
+
+def test_defaults_of_requests_need_no_load(tmp_path: Path) -> None:
+    check_that_defaults_of_requests_need_no_load(tmp_path)
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["never loaded", "always loaded"])
+def test_defaults_that_are_not_applied_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    """Two twins."""
+    monkeypatch.setattr(PooledModel, "takes", lambda model, own: taken)
+    with pytest.raises(AssertionError):
+        check_that_defaults_of_requests_need_no_load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"no_such_field": 1}, id="unknown"),
+        pytest.param({"max_num_seqs": 0}, id="wrong value"),
+        pytest.param({"max_num_seqs": 4, "temperature": -1}, id="one of two is wrong"),
+        pytest.param({"max_num_seqs": "many"}, id="wrong type"),
+        pytest.param({"draft": "/no/such/drafter"}, id="missing drafter"),
+        pytest.param({"method": "no_such_method"}, id="unknown method"),
+        pytest.param({"block_size": 32}, id="set by a flag"),
+        pytest.param({"model": "other"}, id="the path"),
+        pytest.param({"trust_remote_code": True}, id="runs code"),
+        pytest.param({"allow_pickle": True}, id="may run code"),
+        pytest.param({"aliases": ["b"]}, id="name of another model"),
+        pytest.param({}, id="empty"),
+    ],
+)
+def test_a_refused_change_changes_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with administered(tmp_path, models=("a", "b"), block_size=16) as inside:
+        answer = change(inside, **changes)
+        assert answer.status_code == 400, answer.text
+        assert inside.state.pool.models["a"].loads == 1
+    assert written(tmp_path) == ""
+
+
+def test_settings_that_do_not_load_are_not_kept(tmp_path: Path) -> None:
+    loader = ScriptedLoader()
+    with administered(tmp_path, loader) as inside:
+        assert change(inside, max_num_seqs=5).status_code == 200
+        before = written(tmp_path)
+        loader.faults["path-a"] = [ModelError("too large")]
+        answer = change(inside, max_num_seqs=7)
+        assert answer.status_code == 503 and "too large" in answer.text
+        assert "not changed" in answer.text and written(tmp_path) == before
+        assert inside.state.pool.models["a"].facts.max_num_seqs == 5
+        assert not inside.state.pool.models["a"].lost.is_set()
+        ask(inside)
+
+
+class HeldLoader(ScriptedLoader):
+    """The second engine and the third load once their gates are open; the second fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.held = 0, [threading.Event(), threading.Event()]
+
+    def engine(self, settings: dict[str, Any], on_stage: Any) -> ThreadEngine:
+        made = super().engine(settings, on_stage)
+        self.made += 1
+        if self.made > 1:
+            made.gate = self.held[self.made - 2]
+        return made
+
+
+def test_requests_wait_until_a_failed_change_is_undone(tmp_path: Path) -> None:
+    loader = HeldLoader()
+    with administered(tmp_path, loader) as inside, ThreadPoolExecutor(8) as threads:
+        loader.faults["path-a"] = [ModelError("too large")]
+        changing, waiting = threads.submit(change, inside, max_num_seqs=7), list[Any]()
+        for number, gate in enumerate(loader.held):
+            inside.eventually(lambda number=number: loader.made == number + 2)  # type: ignore[misc]
+            waiting.append(threads.submit(ask, inside))
+            time.sleep(0.2)  # time to be refused
+            assert not any(one.done() for one in waiting)
+            gate.set()
+        assert changing.result().status_code == 503
+        assert [one.result()["usage"]["completion_tokens"] for one in waiting] == [6, 6]
+        assert not inside.state.pool.models["a"].lost.is_set()
+
+
+def test_a_server_whose_only_model_does_not_come_back_ends(tmp_path: Path) -> None:
+    loader = ScriptedLoader()
+    with administered(tmp_path, loader) as inside:
+        loader.faults["path-a"] = [ModelError("too large"), ModelError("gone")]
+        assert change(inside, max_num_seqs=7).status_code == 503
+        assert inside.state.pool.models["a"].lost.is_set()
+        assert inside.post("completions", prompt="x").status_code == 503
+
+
+def check_that_a_full_disk_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings load, and the file cannot be written."""
+    update = ModelSettingsFile.update
+
+    def full(file: ModelSettingsFile, *change: Any) -> Any:
+        if file.path.parent == folder:
+            raise ConfigError("no space left on device")
+        return update(file, *change)
+
+    monkeypatch.setattr(ModelSettingsFile, "update", full)
+    with administered(folder) as inside:
+        model = inside.state.pool.models["a"]
+        was = model.facts.max_num_seqs
+        answer = change(inside, max_num_seqs=7)
+        assert answer.status_code >= 400 and "no space left" in answer.text
+        assert (model.facts.max_num_seqs, model.loads) == (was, 3)
+        ask(inside)
+
+
+def test_a_file_that_cannot_be_written_brings_the_old_settings_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
+
+
+def test_settings_that_stay_after_a_failed_write_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: the second load keeps the new settings."""
+    adopt, adopted = ModelPool._adopt, []
+
+    def once(pool: ModelPool, model: Any, own: Any) -> None:
+        adopted.append(own)
+        adopt(pool, model, adopted[0])
+
+    monkeypatch.setattr(ModelPool, "_adopt", once)
+    with pytest.raises(AssertionError):
+        check_that_a_full_disk_changes_nothing(tmp_path, monkeypatch)
+
+
+def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    caplog.set_level(logging.INFO, "speculon")
+    with administered(tmp_path, paths={"demo": "demo"}, model="demo") as inside:
+        found = {one["name"]: one for one in inside.client.get(f"{API}/drafters/demo").json()}
+        query = {"checkpoint": str(broken)}
+        (other,) = inside.client.get(f"{API}/drafters/demo", params=query).json()
+    methods_of = {name: one["method"] for name, one in found.items()}
+    assert methods_of == {"demo-dflash": "dflash", "demo-draft": "draft_model", "demo-eagle3": "eagle3"}
+    assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
+    assert other["name"] == "broken" and other["refusal"]
+    assert not [line for line in caplog.messages if line.startswith("draft ")]
+
+
+def test_a_change_waits_for_running_requests_and_loses_none(tmp_path: Path) -> None:
+    loader = ScriptedLoader(step_seconds=0.01)
+    with administered(tmp_path, loader) as inside, ThreadPoolExecutor(8) as threads:
+        running = [threads.submit(ask, inside, max_tokens=150) for _ in range(4)]
+        inside.eventually(lambda: inside.state.pool.open_requests == 4)
+        changing = threads.submit(change, inside, max_num_seqs=9)
+        inside.eventually(lambda: inside.state.pool.models["a"].state != "loaded")
+        late = threads.submit(ask, inside)
+        assert changing.result().status_code == 200
+        assert all(one.result()["usage"]["completion_tokens"] == 150 for one in running)
+        assert late.result()["usage"]["completion_tokens"] == 6
+
+
+def test_two_changes_at_once_are_both_kept(tmp_path: Path) -> None:
+    with administered(tmp_path) as inside, ThreadPoolExecutor(2) as threads:
+        both = [
+            threads.submit(change, inside, max_num_seqs=6),
+            threads.submit(change, inside, block_size=32),
+        ]
+        assert [one.result().status_code for one in both] == [200, 200]
+    assert "max_num_seqs = 6" in written(tmp_path) and "block_size = 32" in written(tmp_path)
