@@ -94,7 +94,7 @@ def test_two_engines_never_write_one_folder(
 ) -> None:
     monkeypatch.setattr(state_module, "LOCK_SECONDS", 0.1)
     with start(folder, tmp_path):
-        with pytest.raises(StateInUse, match=f"state = '{tmp_path}': process {os.getpid()} on .* writes it"):
+        with pytest.raises(StateInUse, match=f"state = '{tmp_path}': process {os.getpid()} on .* writes"):
             start(folder, tmp_path)
         with start(make_folder(tmp_path.with_name("other") / "model"), tmp_path):
             pass  # another model has files of its own there
