@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # Packages of the tested clients, whose pins differ from ours.
 CLIENTS := $(VENV)/clients
+# Ray and what it brings, which only replicas need.
+CLUSTER := $(VENV)/cluster
 # Pure ones first; then files of minutes before files of seconds, or one would run alone at the end.
 SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
 
@@ -19,10 +21,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak clients browser gpu lint types layers check clean
+.PHONY: help setup demo bench docs test soak clients cluster-test browser gpu lint types layers check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("speculon needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -53,7 +55,7 @@ test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes
 	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
-soak: $(STAMP) clients ## long tests: foreign clients, many requests, small pools, aborts
+soak: $(STAMP) clients cluster-test ## long tests: foreign clients, replicas, many requests, small pools, aborts
 	$(BIN)/python -m pytest tests/soak -m "not gpu" --timeout 1800 $(ARGS)
 
 $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
@@ -65,6 +67,16 @@ $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
 clients: export OMP_NUM_THREADS := 1
 clients: $(CLIENTS)/.ready ## foreign clients (litellm, langchain, ...) against a real server
 	SERVER_PYTHON=$(abspath $(BIN))/python $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+
+$(CLUSTER)/.ready: $(STAMP)
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
+	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[ray]' pytest pytest-timeout openai
+	@touch $@
+
+cluster-test: export OMP_NUM_THREADS := 1
+cluster-test: $(CLUSTER)/.ready ## replicas on Ray Serve, on this machine: kills, scaling, a rolling restart
+	$(CLUSTER)/bin/python -m pytest -c tests/cluster/pytest.ini tests/cluster $(ARGS)
 
 browser: export HF_HUB_OFFLINE := 1
 browser: export OMP_NUM_THREADS := 1

@@ -14,7 +14,9 @@ from pydantic import BaseModel, TypeAdapter
 from typer.main import get_command
 
 from speculon.cli import app
+from speculon.cluster.config import read
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, ServeConfig, SpeculationConfig
+from speculon.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a reader follows today; recorded runs keep the command of their commit.
@@ -106,6 +108,8 @@ def fault_of(call: list[str]) -> str | None:
         return fault_of_make(arguments)
     if program == "curl":
         return fault_of_curl(arguments)
+    if program == "serve":
+        return fault_of_serve(arguments)
     if program.startswith("python"):
         return fault_of_python(arguments)
     if program == "bash" and arguments:
@@ -178,8 +182,22 @@ def fault_of_values(given: dict[str, Any]) -> str | None:
     return None
 
 
+def fault_of_serve(arguments: list[str]) -> str | None:
+    """Ray Serve's command: what it runs, and the settings that follow."""
+    verb, *rest = arguments
+    if verb != "run":
+        return None if verb in ("deploy", "status") else f"serve {verb}: no such command here"
+    if rest[0] != "speculon.cluster:app":
+        return f"{rest[0]}: no application of ours"
+    try:
+        read(dict(setting.split("=", 1) for setting in rest[1:]))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def fault_of_make(arguments: list[str]) -> str | None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     missing = [word for word in arguments if "=" not in word and word not in targets]
     return f"make: no target {missing[0]}" if missing else None
 

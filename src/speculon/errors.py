@@ -10,6 +10,7 @@ SpeculonError
 │   ├── UnknownModel                the server serves another one
 │   └── QueueFull                   more requests wait than the server keeps; ask again later
 ├── ConfigError(ValueError)         the engine's own settings are wrong
+│   └── StateInUse                  another engine writes the state folder
 ├── MemoryExceeded                  a drafter does not fit, and the memory policy says to fail
 ├── ModelError                      the checkpoint cannot be used
 │   ├── ModelNotFound               no such folder or hub id
@@ -117,6 +118,10 @@ class QueueFull(InvalidRequest):
 
 class ConfigError(SpeculonError, ValueError):
     """The engine's own settings are wrong."""
+
+
+class StateInUse(ConfigError):
+    """Another engine writes the state folder; names the folder and the process."""
 
 
 class MemoryExceeded(SpeculonError):

@@ -300,6 +300,12 @@ class MonitorCounts:
     ms: float = 0.0
     limit: float = 0.0  # nat; below this regret a difference is a tie
 
+    def add(self, other: MonitorCounts) -> None:
+        limit = max(self.limit, other.limit)
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.limit = limit
+
 
 @dataclass(slots=True)
 class EngineCounters:
@@ -327,6 +333,17 @@ class EngineCounters:
     @property
     def step_ms(self) -> float:
         return sum(self.profile.values())
+
+    def add(self, other: EngineCounters) -> None:
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, RequestStats | MonitorCounts):
+                mine.add(theirs)
+            elif isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            else:
+                setattr(self, name, mine + theirs)
 
     def snapshot(self) -> Mapping[str, Any]:
         stats = self.totals.speculation()

@@ -122,6 +122,8 @@ def test_there_are_commands_to_parse() -> None:
         ("python recipes/peers/run.py ENV --engine x", "no flag --engine"),
         ("curl -s localhost:8000/v1/completion", "no route"),
         ("curl -X POST localhost:8000/v1/models/coder/laod", "no route"),
+        ("serve run speculon.cluster:app replica=2", "unknown field"),
+        ("serve run speculon.cluster:application", "no application"),
         ("speculonn --help", "no program"),
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,8 @@ import pytest
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import Reason
 from speculon.engine import build as build_module
-from speculon.errors import ConfigError
+from speculon.engine import state as state_module
+from speculon.errors import ConfigError, StateInUse
 from tests.tiny.conftest import build
 from tests.tiny.folders import make_folder
 
@@ -51,7 +56,7 @@ def test_the_next_engine_drafts_from_what_the_last_one_wrote(folder: Path, tmp_p
     assert calls(second, text, pool="you") == cold > 2 * calls(second, text, pool="me")
     assert second.forget_pools("me") == 1 and second.forget_pools("me") == 0
     # while the second one lives: what is deleted is gone from the folder at once
-    third = start(folder, tmp_path)
+    third = start(folder, shutil.copytree(tmp_path, tmp_path / "copy"))
     assert calls(third, text, pool="me") == cold and third.forget_pools() == 2, "mine, and the other one"
     third.close()
     second.close()
@@ -78,8 +83,41 @@ def test_another_model_gets_nothing(folder: Path, tmp_path: Path) -> None:
     first = start(folder, tmp_path / "state")
     cold = calls(first)
     first.close()
-    other = make_folder(tmp_path / "other")
-    assert calls(start(other, tmp_path / "state")) == cold > calls(start(folder, tmp_path / "state"))
+    with start(make_folder(tmp_path / "other"), tmp_path / "state") as other:
+        assert calls(other) == cold
+    with start(folder, tmp_path / "state") as again:
+        assert calls(again) < cold
+
+
+def test_two_engines_never_write_one_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "LOCK_SECONDS", 0.1)
+    with start(folder, tmp_path):
+        with pytest.raises(StateInUse, match=f"state = '{tmp_path}': process {os.getpid()} on .* writes"):
+            start(folder, tmp_path)
+        with start(make_folder(tmp_path.with_name("other") / "model"), tmp_path):
+            pass  # another model has files of its own there
+    start(folder, tmp_path).close()
+
+
+def test_a_folder_in_use_is_refused_before_the_model_loads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another process holds it, which the error names; the folder is free once that has ended."""
+    monkeypatch.setattr(state_module, "LOCK_SECONDS", 0.1)
+    code = "import sys, pathlib\nfrom speculon.engine.state import hold\n"
+    code += "lock = hold(pathlib.Path(sys.argv[1]), sys.argv[2])\nprint(flush=True)\ninput()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(folder)], **pipes) as holder:  # type: ignore[call-overload]
+        holder.stdout.readline()
+        with monkeypatch.context() as patch:
+            patch.setattr(build_module, "load_target", lambda *_, **__: pytest.fail("it loads"))
+            with pytest.raises(StateInUse, match=f"process {holder.pid} on"):
+                start(folder, tmp_path)
+        holder.kill()
+        holder.wait()
+        start(folder, tmp_path).close()
 
 
 def test_a_decoder_keeps_no_state(tmp_path: Path) -> None:

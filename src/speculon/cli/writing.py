@@ -94,13 +94,23 @@ def serve(
             "first is the default (default: demo)"
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=1024, help="engines of one model, on Ray Serve; needs pip install 'speculon[ray]'"
+        ),
+    ] = None,
     speculative_config: SpeculativeConfig = None,
     given: Given = {},  # noqa: B006
 ) -> None:
     """Serve models over HTTP with OpenAI's API. Each request can set its speculation and get its figures."""
-    from speculon.commands.serve import run
+    if replicas is None:
+        from speculon.commands.serve import run
 
-    run(given, model or [], speculative_config)
+        return run(given, model or [], speculative_config)
+    from speculon.commands.serve_replicas import run as run_replicas
+
+    run_replicas(given, model or [], speculative_config, replicas)
 
 
 @command(MODELS)

@@ -71,9 +71,7 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
         folder, limit = config.serve.capture.absolute(), f"{config.serve.capture_gb:g} GB"
         say(f"capturing requests and answers of {keys} in {folder}, at most {limit}")
     host, port = listener.getsockname()[:2]
-    if open_to_others(host, config.serve):
-        warn_of_open_server(host, as_json=config.serve.log_format == "json")
-    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
+    announce_address(host, port, config.serve)
     # uvicorn handles them, and raises them once more at its end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -81,6 +79,12 @@ def run(given: Given, models: list[str], speculative_config: str | None) -> None
         if fault := runner.run(serve(state, http, listener, started)):
             raise fault
     say("stopped")
+
+
+def announce_address(host: str, port: int, config: ServeConfig) -> None:
+    if open_to_others(host, config):
+        warn_of_open_server(host, as_json=config.log_format == "json")
+    say(f"speculon {__version__} listens on http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def check_dashboard(config: ServeConfig) -> None:

@@ -11,7 +11,7 @@ from speculon.checkpoints.choose import with_drafts
 from speculon.checkpoints.draft_check import check_drafts
 from speculon.config import EngineConfig
 from speculon.engine.engine import Engine
-from speculon.engine.state import make_folder
+from speculon.engine.state import hold
 from speculon.engine.warm_up import warm_up
 from speculon.models.load import load_target
 from speculon.models.tokenizer import load_tokenizer
@@ -27,8 +27,7 @@ def build_engine(
 
     Without `texts` no tokenizer is loaded, and the engine takes token ids alone.
     """
-    if config.state is not None:
-        make_folder(config.state)  # refused before a model loads
+    lock = None if config.state is None else hold(config.state, config.model)  # refused before a model loads
     config = with_drafts(config)
     check_drafts(config)
     if config.threads:
@@ -53,7 +52,7 @@ def build_engine(
     engine = Engine(target, tokenizer, config)
     if note := engine.facts().note:
         log.warning(note)
-    engine.keep_state()
+    engine.keep_state(lock)
     warms_up = engine.policy.default.state() is not None if config.warmup is None else config.warmup
     if warms_up and not engine.policy.costs.known:  # else they are those of an earlier process
         warm_up(engine)

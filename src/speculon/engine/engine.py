@@ -44,6 +44,8 @@ from speculon.text import Tokenizer
 from speculon.verify import cut, verify
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from speculon.models.target import Output, Target
 
 log = logging.getLogger("speculon")
@@ -297,9 +299,9 @@ class Engine:
         self._forget(ended)
         return events
 
-    def keep_state(self) -> None:
+    def keep_state(self, lock: FileLock | None = None) -> None:
         """Begins with what an engine like this one learned before, and keeps it, where the settings name a
-        folder for that.
+        folder for that; `lock` is the one of the folder, where the caller holds it.
         """
         self.state = State.of(
             self.config,
@@ -308,6 +310,7 @@ class Engine:
             self._facts,
             parameters=self.target.num_parameters,
             threads=torch.get_num_threads(),
+            lock=lock,
         )
         if self.state is not None:
             self.counters.restored.update(self.state.load())

@@ -92,6 +92,9 @@ class OutputQueue:
     def _open(self) -> list[Progress]:
         return [request for request in self._requests.values() if request.written]
 
+    def progress(self, request_id: str) -> Progress:
+        return self._requests[request_id]
+
     async def admitted(self) -> None:
         """Returns once the engine has admitted every request; raises why it has not.
 

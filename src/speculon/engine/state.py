@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import tempfile
 import threading
 import weakref
@@ -19,9 +20,11 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
+from filelock import FileLock, Timeout
+
 from speculon.config import EngineConfig
 from speculon.engine.events import settings_of, versions
-from speculon.errors import ConfigError, SpeculonError
+from speculon.errors import ConfigError, SpeculonError, StateInUse
 
 if TYPE_CHECKING:
     from speculon.proposers.base import TargetFacts
@@ -30,6 +33,7 @@ FORMAT = "speculon state 2"
 # facts of the target that costs depend on
 MACHINE = ("device", "dtype", "fuse", "compile", "batch_invariant")
 EVERY = 300.0  # seconds between two writings, while sequences are generated
+LOCK_SECONDS = 5.0  # guess: given to an engine that is about to end, and still writes
 
 log = logging.getLogger("speculon")
 
@@ -73,6 +77,7 @@ class State:
         *,
         parameters: int,
         threads: int,
+        lock: FileLock | None = None,
     ) -> State | None:
         """Where the settings ask for it. Raises `ConfigError` for a folder that cannot be."""
         if config.state is None:
@@ -80,16 +85,22 @@ class State:
         model = {"model": config.model, "parameters": parameters, "vocab_size": facts.vocab_size}
         machine = {name: getattr(facts, name) for name in MACHINE}
         machine |= {"threads": threads, "draft": settings_of(config)["draft"], "versions": versions()}
-        return cls(
-            config.state, [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
-        )
+        parts = [Part("pools", proposers, model), Part("policies", policies, {**model, **machine})]
+        return cls(config.state, parts, lock=lock)
 
-    def __init__(self, folder: Path, parts: list[Part], clock: Callable[[], float] = monotonic):
+    def __init__(
+        self,
+        folder: Path,
+        parts: list[Part],
+        clock: Callable[[], float] = monotonic,
+        lock: FileLock | None = None,
+    ):
         self._folder, self._parts, self._clock = folder, parts, clock
+        self._lock = lock  # of the folder; released at the end
         self._due = clock() + EVERY
         self._writing: threading.Thread | None = None
         self._warned = False
-        self.close: Callable[[], Any] = self.save
+        self.close: Callable[[], Any] = self._end
         make_folder(folder)
 
     def load(self) -> dict[str, int]:
@@ -113,7 +124,12 @@ class State:
 
     def save_at_end_of(self, owner: object) -> None:
         """Once: when this is closed, when the owner is collected, or at the end of the process."""
-        self.close = weakref.finalize(owner, self.save)
+        self.close = weakref.finalize(owner, self._end)
+
+    def _end(self) -> None:
+        self.save()
+        if self._lock is not None:
+            self._lock.release()
 
     def _told(self) -> list[tuple[Part, Lines]]:
         return [(part, part.learned.state()) for part in self._parts if part.kept]
@@ -159,6 +175,27 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"state = {str(folder)!r}: {error.strerror or error}") from None
+
+
+def hold(folder: Path, model: str) -> FileLock:
+    """Makes the folder's files of a model those of this process alone, until the lock is released or the
+    process ends.
+
+    Raises `ConfigError` for a folder that cannot be, and `StateInUse`.
+    """
+    make_folder(folder)
+    path = folder / f"lock-{hashlib.sha256(model.encode()).hexdigest()[:12]}"
+    lock = FileLock(path, mode=0o600, thread_local=False)
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        holder = path.read_text(encoding="utf-8") or "another process"
+        message = (
+            f"state = {str(folder)!r}: {holder} writes what is kept of {model!r}; each engine needs its own"
+        )
+        raise StateInUse(message) from None
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+    return lock
 
 
 def write(path: Path, lines: Iterable[Any]) -> None:

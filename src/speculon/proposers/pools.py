@@ -146,11 +146,8 @@ class Pools:
 
     def forget(self, tenant: str, name: str | None = None) -> int:
         """Deletes the pool of a name, or all that a tenant has; returns how many there were."""
-        key, owner = key_of(name, (), tenant), digest(f"tenant {tenant}")
         with self._lock:
-            gone = [
-                known for known in self._pools if (known.startswith(owner) if name is None else known == key)
-            ]
+            gone = [known for known in self._pools if belongs(known, tenant, name)]
             for known in gone:
                 del self._pools[known]
             return len(gone)
@@ -207,6 +204,11 @@ def key_of(name: str | None, prompt: Sequence[int], tenant: str = "") -> str | N
         return None
     key = f"prompt {list(prompt[:PROMPT])}" if name is None else f"name {name}"
     return digest(f"tenant {tenant}") + digest(key)
+
+
+def belongs(key: str, tenant: str, name: str | None) -> bool:
+    """Whether it is the key of the pool of this name, or of any pool of the tenant."""
+    return key.startswith(digest(f"tenant {tenant}")) if name is None else key == key_of(name, (), tenant)
 
 
 def digest(key: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculon.config import EngineConfig
 from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.client import EngineClient
 from speculon.errors import SpeculonError
 from speculon.text import Tokenizer
 
@@ -28,7 +29,7 @@ class Share(NamedTuple):
 class Loader:
     """Makes the parts of models; those that import torch are called in a thread."""
 
-    def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> AsyncEngine:
+    def engine(self, settings: dict[str, Any], on_stage: Callable[[str], None]) -> EngineClient:
         return AsyncEngine(settings, on_stage)
 
     def tokenizer(self, config: EngineConfig) -> Tokenizer:

@@ -29,14 +29,18 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class EngineStatistics(Protocol):
-    """What the metrics read of `AsyncEngine`."""
+    """What the metrics read of an engine, or of a replica."""
 
-    counters: EngineCounters
-    load: Load
-    facts: Ready | None
-    restarts: int
-    resumed: int
-
+    @property
+    def counters(self) -> EngineCounters: ...
+    @property
+    def load(self) -> Load: ...
+    @property
+    def facts(self) -> Ready | None: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def resumed(self) -> int: ...
     @property
     def open_requests(self) -> int: ...
 
@@ -95,6 +99,10 @@ class Metrics:
             registry=registry,
         )
 
+    def register(self, collector: Collector) -> None:
+        """Its series are on the page, too."""
+        self._registry.register(collector)
+
     def observe(self, record: AccessRecord) -> None:
         self._responses.labels(record.route, record.status).inc()
         if record.answer is None:
@@ -122,10 +130,11 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}  # one for all models: a name has one type and one text
         for name, model in self._models.items():
-            for metric in EngineCollector(model.engine, name).collect():
-                samples = [with_model(sample, name) for sample in metric.samples]
-                metric.samples = []
-                families.setdefault(metric.name, metric).samples += samples
+            for labels, engine in engines_of(model.engine):
+                for metric in EngineCollector(engine, name).collect():
+                    samples = [with_labels(sample, name, labels) for sample in metric.samples]
+                    metric.samples = []
+                    families.setdefault(metric.name, metric).samples += samples
         yield from families.values()
         yield from self._pool()
 
@@ -150,9 +159,17 @@ class PoolCollector(Collector):
         yield from (seconds, held, state)
 
 
-def with_model(sample: Sample, model: str) -> Sample:
+def engines_of(engine: EngineStatistics) -> list[tuple[dict[str, str], EngineStatistics]]:
+    """(labels, engine) of each replica, else of the engine itself."""
+    replicas: Mapping[str, EngineStatistics] | None = getattr(engine, "replicas", None)
+    if replicas is None:
+        return [({}, engine)]
+    return [({"replica": name}, one) for name, one in replicas.items()]
+
+
+def with_labels(sample: Sample, model: str, more: Mapping[str, str]) -> Sample:
     labels = sample.labels if "model_name" in sample.labels else {**sample.labels, "model": model}
-    return sample._replace(labels=labels)
+    return sample._replace(labels={**labels, **more})
 
 
 class EngineCollector(Collector):

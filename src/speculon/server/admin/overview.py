@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from speculon.engine.async_engine import AsyncEngine
+from speculon.engine.client import EngineClient
 from speculon.server.admin.schemas import Counts, Engine, MethodCounts, MonitorView
 from speculon.telemetry import EngineCounters, RequestStats
 
 
-def engine_of(engine: AsyncEngine) -> Engine | None:
+def engine_of(engine: EngineClient) -> Engine | None:
     facts, load, counters = engine.facts, engine.load, engine.counters
     if facts is None:
         return None

@@ -1,0 +1,72 @@
+"""`speculon serve --replicas N`: the cluster's application on a Ray of this machine alone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from importlib.util import find_spec
+from threading import Event
+from time import perf_counter
+
+from speculon.commands import serve as single
+from speculon.commands.options import Given, engine_settings
+from speculon.config import EngineConfig
+from speculon.errors import ConfigError
+
+NAME = "speculon"  # of the application
+OBJECTS = 100 * 2**20  # bytes of Ray's shared memory: events of steps are small
+
+
+def own_ray() -> dict[str, str]:
+    """The environment of a Ray that is this command's alone."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without a cluster of machines its ports are on 127.0.0.1
+        "RAY_memory_monitor_refresh_ms": "0",  # else it ends an engine for what other programs take
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray keeps one in the home folder
+    }
+
+
+def run(given: Given, models: list[str], speculative_config: str | None, replicas: int) -> None:
+    """Serves until TERM or Ctrl-C, then finishes running requests, and exits with 0."""
+    settings = engine_settings(given, speculative_config) | ({"model": models[0]} if models else {})
+    if len(models) > 1:
+        raise ConfigError(f"replicas = {replicas}: serve one model, not {', '.join(models)}")
+    if find_spec("ray") is None:
+        raise ConfigError(f"replicas = {replicas}: needs Ray, which pip install 'speculon[ray]' brings")
+    started = perf_counter()
+    config = EngineConfig(**settings)
+    listener = single.listen(config.serve.host, config.serve.port)
+    host, port = listener.getsockname()[:2]
+    listener.close()  # Ray's proxy opens it once more
+    for name, value in own_ray().items():
+        os.environ.setdefault(name, value)
+    import ray
+    from ray import serve
+
+    from speculon.cluster import app
+
+    stopped = Event()
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, replicas),  # logical: more replicas than cores may be asked for
+        include_dashboard=False,
+        object_store_memory=OBJECTS,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        gpus = 1.0 if config.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= replicas else 0.0
+        single.say(f"loading {config.model}: {replicas} replicas")
+        serve.run(app({**settings, "replicas": replicas, "gpus": gpus}), name=NAME)
+        single.announce_address(host, port, config.serve)
+        single.say(f"serving {config.model}: {replicas} replicas; ready in {perf_counter() - started:.1f} s")
+        stopped.wait()
+        serve.delete(NAME)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    single.say("stopped")

@@ -1,0 +1,176 @@
+"""Two replicas of the demo on one machine: the official client, kills, scaling, a rolling restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.cluster.conftest import Cluster, children, replica_processes, until
+from tests.cluster.load import Case, Load, cases, client, stream, whole
+
+
+@pytest.fixture(scope="session")
+def mixed() -> list[Case]:
+    return cases(200, (4, 24))
+
+
+@pytest.fixture(scope="session")
+def long() -> list[Case]:
+    return cases(16, (180, 240), seed=1)
+
+
+def test_the_official_client_streams_and_chats(cluster: Cluster, mixed: list[Case]) -> None:
+    with openai.OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0) as api:
+        assert [model.id for model in api.models.list()] == ["demo"]
+        case = mixed[0]
+        chunks = list(api.completions.create(model="demo", prompt=case.prompt, stream=True, **case.options))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == case.text
+        messages = [{"role": "user", "content": "Write a function."}]
+        reply = api.chat.completions.create(
+            model="demo",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=12,
+            temperature=0,
+        )
+        parts = api.chat.completions.create(
+            model="demo",
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+        )
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        assert text == reply.choices[0].message.content
+        with pytest.raises(openai.NotFoundError, match="this server serves 'demo'"):
+            api.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            api.completions.create(model="demo", prompt="x", max_tokens=10**6)
+
+
+def test_mixed_requests_equal_their_solo_runs(cluster: Cluster, mixed: list[Case]) -> None:
+    async def run() -> list[str]:
+        limit = asyncio.Semaphore(32)
+
+        async def one(number: int, case: Case) -> str:
+            async with limit:
+                return await (stream if number % 3 else whole)(api, case)
+
+        async with client(cluster.url) as api:
+            return await asyncio.gather(*(one(i, case) for i, case in enumerate(mixed)))
+
+    texts = asyncio.run(run())
+    assert texts == [case.text for case in mixed]
+    until(lambda: all(cluster.metric("speculon_engine_requests_total").values()), 5)
+
+
+def test_a_client_that_leaves_ends_its_request(cluster: Cluster, long: list[Case]) -> None:
+    def open_requests() -> float:
+        return sum(cluster.metric("speculon_requests_open").values())
+
+    body = {"prompt": long[0].prompt, "stream": True, "max_tokens": 2000, "ignore_eos": True}
+    url = cluster.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=30, trust_env=False) as reply:
+        lines = reply.iter_lines()
+        for _ in range(6):
+            next(lines)
+        until(lambda: open_requests() == 1, 5)
+    until(lambda: open_requests() == 0, 5)
+
+
+def kill_below(cluster: Cluster, long: list[Case], victim: Callable[[], int]) -> tuple[list[str], int]:
+    """The texts of 16 streams, of which a process is killed in the middle; how often a stream moved."""
+    before = sum(cluster.metric("speculon_requests_moved_total").values())
+    chunks: list[list[str]] = [[] for _ in long]
+
+    async def run() -> list[str]:
+        async with client(cluster.url) as api:
+            tasks = [
+                asyncio.create_task(stream(api, case, part)) for case, part in zip(long, chunks, strict=True)
+            ]
+            while not all(len(part) >= 3 for part in chunks):
+                await asyncio.sleep(0.01)
+            assert not any(task.done() for task in tasks), "in the middle of all of them"
+            os.kill(victim(), signal.SIGKILL)
+            return await asyncio.gather(*tasks)
+
+    texts = asyncio.run(run())
+    return texts, int(sum(cluster.metric("speculon_requests_moved_total").values()) - before)
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param(lambda: children(replica_processes()[0])[0], id="engine"),
+        pytest.param(lambda: replica_processes()[0], id="replica"),
+    ],
+)
+def test_streams_survive_a_kill(cluster: Cluster, long: list[Case], victim: Callable[[], int]) -> None:
+    old = set(replica_processes())
+    texts, moved = kill_below(cluster, long, victim)
+    assert texts == [case.text for case in long], "nothing is lost, nothing is doubled"
+    assert 0 < moved < len(long), "some were on the other replica"
+    seconds = until(lambda: cluster.running() == 2 and set(replica_processes()) != old, 60)
+    until(lambda: len(cluster.metric("speculon_engine_restarts_total")) == 2, 10)
+    print(f"the replica is back after {seconds:.1f} s; {moved} streams moved")
+
+
+def under_load(cluster: Cluster, known: list[Case], change: Callable[[], None]) -> Load:
+    """What clients see while `change` runs."""
+    load, stop = Load(cluster.url, known), threading.Event()
+
+    async def run() -> None:
+        ended = asyncio.Event()
+        task = asyncio.create_task(load.run(ended))
+        await asyncio.to_thread(stop.wait)
+        ended.set()
+        await task
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, run())
+        try:
+            change()
+        finally:
+            stop.set()
+        running.result()
+    return load
+
+
+def test_scaling_under_load_costs_no_request(cluster: Cluster, mixed: list[Case]) -> None:
+    def change() -> None:
+        for replicas in (1, 3, 1):
+            cluster.deploy(replicas=replicas)
+            until(lambda n=replicas: cluster.replicas() == {"RUNNING": n})
+            until(lambda n=replicas: sum(cluster.metric("speculon_replicas").values()) == n, 10)
+
+    load = under_load(cluster, mixed, change)
+    load.check()
+    print(f"{load.done} requests, no error")
+
+
+def test_a_rolling_restart_costs_no_request(cluster: Cluster, mixed: list[Case]) -> None:
+    cluster.deploy(replicas=2)
+    old = set(replica_processes())
+
+    def change() -> None:
+        cluster.deploy(replicas=2, max_num_seqs=16)
+        until(lambda: cluster.replicas() == {"RUNNING": 2} and not old & set(replica_processes()))
+
+    load = under_load(cluster, mixed, change)
+    load.check()
+    print(f"{load.done} requests, no error")
+
+
+def test_metrics_of_all_replicas_are_in_one_scrape(cluster: Cluster) -> None:
+    page = httpx.get(cluster.url + "/metrics", trust_env=False).text
+    lines = [line for line in page.splitlines() if line.startswith("speculon_kv_pages{")]
+    assert len(lines) == 2 and len({line.partition('replica="')[2][:8] for line in lines}) == 2
+    routed = cluster.metric("speculon_routed_requests_total")
+    assert sum(routed.values()) > 200 and routed["prefix",] > 0
