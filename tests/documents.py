@@ -27,7 +27,7 @@ GUIDES = sorted(
     ]
 )
 SETTINGS: tuple[type[BaseModel], ...] = (SamplingParams, SpeculationConfig, ServeConfig, EngineConfig)
-SHELL = {"printf", "cat", "grep", "pip", "curl", "make", "python", "export", "cd"}
+SHELL = {"printf", "cat", "grep", "pip", "curl", "make", "python", "export", "cd", "vllm"}
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 NO_COMMAND = {"speculon --compile", "speculon off"}  # modes of an engine, as tables name them
 
@@ -179,7 +179,7 @@ def fault_of_values(given: dict[str, Any]) -> str | None:
 
 
 def fault_of_make(arguments: list[str]) -> str | None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     missing = [word for word in arguments if "=" not in word and word not in targets]
     return f"make: no target {missing[0]}" if missing else None
 
