@@ -63,8 +63,9 @@ def write(folder: Path, facts: dict[str, Any], rows: list[Row], records: list[Re
 
 def title(facts: dict[str, Any]) -> str:
     plan, machine = facts["plan"], facts["machine"]
+    clock = ", CPU seconds in the place of seconds" if plan["clock"] == "cpu" else ""
     return (
-        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads; medians of "
+        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads{clock}; medians of "
         f"{plan['repeats']} alternated "
         f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
     )

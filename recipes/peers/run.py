@@ -39,7 +39,8 @@ from speculon.checkpoints.locate import SHIPPED
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
-OPTIONS = "engines modes workloads concurrency prompts max_tokens repeats threads".split()
+OPTIONS = "engines modes workloads concurrency prompts max_tokens repeats threads clock".split()
+WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
 CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
 
 
@@ -75,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each workload")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--clock", choices=(WALL, CPU), default=WALL, help="cpu: where others use the cores")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
 
@@ -135,7 +137,7 @@ def measure(
             for count in args.concurrency:
                 progress.update(task, description=f"{name} at {count}")
                 new, refusals = measure_cell(
-                    (name, count), workers, some, args.repeats, lambda: progress.advance(task)
+                    (name, count), workers, some, args.repeats, args.clock, lambda: progress.advance(task)
                 )
                 if some[0].params.temperature == 1:
                     new = [
@@ -160,7 +162,7 @@ def prompts(cases: list[Case], record: Record) -> list[list[int]]:
 
 
 def measure_cell(
-    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, advance: Any
+    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, clock: str, advance: Any
 ) -> tuple[list[Record], dict[Mode, str]]:
     """Every mode beside every other in time; who goes first changes.
 
@@ -183,6 +185,9 @@ def measure_cell(
         if "refused" in answer:
             refusals[mode] = answer["refused"]
         elif repeat >= 0:
+            cpu_seconds = answer.pop("cpu_seconds")
+            if clock == CPU:
+                answer["seconds"] = cpu_seconds
             answer["tokens"] = [cut(tokens, EOS) for tokens in answer["tokens"]]
             records.append(Record(name, count, repeat, group, mode.engine, mode.name, **answer))
 

@@ -126,6 +126,19 @@ def test_a_preempted_request_goes_on_and_one_away_for_long_begins_anew() -> None
     assert third.seq.tokens == one.tokens and third.seq.request.prompt_len == len(one.tokens) - 1
 
 
+def test_batches_that_alternate_in_a_pipeline_are_drafted_for() -> None:
+    runner = FakeRunner()
+    plugin = Plugin(runner, pipeline_parallel_size=2)
+    batches = [[FakeRequest(prompt(Random(10 * i + j)), repeats) for j in range(2)] for i in range(2)]
+    first = []
+    for number in range(60):
+        runner.rows = batches[number % 2]
+        runner.step(plugin)
+        first.append(plugin.drafter._requests._rows[0])
+    assert runner.drafted > 200
+    assert len(set(first)) == 2
+
+
 def test_the_next_turn_of_a_conversation_is_another_request() -> None:
     runner = FakeRunner()
     plugin = Plugin(runner)

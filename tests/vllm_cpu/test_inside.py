@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 OURS = {"method": "custom_class", "model": "speculon.vllm.Proposer", "num_speculative_tokens": 8}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 ALWAYS = '[speculation]\npolicy = "fixed"\nnum_speculative_tokens = 8\n'
 SOURCE = "class Shape:\n    def __init__(self, name, sides):\n        self.name = name\n"
 PROMPTS = [
@@ -54,7 +55,7 @@ def run(settings: str, **how: Any) -> subprocess.CompletedProcess[str]:
 def written(settings: str = "", **how: Any) -> dict[str, Any]:
     done = run(settings, **how)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 @cache
@@ -66,20 +67,26 @@ def plain() -> list[list[int]]:
     ("settings", "more", "accepted"),
     [
         pytest.param("", {}, 1, id="as it comes"),
-        pytest.param(ALWAYS, {}, 20, id="in each round"),
-        pytest.param(ALWAYS, {"num_gpu_blocks_override": 10, "block_size": 32}, 20, id="preempted"),
-        pytest.param(ALWAYS, {"max_num_batched_tokens": 64}, 20, id="prompts in chunks"),
-        pytest.param(ALWAYS, {"tensor_parallel_size": 2}, 20, id="two tensor-parallel ranks"),
-        pytest.param(ALWAYS, {"pipeline_parallel_size": 2}, 5, id="two pipeline stages"),
+        pytest.param(ALWAYS, {}, 10, id="in each round"),
+        pytest.param(ALWAYS, {"num_gpu_blocks_override": 18, "block_size": 32}, 10, id="preempted"),
+        pytest.param(ALWAYS, {"max_num_batched_tokens": 64}, 10, id="prompts in chunks"),
+        pytest.param(ALWAYS, {"tensor_parallel_size": 2}, 10, id="tensor parallel"),
     ],
 )
 def test_greedy_texts_are_those_of_vllm_alone(settings: str, more: dict[str, Any], accepted: int) -> None:
     found = written(settings, drafts=OURS, **more)
     assert found["texts"] == plain()
     counters = found["counters"]
-    assert counters["speculon_vllm_accepted_tokens_total suffix"] >= accepted
-    # of each text the first token comes with its prompt, and the round that ends it is seen by nobody
-    assert counters["speculon_vllm_output_tokens_total"] < sum(map(len, found["texts"]))
+    drafted = counters["speculon_vllm_draft_tokens_total suffix"]
+    assert drafted >= counters["speculon_vllm_accepted_tokens_total suffix"] >= accepted
+
+
+@pytest.mark.parametrize("drafts", [OURS, LOOKUP], ids=["ours", "ngram"])
+def test_pipeline_stages_do_not_start_with_any_proposer(drafts: dict[str, Any]) -> None:
+    """A fault of vLLM 0.32: where this fails, its stages may work, and docs/vllm.md has to say so."""
+    done = run(ALWAYS, drafts=drafts, pipeline_parallel_size=2)
+    assert done.returncode != 0
+    assert "object has no attribute 'drafter'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writes texts with vLLM on the demo checkpoint, in a process of its own: python -m tests.vllm_cpu.write JSON"""
+"""Writes texts with vLLM on the demo checkpoint, in a process of its own; its argument is JSON."""
 
 from __future__ import annotations
 
