@@ -293,11 +293,11 @@ def test_bad_settings_end_the_start(text: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("text", "methods", "most"),
     [
-        ("", ("suffix",), 16),
+        ("", ("suffix", "ngram"), 16),
         ('method = "off"', (), 16),
         ('method = "ngram"\nnum_speculative_tokens = 3', ("ngram",), 3),
-        ('options = {lookups = ["suffix", "ngram"]}', ("suffix", "ngram"), 16),
-        ('policy = "fixed"', ("suffix",), 4),
+        ('options = {lookups = ["ngram"]}', ("ngram",), 16),
+        ('method = "suffix"\npolicy = "fixed"', ("suffix",), 4),
     ],
 )
 def test_settings(text: str, methods: tuple[str, ...], most: int) -> None:

@@ -94,9 +94,9 @@ class Requests:
                 rows[i] = self._elsewhere(table[i], before[i], others[before[i]])
             missing = [known for some in others.values() for known in some]
         going_on = [known for known in rows if known and known.call >= self._call - self._stages]
-        for known, tokens in zip(rows, new, strict=True):
-            if known is not None:
-                known.extend(tokens, self._call, self._eos_ids)
+        for found, tokens in zip(rows, new, strict=True):
+            if found is not None:
+                found.extend(tokens, self._call, self._eos_ids)
         ended = [known for known in missing if known.end or self._call - known.call > ABSENT]
         self._rows, self._absent = rows, [known for known in missing if known not in ended]
         return Seen(rows, going_on, [closed(known) for known in ended])

@@ -22,7 +22,7 @@ class Options(Checked):
     """`[speculation.options]` inside vLLM."""
 
     lookups: tuple[str, ...] = Field(
-        ("suffix",), min_length=1, description="what method `auto` asks, in turn until one has a draft"
+        LOOKUPS, min_length=1, description="what method `auto` asks, in turn until one has a draft"
     )
     pool: str | None = Field(
         None, description="one pool of earlier answers for all requests; None: one per prompt; empty: none"
@@ -52,10 +52,13 @@ class Settings:
         if ranks.distributed_executor_backend == EXTERNAL and ranks.world_size > 1:
             # each of its ranks schedules by itself, and K follows each one's own clock
             raise ConfigError(f"distributed_executor_backend = {EXTERNAL!r}: its ranks may draft differently")
+        methods = methods_of(config, options)
+        if methods == LOOKUPS:  # suffix lookup finds all matches of two tokens and more
+            config = config.model_copy(update={"prompt_lookup_min": 1, "prompt_lookup_max": 1})
         return cls(
             config,
             options,
-            methods_of(config, options),
+            methods,
             most_of(config, vllm.speculative_config.num_speculative_tokens),
             model.max_model_len,
             vllm.scheduler_config.max_num_batched_tokens,
