@@ -14,6 +14,8 @@ STAMP := $(VENV)/.ready
 CLIENTS := $(VENV)/clients
 # Ray and what it brings, which only replicas need.
 CLUSTER := $(VENV)/cluster
+# vLLM's, of gigabytes, where ours takes its versions of everything else.
+VLLM := $(VENV)/vllm
 # Pure ones first; then files of minutes before files of seconds, or one would run alone at the end.
 SUITES := $(wildcard tests/pure tests/server tests/tiny tests/stat)
 
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench docs test soak clients cluster-test browser gpu lint types layers check clean
+.PHONY: help setup demo bench docs test soak clients cluster-test browser gpu vllm-test lint types layers check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -87,6 +89,14 @@ browser: $(STAMP) ## the dashboard in Chromium, which apt installs where it is m
 gpu: export HF_HUB_OFFLINE := 1
 gpu: $(STAMP) ## tests that need a CUDA device
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+$(VLLM)/.tests: constraints.txt recipes/peers/requirements/vllm.txt recipes/peers/setup.sh
+	TORCH="$(TORCH)" bash recipes/peers/setup.sh $(VENV) vllm
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt pytest pytest-timeout hypothesis
+	@touch $@
+
+vllm-test: $(VLLM)/.tests ## the plug-in inside vLLM's CPU build, which is installed for it: 4 GB, a quarter of an hour
+	$(VLLM)/bin/python -m pytest tests/vllm_cpu tests/pure/test_vllm.py $(ARGS)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check --no-cache src tests $(wildcard recipes)

@@ -29,7 +29,7 @@ GUIDES = sorted(
     ]
 )
 SETTINGS: tuple[type[BaseModel], ...] = (SamplingParams, SpeculationConfig, ServeConfig, EngineConfig)
-SHELL = {"printf", "cat", "grep", "pip", "curl", "make", "python", "export", "cd"}
+SHELL = {"printf", "cat", "grep", "pip", "curl", "make", "python", "export", "cd", "vllm"}
 SEPARATORS = {"|", "||", "&&", ";", "&"}
 NO_COMMAND = {"speculon --compile", "speculon off"}  # modes of an engine, as tables name them
 

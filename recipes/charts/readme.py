@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 GRID, PEERS = "2-cores-amd", "peers"  # the runs that README shows
+PLUGGED = ("speculon", "nothing")  # modes of vLLM that are not its own
 NAMES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM (CPU)"}
 INK = "#7d8590"  # text and axes: 4 : 1 or more on white and on GitHub's dark grey
 PLAIN, FIXED, OURS = "#8b949e", "#e08a2e", "#2f81c7"
@@ -72,6 +73,8 @@ def engines(peers: Row) -> list[Row]:
     """Of each engine, workload and concurrency: tokens per second, plain and by its best speculative mode."""
     found: dict[tuple[str, str, int], Row] = {}
     for row in peers["rows"]:
+        if row["mode"].partition(":")[0] in PLUGGED:
+            continue
         key = (row["engine"], row["workload"], row["concurrency"])
         cell = found.setdefault(
             key, {"engine": key[0], "workload": key[1], "concurrency": key[2], "best": None}

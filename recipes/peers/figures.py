@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-OFF = "off"
+OFF, NOTHING = "off", "nothing"  # plain decoding; a speculative path without a draft
+LOOKUP = "ngram:8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Row:
     nats_per_token: float | None = None  # of sampled texts
     # no draft, or, where only calls are counted, never two tokens in one, though it should speculate
     silent: bool = False
+    to_lookup: float | None = None  # median over pairs with the prompt lookup of this engine
+    unlike_own: int | None = None  # greedy texts that are not this engine's plain ones
 
 
 Cell = tuple[str, int]  # workload, concurrency
@@ -81,10 +84,8 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
     )
     nats = [one.nats for one in found if one.nats is not None]
     tokens, seconds = sum(one.count for one in found), sum(one.seconds for one in found)
-    plain = {(one.repeat, one.group): one for one in records if (one.engine, one.mode) == ours}
-    compared = greedy and plain
     longest = sum(max(map(len, one.tokens)) for one in found)
-    speculates = mode != OFF
+    speculates = mode.partition(":")[0] not in (OFF, NOTHING)
     return Row(
         *cell,
         *label,
@@ -97,9 +98,11 @@ def row(cell: Cell, label: Label, records: list[Record], greedy: bool, stock: La
         accepted=accepted if speculates else None,
         tokens_per_call=tokens / calls if calls else None,
         texts=sum(len(one.tokens) for one in found),
-        different=sum(differences(one, plain[one.repeat, one.group]) for one in found) if compared else None,
+        different=unlike(found, records, ours) if greedy else None,
         nats_per_token=sum(nats) / tokens if nats and tokens else None,
         silent=speculates and (drafted == 0 or drafted is None and calls is not None and calls >= longest),
+        to_lookup=ratio(found, records, (engine, LOOKUP)),
+        unlike_own=unlike(found, records, (engine, OFF)) if greedy else None,
     )
 
 
@@ -114,6 +117,12 @@ def ratio(found: list[Record], records: list[Record], base: Label) -> float | No
     pairs = [(one, others[one.repeat, one.group]) for one in found if (one.repeat, one.group) in others]
     ratios = [one.speed / other.speed for one, other in pairs if one.count and other.count]
     return median(ratios) if ratios else None
+
+
+def unlike(found: list[Record], records: list[Record], base: Label) -> int | None:
+    """Texts that are not those of the base; None where there are none of it."""
+    others = {(one.repeat, one.group): one for one in records if (one.engine, one.mode) == base}
+    return sum(differences(one, others[one.repeat, one.group]) for one in found) if others else None
 
 
 def differences(one: Record, other: Record) -> int:

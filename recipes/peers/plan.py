@@ -15,7 +15,7 @@ MODES = {
     STOCK: (OFF, "ngram:8", "draft_model:4", "draft_model"),
     "openvino": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
     "llama.cpp": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
-    "vllm": (OFF, "ngram:8", "draft_model:4", "draft_model:6"),
+    "vllm": (OFF, "ngram:8", "draft_model:4", "draft_model:6", "speculon:16", "nothing:16"),
     OURS: (OFF, "ngram:8", "draft_model:4", "draft_model:6", "auto:6"),
     COMPILED: (OFF, "ngram:8", "draft_model:5", "auto:5"),
 }
@@ -48,8 +48,14 @@ class Mode:
         return f"{self.engine} {self.name}"
 
 
-def modes_of(engines: list[str]) -> list[Mode]:
-    return [Mode(engine, name) for engine in engines for name in MODES[engine]]
+def modes_of(engines: list[str], names: list[str] | None = None) -> list[Mode]:
+    """All modes of these engines, or those of these names; each engine has its plain decoding."""
+    return [
+        Mode(engine, name)
+        for engine in engines
+        for name in MODES[engine]
+        if names is None or name in (OFF, *names)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,9 @@ class Place:
     server: Path | None = None
 
 
-def place(engine: str, envs: Path) -> Place:
-    target, draft = SHIPPED["demo"], SHIPPED["demo-draft"]
+def place(engine: str, envs: Path, target: Path | None = None) -> Place:
+    """`target` is another checkpoint of the same tokens, for engines that read such folders."""
+    target, draft = target or SHIPPED["demo"], SHIPPED["demo-draft"]
     python = Path(sys.executable) if engine in (OURS, COMPILED) else envs / engine / "bin/python"
     server = None
     if engine == "openvino":

@@ -28,6 +28,7 @@ class Worker:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(settings.threads),
+            "NUMBA_NUM_THREADS": str(settings.threads),  # vLLM's ngram runs in it
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "0",
         }

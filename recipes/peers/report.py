@@ -21,9 +21,11 @@ HEAD = (
     "x transformers",
     "x own plain",
     "x speculon off",
+    "x own ngram:8",
     "drafts accepted",
     "tokens per target call",
     "texts unlike speculon's",
+    "texts unlike its own plain",
     "nats per token",
 )
 MEASURED = (
@@ -31,11 +33,13 @@ MEASURED = (
     "worker itself; all "
     "repeats together. x transformers, x own plain, x speculon off: median over the pairs (group of prompts, "
     "repeat) with the "
-    "plain decoding of that engine. drafts accepted: by the engine's own counters; `?`: it does not tell. "
+    "plain decoding of that engine; x own ngram:8: with its prompt lookup. drafts accepted: by the engine's "
+    "own counters; `?`: it does not tell. "
     "tokens per target "
     "call: of all texts of a call together. texts unlike speculon's: greedy texts that are not, token for "
     "token, those of "
-    "`speculon off`. nats per token: how much texts sampled at temperature 1 surprise the target; engines "
+    "`speculon off`, or of the engine's own plain decoding. nats per token: how much texts sampled at "
+    "temperature 1 surprise the target; engines "
     "that sample from the "
     "same distribution have the same, up to chance"
 )
@@ -59,8 +63,9 @@ def write(folder: Path, facts: dict[str, Any], rows: list[Row], records: list[Re
 
 def title(facts: dict[str, Any]) -> str:
     plan, machine = facts["plan"], facts["machine"]
+    clock = ", CPU seconds in the place of seconds" if plan["clock"] == "cpu" else ""
     return (
-        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads; medians of "
+        f"{facts['model']}, float32; {machine['cpu']}, {plan['threads']} threads{clock}; medians of "
         f"{plan['repeats']} alternated "
         f"repeats of {plan['prompts']} prompts, up to {plan['max_tokens']} tokens each"
     )
@@ -92,9 +97,10 @@ def line(row: Row) -> tuple[str, ...]:
         number(row.to_stock),
         number(row.to_own),
         number(row.to_ours),
+        number(row.to_lookup),
         drafts(row),
         number(row.tokens_per_call),
-        "" if row.different is None else f"{row.different} of {row.texts}",
+        *("" if n is None else f"{n} of {row.texts}" for n in (row.different, row.unlike_own)),
         number(row.nats_per_token),
     )
 

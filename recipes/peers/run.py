@@ -34,10 +34,13 @@ from rich.progress import (
 from speculon import __version__
 from speculon.bench.provenance import commit, machine
 from speculon.bench.workloads import Case, Size, build, fingerprint
+from speculon.checkpoints.headers import read_checkpoint
 from speculon.checkpoints.locate import SHIPPED
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
+OPTIONS = "engines modes workloads concurrency prompts max_tokens repeats threads clock".split()
+WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
 CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
 
 
@@ -49,7 +52,7 @@ def main() -> int:
     cases = {name: build(name, tokenizer, size) for name in args.workloads}
     args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        workers = started(modes_of(args.engines), args, stack, console)
+        workers = started(modes_of(args.engines, args.modes), args, stack, console)
         rows, records = measure(workers, cases, args, console)
     files = write(args.out, facts(args, cases, workers), rows, records)
     console.print("wrote", *map(str, files))
@@ -64,6 +67,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("envs", type=Path, help="where setup.sh put the engines")
     parser.add_argument("--out", type=Path, default=Path("build/peers"), help="folder of the results")
     parser.add_argument("--engines", type=listed, default=list(MODES))
+    parser.add_argument("--modes", type=listed, help="of these engines; all of them if none is named")
+    parser.add_argument("--target", type=Path, help="another checkpoint with the demo's tokens")
     parser.add_argument("--workloads", type=listed, default=["code", "edit"], help="NAME or NAME@TEMPERATURE")
     parser.add_argument(
         "--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8]
@@ -71,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each workload")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--clock", choices=(WALL, CPU), default=WALL, help="cpu: where others use the cores")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
 
@@ -84,7 +90,7 @@ def started(
 ) -> dict[Mode, Worker]:
     """One after the other; each is stopped until its turn."""
     found: dict[Mode, Worker] = {}
-    places = {engine: place(engine, args.envs.resolve()) for engine in args.engines}
+    places = {engine: place(engine, args.envs.resolve(), args.target) for engine in args.engines}
     with console.status("starting") as status:
         for mode in modes:
             status.update(f"starting {mode}")
@@ -131,7 +137,7 @@ def measure(
             for count in args.concurrency:
                 progress.update(task, description=f"{name} at {count}")
                 new, refusals = measure_cell(
-                    (name, count), workers, some, args.repeats, lambda: progress.advance(task)
+                    (name, count), workers, some, args.repeats, args.clock, lambda: progress.advance(task)
                 )
                 if some[0].params.temperature == 1:
                     new = [
@@ -156,7 +162,7 @@ def prompts(cases: list[Case], record: Record) -> list[list[int]]:
 
 
 def measure_cell(
-    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, advance: Any
+    cell: Cell, workers: dict[Mode, Worker], cases: list[Case], repeats: int, clock: str, advance: Any
 ) -> tuple[list[Record], dict[Mode, str]]:
     """Every mode beside every other in time; who goes first changes.
 
@@ -179,6 +185,9 @@ def measure_cell(
         if "refused" in answer:
             refusals[mode] = answer["refused"]
         elif repeat >= 0:
+            cpu_seconds = answer.pop("cpu_seconds")
+            if clock == CPU:
+                answer["seconds"] = cpu_seconds
             answer["tokens"] = [cut(tokens, EOS) for tokens in answer["tokens"]]
             records.append(Record(name, count, repeat, group, mode.engine, mode.name, **answer))
 
@@ -212,12 +221,12 @@ def facts(
     for mode, worker in workers.items():
         for name, number in worker.first.get("versions", {}).items():
             versions[name if name in (OURS, mode.engine) else f"{name} of {mode.engine}"] = number
-    plan = {name: value for name, value in vars(args).items() if name not in ("envs", "out")}
+    plan = {name: value for name, value in vars(args).items() if name not in ("envs", "out", "target")}
     return {
         "command": shlex.join(["python", "recipes/peers/run.py", "ENV_FOLDER", *options(args)]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "model": "the demo checkpoint, 10.9 M parameters, 20 layers",
+        "model": described(args.target or SHIPPED["demo"]),
         "plan": plan,
         "machine": machine(),
         "versions": versions,
@@ -228,11 +237,19 @@ def facts(
     }
 
 
+def described(target: Path) -> str:
+    found = read_checkpoint(target)
+    name = "the demo checkpoint" if target == SHIPPED["demo"] else "the demo checkpoint, widened"
+    return f"{name}, {(found.num_parameters or 0) / 1e6:.1f} M parameters, {found.num_layers} layers"
+
+
 def options(args: argparse.Namespace) -> list[str]:
     """What was args, without the folders of this machine."""
     found = []
-    for name in ("engines", "workloads", "concurrency", "prompts", "max_tokens", "repeats", "threads"):
+    for name in OPTIONS:
         value = getattr(args, name)
+        if value is None:
+            continue
         found += [
             f"--{name.replace('_', '-')}",
             ",".join(map(str, value)) if isinstance(value, list) else str(value),

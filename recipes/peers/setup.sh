@@ -29,7 +29,11 @@ environment() { # NAME: made again when its pins change
 
 make_transformers() { environment transformers; }
 
-make_vllm() { environment vllm; }
+make_vllm() { # our plug-in without its dependencies: vLLM brings them, in versions of its own
+    environment vllm
+    "$envs/vllm/bin/python" -c "import speculon" 2> /dev/null ||
+        "$envs/vllm/bin/pip" install --quiet --no-deps --editable "$here/../.."
+}
 
 make_openvino() {
     environment openvino

@@ -346,6 +346,14 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def share(requested: list[int], most: int) -> list[int]:
+    """The numbers with at most `most` in all: under the highest limit for everybody that allows it."""
+    limit = MAX_DRAFTS
+    while limit and sum(min(k, limit) for k in requested) > most:
+        limit -= 1
+    return [min(k, limit) for k in requested]
+
+
 def joint_reach(target: Iterable[LayerSpec], drafters: Iterable[Needs] = ()) -> int | None:
     """Positions before the committed ones that a row of target or drafters may read; None: all, or no layer
     is in pages, which then only count tokens.

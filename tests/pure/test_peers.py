@@ -58,6 +58,17 @@ def test_a_mode_that_did_not_speculate_is_found(drafted: int | None, calls: int 
     assert figures(PLAIN, replace(NGRAM, drafted=drafted, calls=calls)).silent is silent
 
 
+def test_an_engine_is_compared_with_its_own_modes():
+    plain = replace(PLAIN, engine="vllm")
+    plugged = replace(NGRAM, mode="speculon:16", seconds=0.5, tokens=[[1, 2, 3, 5]])
+    found = figures(plain, NGRAM, plugged)
+    assert (found.to_own, found.to_lookup, found.unlike_own, found.different) == (4.0, 2.0, 1, None)
+
+
+def test_a_mode_that_drafts_nothing_is_not_called_silent():
+    assert not figures(PLAIN, replace(NGRAM, mode="nothing:16", drafted=0, accepted=0)).silent
+
+
 def test_plain_decoding_is_never_silent():
     assert not figures(PLAIN).silent
 

@@ -46,11 +46,12 @@ def secrets_in(text: str) -> list[str]:
     return SECRETS.findall(text)
 
 
-@pytest.mark.parametrize("module", ["speculon", "speculon.cli", "speculon.config", "speculon.text"])
+@pytest.mark.parametrize(
+    "module", ["speculon", "speculon.cli", "speculon.config", "speculon.text", "speculon.vllm"]
+)
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    code = (
-        f"import {module}, sys; sys.exit(', '.join({{'torch', 'transformers'}} & set(sys.modules)) or None)"
-    )
+    unwanted = {"torch", "transformers", "vllm"}
+    code = f"import {module}, sys; sys.exit(', '.join({unwanted} & set(sys.modules)) or None)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -11,6 +11,8 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it takes every core, whatever OMP_NUM_THREADS says
+    "SPECULON_SPECULATION__SUFFIX_POOLS": "0",  # prompts come again: no answer is remembered
 }
 
 NGRAM = (2, 5)  # shortest and longest match that are looked for, as in the other engines
@@ -18,6 +20,20 @@ COUNTERS = {
     "drafted": "vllm:spec_decode_num_draft_tokens",
     "accepted": "vllm:spec_decode_num_accepted_tokens",
 }
+
+
+class Nothing:
+    """A proposer that has no draft: what vLLM's speculative path costs by itself."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    def load_model(self, *args: Any) -> None: ...
+
+    def propose(self, new: list[list[int]], *rows: Any, **more: Any) -> list[list[int]]:
+        return [[] for _ in new]
+
+
+CUSTOM = {"speculon": "speculon.vllm.Proposer", "nothing": "vllm_cpu.Nothing"}
 
 
 class Vllm:
@@ -31,6 +47,8 @@ class Vllm:
             speculation |= {"prompt_lookup_min": NGRAM[0], "prompt_lookup_max": NGRAM[1]}
         elif settings.method == "draft_model":
             speculation["model"] = settings.draft
+        elif settings.method in CUSTOM:
+            speculation |= {"method": "custom_class", "model": CUSTOM[settings.method]}
         self.eos = list(settings.eos)
         self.llm = LLM(
             settings.target,

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, Protocol
 
 LONG = 240  # characters of a refusal
@@ -77,13 +77,14 @@ def serve(start: Callable[[Settings], Engine]) -> None:
     try:
         for line in sys.stdin:
             ask = Ask(**json.loads(line))
-            began = perf_counter()
+            began, worked = perf_counter(), process_time()
             try:
                 answer = engine.write(ask)
             except Exception as error:
                 tell(refused=words(error))
             else:
-                tell(seconds=perf_counter() - began, **vars(answer))
+                seconds, cpu_seconds = perf_counter() - began, process_time() - worked
+                tell(seconds=seconds, cpu_seconds=cpu_seconds, **vars(answer))
     finally:
         engine.close()
 

@@ -13,7 +13,7 @@ from speculon.sequence import Attempt, Span
 if TYPE_CHECKING:
     from speculon.control.policies import Policies
     from speculon.control.policy import Policy
-    from speculon.kv.lease import Lease
+    from speculon.proposers.base import Claim
     from speculon.proposers.compose import Drafts, Limits, Proposers
 
 
@@ -23,7 +23,7 @@ class Drafting:
 
     proposers: Proposers
     policy: Policies | Policy
-    lease: Lease
+    lease: Claim
     attempts: list[Attempt]
     calls: dict[str, Proposal] = field(default_factory=dict)  # by method
 
@@ -32,7 +32,7 @@ class Drafting:
         cls,
         proposers: Proposers,
         policy: Policies | Policy,
-        lease: Lease,
+        lease: Claim,
         spans: list[Span],
         decisions: list[Decision],
     ) -> Drafting:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from speculon.batch import Batch
-from speculon.config import MAX_DRAFTS
-from speculon.core import Reason, Verdict
+from speculon.core import Reason, Verdict, share
 from speculon.kv.blocks import BlockPool
 from speculon.kv.draft_slots import DraftSlots
 from speculon.kv.states import StateSpan, StateStep, StateStore
@@ -201,11 +200,3 @@ class Leases:
             lease.granted[i] = min(k, spare)
             pool.extend(span.seq, end + lease.granted[i])
         return lease
-
-
-def share(requested: list[int], most: int) -> list[int]:
-    """The numbers with at most `most` in all: under the highest limit for everybody that allows it."""
-    limit = MAX_DRAFTS
-    while limit and sum(min(k, limit) for k in requested) > most:
-        limit -= 1
-    return [min(k, limit) for k in requested]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Proposal, Reason, Stop, Verdict
 from speculon.errors import MemoryExceeded
-from speculon.proposers.base import Extending, Proposer, Remembering, States, TargetFacts
+from speculon.proposers.base import Claim, Extending, Proposer, Remembering, States, TargetFacts
 from speculon.proposers.registry import (
     AUTO,
     LOOKUPS,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculon.kv.budget import MemoryEstimate
-    from speculon.kv.lease import Lease
     from speculon.kv.store import View
 
 log = logging.getLogger("speculon")
@@ -150,7 +149,7 @@ class Proposers:
             memory.pools.restore(pool for method, pool in state if method == name)
 
     def ask(
-        self, method: str, limits: Limits, spans: list[Span], lease: Lease
+        self, method: str, limits: Limits, spans: list[Span], lease: Claim
     ) -> tuple[Drafts, Proposal | None]:
         """The drafts of one method, and what its call took: at most `limits` tokens by index into `spans`.
 
