@@ -57,7 +57,7 @@ test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes
 	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
-soak: $(STAMP) clients cluster-test ## long tests: foreign clients, replicas, many requests, small pools, aborts
+soak: $(STAMP) clients ## long tests: foreign clients, many requests, small pools, aborts
 	$(BIN)/python -m pytest tests/soak -m "not gpu" --timeout 1800 $(ARGS)
 
 $(CLIENTS)/.ready: $(STAMP) $(wildcard tests/clients/*.txt)
