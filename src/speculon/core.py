@@ -247,7 +247,7 @@ class Padding(NamedTuple):
     keys: int  # the first key's position and the number of keys are multiples of this
     rows: int  # of queries, folded: at least so many, and in the last of the kernel's blocks
     piece: int = 32  # rows of a span in one call, at most
-    skipped: tuple[int, ...] = ()  # numbers of keys in the kernel's last block that are not used
+    uneven: tuple[int, ...] = ()  # numbers of keys in the kernel's last block with an order of their own
 
 
 NO_PADDING = Padding(1, 1)

@@ -210,9 +210,9 @@ def test_every_request_is_answered_rightly_or_refused_by_name(server: Server) ->
         f"\n{dict(chaos.ends)}, {dict(chaos.faults)}, resident {[size // 2**20 for size in chaos.memory]} MB"
     )
     assert not chaos.wrong, chaos.wrong[:3]
-    assert (
-        min(chaos.ends[how] for how in ("answered", "refused", "gone")) > 10 and not chaos.ends["unanswered"]
-    )
+    # none has to be refused: those in hand are resumed, and others wait for the next engine
+    assert min(chaos.ends["answered"], chaos.ends["gone"]) > 10 and not chaos.ends["unanswered"]
+    assert server.metrics()["speculon_requests_resumed_total"] > 0
     assert len(chaos.faults) == 4 and min(chaos.faults.values()) >= 2, chaos.faults
     end = time.monotonic() + 30
     while (rest := server.metrics())["speculon_requests_open"] or rest["speculon_kv_pages_held"]:

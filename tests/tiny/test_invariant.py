@@ -237,23 +237,34 @@ def test_a_padding_with_which_attention_differs_is_not_chosen(monkeypatch: pytes
         make_invariant(stock("llama"))
 
 
-def test_numbers_of_keys_that_add_in_another_order_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that changes one bit of a row where its last block has 256 keys."""
+@pytest.mark.parametrize("window", [None, 4096])
+def test_numbers_of_keys_that_add_in_another_order_have_rows_of_their_own(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that changes one bit of each row where its last block has 128 keys."""
     kernel = F.scaled_dot_product_attention
 
     def uneven(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
         attended = kernel(queries, keys, values, **options)
-        if keys.shape[2] % KEY_BLOCK == 256:
-            attended[0, 0, 0, 0] = torch.nextafter(attended[0, 0, 0, 0], torch.tensor(9.0).bfloat16())
+        if keys.shape[2] % KEY_BLOCK == 128:
+            attended[..., 0] = torch.nextafter(attended[..., 0], torch.tensor(9.0).bfloat16())
         return attended
 
-    layer = Attending(LayerSpec("attention", 2, 16, 16, torch.bfloat16), 2, True)
-    found = uneven_keys(layer, 64, torch.device("cpu"))
+    layer = Attending(LayerSpec("attention", 2, 64, 64, torch.bfloat16, window), 2, True)
+    cpu = torch.device("cpu")
+    found = uneven_keys(layer, 64, cpu)
     monkeypatch.setattr(F, "scaled_dot_product_attention", uneven)
-    assert set(uneven_keys(layer, 64, torch.device("cpu"))) == {*found, 256}
-    assert padded_keys(200, Padding(64, 4, skipped=(256,))) == 320
-    assert padded_keys(760, Padding(64, 4, skipped=(256, 320))) == 896
-    assert padded_keys(513, Padding(64, 4, skipped=(256,))) == 576
+    assert set(uneven_keys(layer, 64, cpu)) == {*found, 128}
+    padding = padding_of(layer, SimpleNamespace(max_context=2048, device=cpu))  # type: ignore[arg-type]
+    assert RandomLayer.of(layer, 700, padding, cpu).differing() is None
+    assert RandomLayer.of(layer, 700, padding._replace(uneven=found), cpu).differing() is not None
+
+
+def test_the_next_number_of_keys_is_even_or_exact() -> None:
+    assert padded_keys(200, 4096, Padding(64, 4, uneven=(256,))) == 320, "within a window"
+    assert padded_keys(760, 4096, Padding(64, 4, uneven=(256, 320))) == 896
+    assert padded_keys(513, 4096, Padding(64, 4, uneven=(256,))) == 576
+    assert padded_keys(200, None, Padding(64, 4, uneven=(256,))) == 256
 
 
 def test_attention_in_single_operations_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ class Captured(Pieces):
         }
         if len(shapes) > 1:
             raise CannotReplace("not captured: its layers have different numbers of heads")
-        self.loop = loop
+        self.loop, self.prompts_in_loop = loop, False  # whether prompts take other products
         self.ids, self.positions, rows = torch.zeros(3, 1, BUCKETS[-1], dtype=torch.long, device=device)
         self.score_rows = rows[0]
         super().__init__(loop.blocks, shapes.pop()[0], (self.ids, self.positions))
@@ -190,7 +190,7 @@ class Captured(Pieces):
 
     def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
         rows, scored = batch.input_ids.shape[1], batch.score_rows.numel()
-        if rows > BUCKETS[-1]:
+        if rows > BUCKETS[-1] or self.prompts_in_loop and batch.prompts:
             return self.loop(batch, view, taps)
         self.fill(batch, rows, scored)
         for layer, states in enumerate(self.replay(rows, view), EMBEDDINGS):

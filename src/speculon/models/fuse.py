@@ -111,6 +111,7 @@ def fuse_loop(target: Target, trial: Trial, fusion: Fusion, *, share: bool, comp
     fusion.one_loop = True
     if compile and target.device.type in RECORDERS:
         target.run = captured_loop(loop, target)
+        target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
         fusion.captured = True
     elif compile:
         target.run = compiled_loop(loop, target)
@@ -278,6 +279,4 @@ def captured_loop(loop: Loop, target: Target) -> Captured:
     """The loop as CUDA graphs. Raises `CannotReplace` where that fails."""
     trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
     steps = ((trial.batch, trial.view) for trial in trials)
-    made = captured(loop, target, steps, RECORDERS[target.device.type](target.device))
-    target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
-    return made
+    return captured(loop, target, steps, RECORDERS[target.device.type](target.device))

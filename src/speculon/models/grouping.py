@@ -85,9 +85,10 @@ def make_plan(view: View, layer: int, group: int, plain: bool, query: Tensor) ->
     else:
         few = few_rows(group)
         most = spec.padding.piece if plain and spec.padding.piece > FOLD_ROWS else few
-        entry, spans = 0, [piece for span in spans for piece in pieces(span, most)]
+        parts = [part for span in spans for part in exact_parts(span, spec.window, spec.padding)]
+        entry, spans = 0, [piece for part in parts for piece in pieces(part, most)]
     calls, placed, at = [], [], 0
-    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few):
+    for bucket in buckets(spans, spec.window, spec.bytes_per_token, device, entry, few, spec.padding):
         call = call_of(bucket, spec, group, plain, query.dtype, device, view.store.readable)
         if entry and call.n == 1 and fits_in_cache(bucket, spec.window, entry, device):
             hidden = None if call.mask is None else call.mask[:, 0, :1]
@@ -147,19 +148,24 @@ def buckets(
     device: torch.device,
     entry: int = 0,
     few: int = FOLD_ROWS,
+    padding: Padding = NO_PADDING,
 ) -> list[list[SpanView]]:
     """Spans that share one padded call, joined while that costs less than calls of their own.
 
     With `entry`, the bytes of a key in a sparse product, single rows are among themselves. Those of more than
-    `few` rows have calls of their own.
+    `few` rows have calls of their own. All spans of a call need the same exact number of keys, or none.
     """
 
     def row_class(span: SpanView) -> int:
         return 2 if span.rows > few else 0 if entry and span.rows == 1 else 1
 
+    def call_class(span: SpanView) -> tuple[int, int]:
+        return row_class(span), exact_keys(span.context, window, padding)
+
     found: list[list[SpanView]] = []
-    for span in sorted(spans, key=lambda s: (row_class(s), visible_keys(s, window))):
-        joined = [*found[-1], span] if found and row_class(found[-1][0]) == row_class(span) < 2 else []
+    for span in sorted(spans, key=lambda s: (*call_class(s), visible_keys(s, window))):
+        alike = found and row_class(span) < 2 and call_class(found[-1][0]) == call_class(span)
+        joined = [*found[-1], span] if alike else []
         key_bytes, copy = (token_bytes, COPY) if row_class(span) else (entry, 0.0)
         price = partial(cost, window=window, token_bytes=token_bytes, device=device, copy=copy)
         fits = joined and fits_in_cache(joined, window, key_bytes, device)
@@ -220,7 +226,7 @@ def span_call(
 ) -> KernelCall:
     """One call for a span; slots up to `readable` may be read in place."""
     padding, length = spec.padding, aligned_keys(span, spec.window, spec.padding.keys)
-    total = padded_keys(length, padding)
+    total = padded_keys(length, spec.window, padding)
     where = span.tail(length)
     if total > length:
         where = padded_slots([where], total, device, readable)
@@ -240,12 +246,32 @@ def span_call(
     return KernelCall(rows, 1, n, where, mask, folded, copies)
 
 
-def padded_keys(keys: int, padding: Padding) -> int:
-    """The next number of keys that may be read."""
+def padded_keys(keys: int, window: int | None, padding: Padding) -> int:
+    """The next number of keys that may be read for these."""
     total = padding.keys * ceil_div(keys, padding.keys)
-    while total % KEY_BLOCK in padding.skipped:
+    while total % KEY_BLOCK in padding.uneven and not exact_keys(keys, window, padding):
         total += padding.keys
     return total
+
+
+def exact_keys(seen: int, window: int | None, padding: Padding) -> int:
+    """With how many keys a row that sees so many is always computed; 0: with any number that is not uneven.
+
+    Within a window, where a call begins depends on its other rows, so no row has a number of its own.
+    """
+    total = padding.keys * ceil_div(seen, padding.keys)
+    return total if window is None and total % KEY_BLOCK in padding.uneven else 0
+
+
+def exact_parts(span: SpanView, window: int | None, padding: Padding) -> list[SpanView]:
+    """The span, cut where its rows need another number of keys."""
+    start, step = span.context - span.rows, padding.keys
+    ends = [
+        at - start
+        for at in range(step * (start // step + 1), span.context, step)
+        if exact_keys(at, window, padding) != exact_keys(at + 1, window, padding)
+    ]
+    return [span.part(begin, end) for begin, end in pairwise([0, *ends, span.rows])] if ends else [span]
 
 
 def padded_rows(n: int, group: int, fewest: int) -> int:
@@ -267,7 +293,7 @@ def joint_call(
 ) -> KernelCall:
     """One call for spans, padded at the end to `n` rows; slots up to `readable` may be read in place."""
     lengths = [aligned_keys(span, window, padding.keys) for span in spans]
-    length = padded_keys(max(lengths), padding)
+    length = padded_keys(max(lengths), window, padding)
     tails = [span.tail(keys) for span, keys in zip(spans, lengths, strict=True)]
     where = padded_slots(tails, length, device, readable)
     even = all(s.rows == n and s.first == spans[0].first + i * n for i, s in enumerate(spans))

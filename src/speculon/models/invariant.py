@@ -30,12 +30,14 @@ from speculon.models.batch_check import (
     prompt_step,
     uneven_keys,
 )
-from speculon.models.block import Block, Gated
+from speculon.models.block import Block, CannotReplace, Gated
+from speculon.models.captured import Captured
+from speculon.models.fuse import captured_loop
 from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
 from speculon.models.loop import Loop
 from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
-from speculon.models.target import Target, no_context
+from speculon.models.target import Run, Target, no_context
 
 ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
@@ -62,6 +64,7 @@ class Invariance:
     pieces: Pieces = field(default_factory=Pieces)
     # whose they are, and under which name; without pieces, and in pieces
     products: list[tuple[Any, str, Product, Product]] = field(default_factory=list)
+    runs: dict[bool, Run] = field(default_factory=dict)  # captured steps hold the products of their time
     experts: Any = None  # transformers' choice of a kernel for them
 
     def add(self, owner: Any, name: str, width: int, by_row: bool = True) -> int:
@@ -95,7 +98,21 @@ class Invariance:
         self.pieces.prompts = prompts
         return self.mode
 
+    def capture(self) -> None:
+        """Captures the steps once more, with products in pieces. Those with prompts apart take the loop."""
+        if not isinstance(self.target.run, Captured):
+            return
+        self.runs[False] = self.target.run
+        self.switch(True)
+        self.pieces.prompts = ()
+        try:
+            self.runs[True] = made = captured_loop(self.target.run.loop, self.target)
+        except CannotReplace as reason:
+            raise CannotBeInvariant(str(reason)) from reason
+        made.prompts_in_loop = self.prompts_apart
+
     def switch(self, on: bool) -> None:
+        self.target.run = self.runs.get(on, self.target.run)
         self.target.layers = self.padded if on else self.layers
         self.target.context = self.context if on else no_context
         self.target.prompts_apart = on and self.prompts_apart
@@ -141,6 +158,7 @@ def make_invariant(target: Target, allowed: float | None = None) -> float:
     invariance = in_pieces(target)
     try:
         invariance.padded = padded(target)
+        invariance.capture()
         cost = cost_of(invariance)
         if allowed is not None and cost > allowed:
             raise CannotBeInvariant(
@@ -152,13 +170,14 @@ def make_invariant(target: Target, allowed: float | None = None) -> float:
     except BaseException:
         invariance.switch(False)
         raise
+    invariance.runs.clear()  # the first capture takes memory
     return cost
 
 
 def obstacle(target: Target) -> str | None:
     """Why the logits of this target cannot be made invariant; None where it is tried."""
-    if target.fusion is not None and (target.fusion.compiled or target.fusion.captured):
-        return "compiled and captured steps add in another order than others"
+    if target.fusion is not None and target.fusion.compiled:
+        return "compiled steps add in another order than others"
     if target.recurrent:
         return "recurrent mixers add in an order that depends on the rows of a span"
     return None
@@ -167,6 +186,7 @@ def obstacle(target: Target) -> str | None:
 def in_pieces(target: Target) -> Invariance:
     """Products of fused layers are wrapped one by one; where other modules are left, a mode finds theirs."""
     made, loop, width = Invariance(target, target.layers), target.run, target.hidden_size
+    loop = loop.loop if isinstance(loop, Captured) else loop
     blocks = list(blocks_of(target.model))
     for block in blocks:
         made.add(block.attention, "qkv", width)
@@ -202,7 +222,7 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
 def padding_of(layer: Attending, target: Target) -> Padding:
     longest = min(LONGEST + (layer.spec.window or 0), target.max_context)
     uneven = {step: uneven_keys(layer, step, target.device) for step in {one.keys for one in PADDINGS}}
-    for padding in (one._replace(skipped=uneven[one.keys]) for one in PADDINGS):
+    for padding in (one._replace(uneven=uneven[one.keys]) for one in PADDINGS):
         if RandomLayer.of(layer, longest, padding, target.device).differing() is None:
             return padding
     heads = f"{layer.spec.k_dim} x {layer.spec.heads}"

@@ -1,0 +1,118 @@
+"""Captured steps of a batch-invariant target in bf16: a row's logits are bitwise equal in every bucket.
+
+Here a recorder calls a piece again on the same buffers in place of a CUDA graph. Graphs run in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speculon.batch import Batch
+from speculon.models import captured as capturing
+from speculon.models import invariant
+from speculon.models.batch_check import differing
+from speculon.models.block import CannotReplace
+from speculon.models.captured import Captured
+from speculon.models.invariant import decide, make_invariant
+from speculon.models.linear import packable
+from speculon.models.load import wrap_model
+from speculon.models.loop import Loop
+from speculon.models.pieces import CannotBeInvariant
+from speculon.models.target import Target
+from speculon.models.trial import Trial
+from tests.tiny.conftest import tiny_model
+from tests.tiny.test_captured import replayed
+
+pytestmark = pytest.mark.skipif(
+    not packable(torch.bfloat16, torch.device("cpu")), reason="no products in bf16 on this CPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capturing.RECORDERS, "cpu", lambda device: replayed)
+    monkeypatch.setattr(invariant, "TIMED_SECONDS", 0.0)
+
+
+def made(name: str = "llama") -> Target:
+    target = wrap_model(copy.deepcopy(tiny_model(name)).bfloat16(), name=name, share=False, compile=True)
+    assert isinstance(target.run, Captured)
+    return target
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_logits_are_bitwise_equal_in_every_bucket(name: str) -> None:
+    target = made(name)
+    first = target.run
+    make_invariant(target)
+    assert isinstance(target.run, Captured) and target.run is not first, "captured with products in pieces"
+    assert target.batch_invariant and differing(target) is None
+
+
+def test_without_it_the_first_capture_is_kept() -> None:
+    target = made()
+    first = target.run
+    with pytest.raises(CannotBeInvariant, match="would take"):
+        make_invariant(target, 0.01)
+    assert target.run is first and not target.batch_invariant
+
+
+def test_a_bucket_that_takes_another_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Captured.score
+
+    def by_rows(captured: Captured, rows: int) -> None:
+        inner(captured, rows)
+        captured.logits[:rows] *= 1 + (rows > 4) / 64
+
+    target = made()
+    monkeypatch.setattr(Captured, "score", by_rows)
+    monkeypatch.setattr(capturing, "TOLERANCE", 1.0)
+    with pytest.raises(CannotBeInvariant, match=r"logits at position \d+ depend on their batch"):
+        make_invariant(target)
+    assert not target.batch_invariant
+
+
+def test_what_cannot_be_captured_again_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Captured:
+        raise CannotReplace("not captured: too little memory")
+
+    target = made()
+    monkeypatch.setattr(invariant, "captured_loop", fail)
+    decide(target, None)
+    assert target.invariance == "no: not captured: too little memory" and not target.batch_invariant
+
+
+class Noted:
+    """A loop that notes the rows of its steps."""
+
+    def __init__(self, loop: Loop):
+        self.loop, self.ran = loop, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def __call__(self, batch: Batch, *others: Any) -> Tensor | None:
+        self.ran.append(batch.input_ids.shape[1])
+        return self.loop(batch, *others)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_prompts_that_take_other_products_are_not_replayed(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = made()
+    make_invariant(target)
+    captured: Any = target.run
+    captured.prompts_in_loop = apart
+    captured.loop = noted = Noted(captured.loop)
+    trial = Trial.of(target, (5, 3))
+    with torch.inference_mode():
+        for prompts in ((), ((0, 5),)):
+            captured(replace(trial.batch, prompts=prompts), trial.view)
+    assert noted.ran == [8] * apart
