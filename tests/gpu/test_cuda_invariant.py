@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from speculon.models.batch_check import differing
+from speculon.models.captured import Captured
 from speculon.models.invariant import make_invariant
 from speculon.models.load import wrap_model
 from speculon.models.pieces import CannotBeInvariant
@@ -35,3 +36,11 @@ def test_common_models_are_invariant_in_bf16(name: str) -> None:
     target = wrap_model(copy.deepcopy(tiny_model(name)).to("cuda", torch.bfloat16), name=name, share=False)
     make_invariant(target)
     assert target.batch_invariant
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_captured_steps_are_invariant_in_bf16(name: str) -> None:
+    model = copy.deepcopy(tiny_model(name)).to("cuda", torch.bfloat16)
+    target = wrap_model(model, name=name, share=False, compile=True)
+    make_invariant(target)
+    assert isinstance(target.run, Captured) and differing(target) is None
