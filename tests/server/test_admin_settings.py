@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from speculon.config import RequestSpeculation, SpeculationConfig
 from speculon.config.models import ModelSettingsFile
 from speculon.errors import ConfigError, ModelError
 from speculon.server.pool import ModelPool
@@ -19,6 +20,7 @@ from tests.server.administered import API, K, administered, ask, change, setting
 from tests.server.inside import ScriptedLoader, ThreadEngine
 
 pytestmark = pytest.mark.timeout(60)
+OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
 
 
 def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
@@ -47,7 +49,11 @@ def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
             """What the engine was given of a request's speculation."""
             ask(inside, **body)
             found = loader.engines["path-a"].inner.speculations[-1]
-            return {} if found is None else found.model_dump(exclude_none=True, exclude={"tenant"})
+            if found is None:
+                return {}
+            defaults = {} if found.defaults is None else found.defaults.model_dump(include=OF_REQUESTS)
+            own = found.model_dump(exclude_none=True, exclude={"tenant", "defaults"})
+            return {**defaults, **own} if defaults else own
 
         def changed(**changes: Any) -> int:
             """Loads so far."""
@@ -57,15 +63,17 @@ def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
 
         assert not setting(inside.client.get(f"{API}/models/a").json(), K)["new_worker"] and sent() == {}
         assert changed(num_speculative_tokens=3, acceptance="matching") == 1
-        assert sent() == {K: 3, "acceptance": "matching"}
-        assert sent(speculation={K: 2}) == {K: 2, "acceptance": "matching"}, "a request's own comes first"
+        unchanged = SpeculationConfig().model_dump(include=OF_REQUESTS)
+        assert sent() == {**unchanged, K: 3, "acceptance": "matching"}
+        own = sent(speculation={K: 2})
+        assert own == {**unchanged, K: 2, "acceptance": "matching"}, "a request's own comes first"
         assert changed(num_speculative_tokens=None, acceptance=None) == 1 and sent() == {}
-        assert changed(method="ngram") == 1 and sent() == {"method": "ngram"}
+        assert changed(method="ngram") == 1 and sent() == {**unchanged, "method": "ngram"}
         assert inside.client.get(f"{API}/models/a").json()["method"] == "ngram"
         assert changed(method="eagle3", draft={"eagle3": str(folder)}) == 2, "its drafter has to be loaded"
         assert changed(method="mtp") == 3 and sent() == {}, "its layers, too; the process has the rest"
         assert changed(num_speculative_tokens=5, max_num_seqs=4) == 4 and sent() == {}
-        assert changed(num_speculative_tokens=None) == 5, "no request can take it away"
+        assert changed(num_speculative_tokens=None) == 4 and sent()[K] is None, "its process has another"
 
 
 def test_defaults_of_requests_need_no_load(tmp_path: Path) -> None:

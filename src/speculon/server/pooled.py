@@ -19,7 +19,7 @@ from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady,
 from speculon.server.answer import ABORT_SECONDS, Answer
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
-from speculon.server.model import ServedModel, changed_defaults
+from speculon.server.model import ServedModel, defaults_differ
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
@@ -85,15 +85,15 @@ class PooledModel:
         """
         if self.engine.facts is None:
             return False
-        new = changed_defaults(self._started_with, EngineConfig(**own.settings).speculation)
-        method = self.engine.facts.capabilities.get(f"methods.{new.get('method')}")
-        missing = new.get("method", OFF) != OFF and (method is None or method.status == "off")
-        # a request cannot take a value away again: null is what its process has
-        return None not in new.values() and not missing
+        method = EngineConfig(**own.settings).speculation.method
+        capability = self.engine.facts.capabilities.get(f"methods.{method}")
+        has = capability is not None and capability.status != "off"
+        return method in (OFF, self._started_with.method) or has
 
     def _with_defaults(self, served: ServedModel) -> ServedModel:
-        new = changed_defaults(self._started_with, self.config.speculation)
-        return replace(served, sampling=self._sampling, speculation=new)
+        now = self.config.speculation
+        changed = now if defaults_differ(self._started_with, now) else None
+        return replace(served, sampling=self._sampling, speculation=changed)
 
     def forgive(self) -> None:
         """It may be loaded at once, although a load has failed."""
