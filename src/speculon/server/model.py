@@ -12,6 +12,8 @@ from speculon.engine.admission import CONTEXT, max_length
 from speculon.errors import InvalidParameter, TooLong
 from speculon.text import Tokenizer
 
+OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -63,5 +65,4 @@ class ServedModel:
 
 def defaults_differ(started: SpeculationConfig, now: SpeculationConfig) -> bool:
     """Whether they differ in what a request can set."""
-    names = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
-    return any(getattr(now, name) != getattr(started, name) for name in names)
+    return any(getattr(now, name) != getattr(started, name) for name in OF_REQUESTS)

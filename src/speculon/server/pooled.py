@@ -57,7 +57,7 @@ class PooledModel:
         self.settled.set()
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
-        self.since = time()  # of the state
+        self.since, self.stage = time(), ""  # of the state; how far a load is
         self.error: SpeculonError | None = None  # why it failed last
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
         self.device, self.share = "", 0  # where it has how many bytes of the server's memory
@@ -114,6 +114,11 @@ class PooledModel:
         if self.served is None:
             raise NotReady("the model is being loaded")
         return self.served
+
+    @property
+    def shown_state(self) -> State:
+        """`loading`, too, while its process is started again."""
+        return "loading" if self.state == "loaded" and self.engine.restarting else self.state
 
     @property
     def held(self) -> int:
@@ -225,7 +230,7 @@ class PooledModel:
         return self.drained
 
     def enter(self, state: State) -> None:
-        self.state, self.since = state, time()
+        self.state, self.since, self.stage = state, time(), ""
         self._tell({"model": self.name, "state": state})
 
     def check_room(self, request: GenerationRequest) -> None:
@@ -249,6 +254,7 @@ class PooledModel:
             await self.fail(engine.error)
 
     def _note_stage(self, stage: str) -> None:
+        self.stage = stage
         if self._on_stage is not None:
             self._on_stage(self.config.model, stage)
         self._tell({"model": self.name, "state": "loading", "stage": stage})
