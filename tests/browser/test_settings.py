@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     for name, shipped in (("coder", "demo"), ("head", "demo-eagle3"), ("blocks", "demo-dflash")):
         (models / name).symlink_to(SHIPPED[shipped])
     misfit(models / "deep")
-    options = ("--models-dir", str(models), "--admin", "--block-size", "16")
+    options = ("--models-dir", str(models), "--admin", "--block-size", "16", "--restart-engine")
     with started(folder, *options, SPECULON_SERVE__ADMIN_KEY=KEY) as server:
         server.ready()
         yield server
