@@ -52,10 +52,13 @@ async def build(view: View) -> None:
     columns[-1]["style"] = "white-space: normal; min-width: 20rem"
     table = ui.table(columns=columns, rows=[], row_key="id", pagination=25).classes("w-full")
     table.props["no-data-label"] = words("requests.none")
+    table.props["no-results-label"] = words("requests.no_match")
+    table.props["rows-per-page-label"] = words("requests.per_page")
+    table.props[":pagination-label"] = "(first, last, all) => `${first}–${last} / ${all}`"
     table.add_slot(
         "body-cell-id",
-        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link">{{ props.value }}</a>'
-        "<span v-else>{{ props.value }}</span></q-td>",
+        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link" class="underline">'
+        "{{ props.value }}</a><span v-else>{{ props.value }}</span></q-td>",
     )
     table.props("dense")
     table.bind_filter_from(search, "value")
