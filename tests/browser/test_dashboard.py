@@ -8,8 +8,8 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.server.admin.schemas import Engine
-from speculon.server.admin.ui.overview import series_of_engines
+from speculon.server.admin.schemas import Engine, MonitorView
+from speculon.server.admin.ui.overview import series_of_engines, verdicts
 from speculon.server.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import Outside
@@ -27,6 +27,19 @@ def test_the_key_opens_the_pages_and_a_wrong_one_does_not(browser: Browser, serv
     expect(page.get_by_role("heading", level=1)).to_have_text("Log")
     expect(page.get_by_role("log")).to_contain_text("401 /admin/")
     page.context.close()
+
+
+def test_a_reader_logs_out_and_another_browser_stays(browser: Browser, server: Outside) -> None:
+    pages = [browser.new_context(locale="en-GB").new_page() for _ in range(2)]
+    for page in pages:
+        log_in(page, server.url())
+        expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+    pages[0].get_by_label("Log out").click()
+    expect(pages[0].get_by_label("Admin key")).to_be_visible()
+    for page, place in zip(pages, ("/admin/login", "/admin/log"), strict=True):
+        page.goto(server.url() + "/admin/log")
+        expect(page).to_have_url(server.url() + place)
+        page.context.close()
 
 
 def points_of(page: Page) -> dict[str, list[tuple[float, float]]]:
@@ -85,6 +98,13 @@ def test_memory_and_costs_are_those_of_each_engine() -> None:
     (weights, kv), models = found["memory"]
     assert (weights["data"], kv["data"], models) == ([4.0, 1.0], [0.0, 0], ["a", "b"])
     assert [(one["name"], one["data"]) for one in found["costs"][0]] == [("a", [[1, 6.0], [2, 7.5]])]
+
+
+def test_verdicts_of_replays_are_shown_once_there_are_some() -> None:
+    none = MonitorView(replayed=0, equal=0, ties=0, faults=0, dropped=0, waiting=2)
+    some = none.model_copy(update={"replayed": 7, "equal": 5, "ties": 1, "faults": 1})
+    assert verdicts([none]) == verdicts([]) == "–"
+    assert verdicts([some, none, some]) == "10 / 2 / 2"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

@@ -116,6 +116,10 @@ def test_markup_of_prompt_and_answer_is_text(browser: Browser, server: Outside) 
     expect(page.locator("[data-verdict]")).to_contain_text("Same text", timeout=20000)
     expect(page.locator("[data-side=left] [data-d]")).to_have_count(len(SCRIPT))
     assert page.evaluate("window.planted") is None
+    page.evaluate(
+        "markup => { document.body.appendChild(document.createElement('p')).innerHTML = markup }", SCRIPT
+    )
+    page.wait_for_function("window.planted === 1")  # the twin: as markup it runs
     page.context.close()
 
 
@@ -133,6 +137,8 @@ def test_a_page_that_closes_ends_its_request(browser: Browser, server: Outside) 
     fill(page, "a", "900")  # seconds of work for the scripted engine
     page.get_by_role("button", name="Run").click()
     expect(page.locator("[data-side=left] [data-d]").first).to_be_visible()
+    page.wait_for_timeout(500)
+    assert " 499 " not in server.stderr  # the twin: an open page keeps its request
     page.context.close()
     server.wait_for(lambda: " 499 " in server.stderr, 20)
 

@@ -6,7 +6,9 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from speculon.server.admin.schemas import TokenRow
+from speculon.server.admin.schemas import RequestView, TokenRow
+from speculon.server.admin.ui import token_view
+from speculon.server.admin.ui.requests import account
 from speculon.server.admin.ui.token_view import FATES, html_of, visible
 from speculon.server.admin.ui.words import Words
 from tests.browser.conftest import log_in
@@ -19,6 +21,24 @@ def test_markup_in_tokens_is_escaped() -> None:
         shown = html_of([row], Words("en"))
         assert "<script" not in shown and "<img" not in shown
         assert shown.count("<") == 2  # the span, and its end
+
+
+def test_markup_that_is_not_escaped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin."""
+    monkeypatch.setattr(token_view, "escape", lambda text, **options: text)
+    with pytest.raises(AssertionError):
+        test_markup_in_tokens_is_escaped()
+
+
+def test_the_account_has_rounds_only_where_there_were_some() -> None:
+    ended = {"method": "ngram", "rounds": 2, "drafted": 8, "accepted": 6, "tokens_per_target_call": 4.0}
+    view = RequestView.model_construct(speculation={**ended, "saved_ms": 35.4})
+    words = Words("en")
+    text = "ngram: 2 rounds, 6 of 8 drafts accepted, 4.00 tokens per target call, 35 ms saved"
+    assert account(view, words) == text
+    view = RequestView.model_construct(speculation={"method": "off", "reasons": {"off_request": 3}})
+    assert account(view, words) == "off"
+    assert account(RequestView.model_construct(speculation=None), words) == ""
 
 
 def test_whitespace_is_visible() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     for name, shipped in (("coder", "demo"), ("head", "demo-eagle3"), ("blocks", "demo-dflash")):
         (models / name).symlink_to(SHIPPED[shipped])
     misfit(models / "deep")
-    options = ("--models-dir", str(models), "--admin", "--block-size", "16")
+    options = ("--models-dir", str(models), "--admin", "--block-size", "16", "--restart-engine")
     with started(folder, *options, SPECULON_SERVE__ADMIN_KEY=KEY) as server:
         server.ready()
         yield server
@@ -156,6 +158,42 @@ def test_a_locked_control_says_why(page: Page, library: Outside) -> None:
     expect(page.get_by_label("block_size", exact=True)).not_to_be_editable()
     expect(page.get_by_role("switch", name="trust_remote_code")).to_be_disabled()
     expect(field(page, "max_num_seqs")).not_to_contain_text("Locked")
+    with pytest.raises(AssertionError):  # the twin: one that is not locked takes text
+        expect(page.get_by_label("max_num_seqs", exact=True)).not_to_be_editable(timeout=500)
+
+
+def test_two_readers_who_save_at_once_change_only_what_each_has_changed(
+    browser: Browser, page: Page, library: Outside
+) -> None:
+    other = browser.new_context(locale="en-GB").new_page()
+    log_in(other, library.url())
+    expect(other.get_by_role("heading", level=1)).to_have_text("Overview")
+    for reader in (page, other):
+        open_settings(reader, library)
+    page.get_by_label("top_p", exact=True).fill("0.9")
+    other.get_by_label("temperature", exact=True).fill("0.5")
+    for reader in (page, other):
+        reader.get_by_role("button", name="Save").click()
+    for reader in (page, other):
+        expect(reader.get_by_role("status").filter(has_text="Saved.")).to_be_visible()
+    written = (library.folder / "speculon-models.toml").read_text()
+    assert "top_p = 0.9" in written and "temperature = 0.5" in written
+    other.context.close()
+
+
+def test_every_reader_sees_the_states_of_a_model_and_a_worker_that_is_lost(
+    page: Page, library: Outside
+) -> None:
+    page.goto(library.url() + "/admin/models")
+    card = page.locator("[data-model=coder]")
+    expect(card.get_by_text("loaded", exact=True)).to_be_visible()
+    expect(card.get_by_role("button", name="Load", exact=True)).to_be_disabled()
+    (library.folder / "slow").touch()  # a load takes seconds
+    os.kill(library.children()[0], signal.SIGKILL)
+    expect(card.get_by_text("loading", exact=True)).to_be_visible()
+    expect(card.get_by_role("status").filter(has_text="reading the script")).to_be_visible()
+    (library.folder / "slow").unlink()
+    expect(card.get_by_text("loaded", exact=True)).to_be_visible(timeout=30_000)
 
 
 def tab_to(page: Page, name: str, most: int = 40) -> None:

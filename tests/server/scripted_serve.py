@@ -24,6 +24,8 @@ def run_worker(pipe: Connection, settings: dict[str, Any]) -> None:
     def build(config: Any, progress: Any) -> Any:
         progress("reading the script")
         time.sleep(float(os.environ.get("SCRIPTED_LOAD", "0")))
+        while Path("slow").exists():
+            time.sleep(0.05)
         if Path("broken").exists():
             raise ModelNotFound("planted")
         return ScriptedEngine(config, step_seconds=float(os.environ["SCRIPTED_STEP"]))

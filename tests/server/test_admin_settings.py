@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
+from speculon.config import SpeculationConfig
 from speculon.config.models import ModelSettingsFile
 from speculon.errors import ConfigError, ModelError
+from speculon.server.catalogue import Catalogue
+from speculon.server.model import OF_REQUESTS
 from speculon.server.pool import ModelPool
 from speculon.server.pooled import PooledModel
 from tests.server.administered import API, K, administered, ask, change, setting, written
-from tests.server.inside import ScriptedLoader, ThreadEngine
+from tests.server.inside import ScriptedLoader, ThreadEngine, cut
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +50,11 @@ def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
             """What the engine was given of a request's speculation."""
             ask(inside, **body)
             found = loader.engines["path-a"].inner.speculations[-1]
-            return {} if found is None else found.model_dump(exclude_none=True, exclude={"tenant"})
+            if found is None:
+                return {}
+            defaults = {} if found.defaults is None else found.defaults.model_dump(include=OF_REQUESTS)
+            own = found.model_dump(exclude_none=True, exclude={"tenant", "defaults"})
+            return {**defaults, **own} if defaults else own
 
         def changed(**changes: Any) -> int:
             """Loads so far."""
@@ -57,15 +64,19 @@ def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
 
         assert not setting(inside.client.get(f"{API}/models/a").json(), K)["new_worker"] and sent() == {}
         assert changed(num_speculative_tokens=3, acceptance="matching") == 1
-        assert sent() == {K: 3, "acceptance": "matching"}
-        assert sent(speculation={K: 2}) == {K: 2, "acceptance": "matching"}, "a request's own comes first"
+        unchanged = SpeculationConfig().model_dump(include=OF_REQUESTS)
+        assert sent() == {**unchanged, K: 3, "acceptance": "matching"}
+        (card,) = inside.client.get("/v1/models").json()["data"]
+        assert card["speculation"] == {**unchanged, K: 3, "acceptance": "matching"}
+        own = sent(speculation={K: 2})
+        assert own == {**unchanged, K: 2, "acceptance": "matching"}, "a request's own comes first"
         assert changed(num_speculative_tokens=None, acceptance=None) == 1 and sent() == {}
-        assert changed(method="ngram") == 1 and sent() == {"method": "ngram"}
+        assert changed(method="ngram") == 1 and sent() == {**unchanged, "method": "ngram"}
         assert inside.client.get(f"{API}/models/a").json()["method"] == "ngram"
         assert changed(method="eagle3", draft={"eagle3": str(folder)}) == 2, "its drafter has to be loaded"
         assert changed(method="mtp") == 3 and sent() == {}, "its layers, too; the process has the rest"
         assert changed(num_speculative_tokens=5, max_num_seqs=4) == 4 and sent() == {}
-        assert changed(num_speculative_tokens=None) == 5, "no request can take it away"
+        assert changed(num_speculative_tokens=None) == 4 and sent()[K] is None, "its process has another"
 
 
 def test_defaults_of_requests_need_no_load(tmp_path: Path) -> None:
@@ -217,6 +228,54 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
     assert all(one["refusal"] is None and not one["loaded"] for one in found.values())
     assert other["name"] == "broken" and other["refusal"]
     assert not [line for line in caplog.messages if line.startswith("draft ")]
+
+
+def check_that_a_drafter_that_is_gone_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    head = folder / "head"
+    head.mkdir()
+    with administered(folder, models=("a", "b")) as inside:
+        model = inside.state.pool.models["a"]
+        assert change(inside, draft={"eagle3": str(head)}, num_speculative_tokens=3).status_code == 200
+        assert model.config.speculation.draft == {"eagle3": str(head)}
+        head.rmdir()
+        assert inside.client.post(f"{API}/models/a/unload").status_code == 200
+        ask(inside)
+        assert model.config.speculation.draft is None and model.config.speculation.num_speculative_tokens == 3
+        assert any("left out" in line and str(head) in line for line in caplog.messages)
+
+
+def test_a_drafter_that_is_gone_is_left_out_at_the_next_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_that_a_drafter_that_is_gone_is_left_out(tmp_path, caplog)
+
+
+def test_a_drafter_that_stays_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: the settings are those of the start."""
+    monkeypatch.setattr(Catalogue, "healed", lambda catalogue, name, own: own)
+    with pytest.raises(AssertionError):
+        check_that_a_drafter_that_is_gone_is_left_out(tmp_path, caplog)
+
+
+def test_a_model_whose_process_starts_again_is_shown_as_loading(tmp_path: Path) -> None:
+    with administered(tmp_path, models=("a", "b")) as inside:
+        ask(inside)
+        engine = inside.state.pool.models["a"].engine
+        assert isinstance(engine, ThreadEngine)
+        engine.gate = threading.Event()
+
+        def states() -> set[str]:
+            first = inside.client.get(f"{API}/overview").json()["models"][0]
+            card = inside.client.get("/v1/models/a").json()
+            return {first["state"], card["state"], inside.client.get(f"{API}/models/a").json()["state"]}
+
+        assert states() == {"loaded"}
+        cut(engine)
+        inside.eventually(lambda: states() == {"loading"})
+        engine.gate.set()
+        inside.eventually(lambda: states() == {"loaded"})
 
 
 def test_a_change_waits_for_running_requests_and_loses_none(tmp_path: Path) -> None:

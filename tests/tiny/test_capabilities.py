@@ -78,7 +78,7 @@ def test_a_planted_limit_is_found(limit: str) -> None:
 def test_the_rows_are_those_of_the_parameters_and_the_registry() -> None:
     """A new parameter or method needs a row; `tenant` is the server's, and no client can set it."""
     table = engine_of().capabilities()
-    fields = {*SamplingParams.model_fields, *RequestSpeculation.model_fields} - {"tenant"}
+    fields = {*SamplingParams.model_fields, *RequestSpeculation.model_fields} - {"tenant", "defaults"}
     assert fields <= {feature.removeprefix("parameters.") for feature in table}
     assert {f"methods.{name}" for name in known_methods() if name != "off"} <= set(table)
     defaults = SamplingParams()

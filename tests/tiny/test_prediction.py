@@ -15,7 +15,7 @@ from speculon import LLM, SamplingParams
 from speculon.batch import Batch
 from speculon.bench import workloads
 from speculon.bench.measure import loops
-from speculon.config import MAX_DRAFTS, EngineConfig
+from speculon.config import MAX_DRAFTS, EngineConfig, SpeculationConfig
 from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidParameter
@@ -215,6 +215,8 @@ def test_a_requests_own_number_bounds_its_drafts() -> None:
     text = plain("greedy")["q0", 0]
     assert max(one(0, {"prediction": text, "num_speculative_tokens": 3}).stats.drafted_at) == 2
     assert max(one(0, {"prediction": text}).stats.drafted_at) > EngineConfig().speculation.most("fixed")
+    defaults = SpeculationConfig(num_speculative_tokens=3)  # of the method, and not of a prediction
+    assert max(one(0, {"prediction": text, "defaults": defaults}).stats.drafted_at) > 2
 
 
 def test_text_needs_a_tokenizer_and_ids_are_checked() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculon.config import SamplingParams
+from speculon.config import SamplingParams, SpeculationConfig
 from speculon.core import Ask, Decision, Draft, Finish, Reason, SpanOutcome
 from speculon.errors import UnknownMethod
 from speculon.proposers.registry import register
@@ -281,6 +281,30 @@ def test_a_request_overrides_the_engine() -> None:
     drafted = replace(request(), speculation={"num_speculative_tokens": 5})
     result = run(tiny_target("llama"), [drafted], speculation=engine)["r", 0]
     assert set(result.stats.drafted_at) == set(range(5)) and result.tokens == text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "fields", "positions", "reason"),
+    [
+        ({"num_speculative_tokens": 3}, {}, 3, None),
+        ({}, {}, 4, None),
+        ({"num_speculative_tokens": 3}, {"num_speculative_tokens": 5}, 5, None),
+        ({"method": "off"}, {}, 0, "off_config"),
+        ({"method": "off"}, {"method": "scripted", "num_speculative_tokens": 2}, 2, None),
+        ({"num_speculative_tokens": 0}, {}, 0, "off_config"),
+    ],
+)
+def test_changed_defaults_count_as_those_of_the_engine(
+    changed: dict[str, Any], fields: dict[str, Any], positions: int, reason: str | None
+) -> None:
+    """Also what a request cannot say: that K is not set."""
+    script({("r", 0): text()}, lambda position: True)
+    engine = {"method": "scripted", "num_speculative_tokens": 2, "policy": "fixed"}
+    defaults = SpeculationConfig(**{"method": "scripted", "policy": "fixed"} | changed)
+    drafted = replace(request(), speculation={**fields, "defaults": defaults})
+    result = run(tiny_target("llama"), [drafted], speculation=engine)["r", 0]
+    assert len(result.stats.drafted_at) == positions and result.tokens == text()
+    assert reason is None or dict(result.stats.reasons) == {reason: LAST - 1}
 
 
 def test_a_sequence_without_repetition_finds_no_match() -> None:

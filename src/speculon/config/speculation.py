@@ -214,6 +214,9 @@ class RequestSpeculation(Checked):
         description="pool of earlier answers to draft from, by name; None: that of the prompt; empty: none",
     )
     tenant: str = Field("", max_length=256, description="owner of the pool: tenants share none")
+    defaults: SpeculationConfig | None = Field(
+        None, description="for fields that are not set, where they have changed since the engine's start"
+    )
 
     @field_validator("prediction", mode="before")
     @classmethod

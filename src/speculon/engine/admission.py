@@ -88,7 +88,8 @@ class Admission:
             refuse_text(params)
         if not isinstance(speculation, RequestSpeculation):
             speculation = RequestSpeculation(**(speculation or {}))
-        own = self._own_method(speculation)  # refused first: a grammar may take seconds to compile
+        config = speculation.defaults or self._config
+        own = self._own_method(speculation, config)  # refused first: a grammar may take seconds to compile
         prediction = read_prediction(speculation.prediction, self._tokenizer, self._vocab_size)
         grammar = self._grammars.matcher(params, written)
         found = dict(zip(self.brings, (grammar, prediction), strict=True))
@@ -106,11 +107,11 @@ class Admission:
             lookups=self._proposers.lookups(tuple(limits)),
             brought=brought,
             off=off,
-            policy=speculation.policy or self._config.policy,
-            chained=self._config.chained_drafts
+            policy=speculation.policy or config.policy,
+            chained=config.chained_drafts
             if speculation.chained_drafts is None
             else speculation.chained_drafts,
-            acceptance=acceptance_rule(speculation.acceptance or self._config.acceptance, params),
+            acceptance=acceptance_rule(speculation.acceptance or config.acceptance, params),
             shape=self._shape(prompt, params, off),
             prediction=prediction,
             pool=speculation.pool,
@@ -139,10 +140,12 @@ class Admission:
         limits = {m: most if m in first else self._proposers.most(m, k) for m in methods}
         return limits, first, off
 
-    def _own_method(self, speculation: RequestSpeculation) -> tuple[str | None, int, Reason | None]:
+    def _own_method(
+        self, speculation: RequestSpeculation, config: SpeculationConfig
+    ) -> tuple[str | None, int, Reason | None]:
         """(method, K, why none): what a request asks for, else what the engine is set to."""
-        name = speculation.method or self._proposers.default
-        own_k, usual_k = speculation.num_speculative_tokens, self._config.most(speculation.policy)
+        name = speculation.method or config.method
+        own_k, usual_k = speculation.num_speculative_tokens, config.most(speculation.policy)
         k = usual_k if own_k is None else own_k
         if name != OFF and k:
             lacking = self._lacking(name)

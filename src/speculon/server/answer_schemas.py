@@ -160,6 +160,9 @@ class ModelCard(Body):
     pinned: bool = Field(False, description="whether it is never ended to make room for others")
     drafters: dict[str, str] = Field({}, description="its drafters by method, once it was loaded")
     method: str | None = Field(None, description="that drafts for a request which names none")
+    speculation: dict[str, str | int | bool | None] | None = Field(
+        None, description="what requests have that set nothing else"
+    )
     drafter: str | None = Field(None, description="for a drafter, its method; it takes no requests")
     error: str | None = Field(None, description="why it was not loaded last")
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from speculon.config import EngineConfig
 from speculon.config.models import ModelSettingsFile, PoolSettings
+from speculon.config.models.merge import absences
 from speculon.errors import ConfigError
 
 PLAIN = re.compile(r"[^\w.-]+")  # what a file name should not have
@@ -43,7 +44,18 @@ class Catalogue:
         """The settings of one model. They are made nowhere else. Raises `ConfigError`."""
         if self.file is None:
             return OfModel(self.with_path(name, self.settings))
-        found = self.file.settings_of(name, {**self.settings, "model": self.paths[name]})
+        return self._read(self.file, name)
+
+    def healed(self, name: str, own: OfModel) -> OfModel:
+        """The settings of a model that loads now: read anew where one of its drafters is not there any more.
+
+        Raises `ConfigError`.
+        """
+        file, draft = self.file or self.writable, own.settings.get("speculation", {}).get("draft")
+        return self._read(file, name) if file is not None and absences(draft, file.methods) else own
+
+    def _read(self, file: ModelSettingsFile, name: str) -> OfModel:
+        found = file.settings_of(name, {**self.settings, "model": self.paths[name]})
         return OfModel(self.with_path(name, found.keywords), found.sampling, found.pool)
 
     def names(self) -> dict[str, str]:

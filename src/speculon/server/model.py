@@ -12,6 +12,8 @@ from speculon.engine.admission import CONTEXT, max_length
 from speculon.errors import InvalidParameter, TooLong
 from speculon.text import Tokenizer
 
+OF_REQUESTS = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -21,14 +23,13 @@ class ServedModel:
     vocab_size: int
     own_method: str  # of its process
     config: ServeConfig
-    # for requests that set none; of speculation, where its process was started with other values
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    speculation: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # for requests that set none
+    speculation: SpeculationConfig | None = None  # the same, where its process was started with other values
 
     @property
     def method(self) -> str:
         """That drafts for a request which names none."""
-        return str(self.speculation.get("method", self.own_method))
+        return self.own_method if self.speculation is None else self.speculation.method
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt.
@@ -62,7 +63,6 @@ class ServedModel:
         return requested
 
 
-def changed_defaults(started: SpeculationConfig, now: SpeculationConfig) -> dict[str, Any]:
-    """What differs of what a request can set."""
-    names = RequestSpeculation.model_fields.keys() & SpeculationConfig.model_fields.keys()
-    return {name: getattr(now, name) for name in names if getattr(now, name) != getattr(started, name)}
+def defaults_differ(started: SpeculationConfig, now: SpeculationConfig) -> bool:
+    """Whether they differ in what a request can set."""
+    return any(getattr(now, name) != getattr(started, name) for name in OF_REQUESTS)

@@ -14,6 +14,7 @@ from speculon.server.answer import Answer
 from speculon.server.answer_schemas import CapabilityRow, CapabilityTable, ModelCard, ModelList
 from speculon.server.app_state import AppState
 from speculon.server.errors import RESPONSES, body_of, param_of, status_of
+from speculon.server.model import OF_REQUESTS
 from speculon.server.pooled import PooledModel
 from speculon.server.streaming import line
 
@@ -86,11 +87,12 @@ def card(state: AppState, model: PooledModel) -> ModelCard:
         created=state.started,
         owned_by="speculon",
         max_model_len=None if served is None else served.max_context,
-        state=model.state,
+        state=model.shown_state,
         default=model is state.pool.default,
         pinned=model.pinned,
         drafters=model.drafters,
         method=config.speculation.method if served is None else served.method,
+        speculation=config.speculation.model_dump(include=set(OF_REQUESTS)),
         error=None if model.error is None else str(model.error),
     )
 

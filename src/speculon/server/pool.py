@@ -46,6 +46,7 @@ class ModelPool:
     ):
         catalogue.check_names(config.pin, "pin")
         self._config, self._read, self.loader = config, read, loader or Loader()
+        self._healed = catalogue.healed
         self.drafters, self.single = dict(catalogue.drafters), len(catalogue.paths) == 1
         owns = {name: catalogue.of_model(name) for name in catalogue.paths}
         self.models = {
@@ -263,6 +264,9 @@ class ModelPool:
         model.share = 0
         model.enter("loading")
         try:
+            own = await self._read(partial(self._healed, model.name, model.own))
+            if own is not model.own:
+                self._adopt(model, own)
             settings = await self._place(model)
         except SpeculonError as error:
             if self.single or not isinstance(error, NoRoom):

@@ -19,7 +19,7 @@ from speculon.errors import EngineError, InvalidParameter, LoadFailed, NotReady,
 from speculon.server.answer import ABORT_SECONDS, Answer
 from speculon.server.catalogue import OfModel
 from speculon.server.loader import Loader
-from speculon.server.model import ServedModel, changed_defaults
+from speculon.server.model import ServedModel, defaults_differ
 from speculon.server.request import GenerationRequest
 
 State = Literal["unloaded", "loading", "loaded", "draining", "failed"]
@@ -57,7 +57,7 @@ class PooledModel:
         self.settled.set()
         self._ending = False  # whether a process that failed may still hold its share
         self.state: State = "unloaded"
-        self.since = time()  # of the state
+        self.since, self.stage = time(), ""  # of the state; how far a load is
         self.error: SpeculonError | None = None  # why it failed last
         self.drafters: dict[str, str] = {}  # checkpoints by method, as the engine found them
         self.device, self.share = "", 0  # where it has how many bytes of the server's memory
@@ -85,15 +85,15 @@ class PooledModel:
         """
         if self.engine.facts is None:
             return False
-        new = changed_defaults(self._started_with, EngineConfig(**own.settings).speculation)
-        method = self.engine.facts.capabilities.get(f"methods.{new.get('method')}")
-        missing = new.get("method", OFF) != OFF and (method is None or method.status == "off")
-        # a request cannot take a value away again: null is what its process has
-        return None not in new.values() and not missing
+        method = EngineConfig(**own.settings).speculation.method
+        capability = self.engine.facts.capabilities.get(f"methods.{method}")
+        has = capability is not None and capability.status != "off"
+        return method in (OFF, self._started_with.method) or has
 
     def _with_defaults(self, served: ServedModel) -> ServedModel:
-        new = changed_defaults(self._started_with, self.config.speculation)
-        return replace(served, sampling=self._sampling, speculation=new)
+        now = self.config.speculation
+        changed = now if defaults_differ(self._started_with, now) else None
+        return replace(served, sampling=self._sampling, speculation=changed)
 
     def forgive(self) -> None:
         """It may be loaded at once, although a load has failed."""
@@ -114,6 +114,11 @@ class PooledModel:
         if self.served is None:
             raise NotReady("the model is being loaded")
         return self.served
+
+    @property
+    def shown_state(self) -> State:
+        """`loading`, too, while its process is started again."""
+        return "loading" if self.state == "loaded" and self.engine.restarting else self.state
 
     @property
     def held(self) -> int:
@@ -225,7 +230,7 @@ class PooledModel:
         return self.drained
 
     def enter(self, state: State) -> None:
-        self.state, self.since = state, time()
+        self.state, self.since, self.stage = state, time(), ""
         self._tell({"model": self.name, "state": state})
 
     def check_room(self, request: GenerationRequest) -> None:
@@ -249,6 +254,7 @@ class PooledModel:
             await self.fail(engine.error)
 
     def _note_stage(self, stage: str) -> None:
+        self.stage = stage
         if self._on_stage is not None:
             self._on_stage(self.config.model, stage)
         self._tell({"model": self.name, "state": "loading", "stage": stage})

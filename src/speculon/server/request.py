@@ -96,9 +96,9 @@ def read_biases(fields: dict[str, float]) -> dict[int, float]:
 
 
 def speculation_of(body: Sampling, model: ServedModel) -> RequestSpeculation:
-    """What a request sets of its speculation; a field that is not set keeps the model's default."""
+    """What a request sets of its speculation, with the model's own defaults."""
     requested = body.speculation
-    fields = dict(model.speculation)
+    fields: dict[str, Any] = {} if model.speculation is None else {"defaults": model.speculation}
     if requested:
         fields |= requested.model_dump(exclude={"stats", "explain"}, exclude_none=True)
     pool = fields.get("pool", next((name for name in user_names(body) if name and name.strip()), None))

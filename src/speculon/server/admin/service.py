@@ -73,7 +73,7 @@ class Admin:
         models = [
             ModelOverview(
                 name=name,
-                state=model.state,
+                state=model.shown_state,
                 since=model.since,
                 error=None if model.error is None else str(model.error),
                 requests_open=model.engine.open_requests,
@@ -109,7 +109,7 @@ class Admin:
         return ModelView(
             name=model.name,
             aliases=list(found.pool.aliases),
-            state=model.state,
+            state=model.shown_state,
             default=model is self._pool.default,
             pinned=model.pinned,
             held_bytes=model.held,

@@ -63,7 +63,7 @@ class Drafters(Control):
                 if drafter.method:
                     ui.badge(drafter.method, outline=True)
                 if drafter.loaded:
-                    ui.badge(words("models.loaded"))
+                    ui.badge(words("models.state_loaded"))
             why = words("models.misfit", why=drafter.refusal) if drafter.refusal else ""
             place = words("models.search") if drafter.checkpoint == AUTO else drafter.checkpoint
             about = ui.label(". ".join(filter(None, (place, why, *drafter.warnings))))

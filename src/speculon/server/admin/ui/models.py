@@ -1,4 +1,4 @@
-"""The models: their states, and a button for the settings of each."""
+"""The models: their states, how far a load is, and a button for the settings of each."""
 
 from __future__ import annotations
 
@@ -12,40 +12,49 @@ from speculon.server.admin.schemas import ModelView
 from speculon.server.admin.ui.settings import Settings
 from speculon.server.admin.ui.shell import View
 
-SECONDS = 2.0
+SECONDS = 1.0
 
 
 async def build(view: View) -> None:
     dialogs = ui.element()  # a new list of models must not delete an open dialog
+    lines: dict[str, ui.label] = {}  # by model: the stage of its load, or why a button did nothing
 
     @ui.refreshable
     async def listed() -> None:
+        lines.clear()
         try:
             found = await view.context.admin.models()
         except SpeculonError as error:
             ui.label(str(error)).props("role=alert")
             return
         for model in found:
-            card(model, view, listed.refresh, dialogs)
+            lines[model.name] = card(model, view, listed.refresh, dialogs)
 
+    def states() -> dict[str, tuple[str, str]]:
+        return {name: (one.shown_state, one.stage) for name, one in view.context.state.pool.models.items()}
+
+    shown = states()
     await listed()
-    states = [str([(one.name, one.state) for one in view.context.admin.overview().models])]
 
     async def update() -> None:
-        now = str([(one.name, one.state) for one in view.context.admin.overview().models])
-        if now != states[0]:
-            states[0] = now
+        nonlocal shown
+        before, shown = shown, states()
+        if [state for state, _ in before.values()] != [state for state, _ in shown.values()]:
             await listed.refresh()
+        for name, (state, stage) in shown.items():
+            if name in lines and state == "loading":
+                lines[name].text = stage
 
     ui.timer(SECONDS, update)
 
 
-def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> None:
+def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> ui.label:
+    """Returns its line of text."""
     words, admin = view.words, view.context.admin
     with ui.card().classes("sp-card").props(f"data-model={json.dumps(model.name)}"):
         with ui.row().classes("items-center"):
             ui.label(model.name).classes("text-lg").props("role=heading aria-level=2")
-            ui.badge(model.state, outline=True)
+            ui.badge(words(f"models.state_{model.state}"), outline=True)
             for shown in ("default", "pinned"):
                 if getattr(model, shown):
                     ui.badge(words(f"models.{shown}"))
@@ -58,8 +67,8 @@ def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> Non
 
             async def load() -> None:
                 try:
-                    async for stage in admin.load(model.name):
-                        status.text = ", ".join(f"{key} {value}" for key, value in stage.items())
+                    async for _ in admin.load(model.name):  # `update` shows the stages
+                        pass
                 except SpeculonError as error:
                     status.text = str(error)
                     return
@@ -82,6 +91,8 @@ def card(model: ModelView, view: View, refresh: Any, dialogs: ui.element) -> Non
                 with dialogs:
                     dialog.open()
 
-            ui.button(words("models.load"), on_click=load)
-            ui.button(words("models.unload"), on_click=unload)
+            begin = ui.button(words("models.load"), on_click=load)
+            begin.set_enabled(model.state in ("unloaded", "failed"))
+            ui.button(words("models.unload"), on_click=unload).set_enabled(model.state == "loaded")
             ui.button(words("models.settings"), on_click=opened)
+    return status

@@ -7,12 +7,12 @@ from typing import Any
 from nicegui import ui
 
 from speculon.server.admin.figures import INTERVAL, Figures, Point
-from speculon.server.admin.schemas import Counts, Engine, MethodCounts, Overview
+from speculon.server.admin.schemas import Counts, Engine, MethodCounts, MonitorView, Overview
 from speculon.server.admin.ui.colours import GREY, PALETTE, SYMBOLS, colour_of, options, symbol_of
 from speculon.server.admin.ui.shell import View
 from speculon.server.admin.ui.words import Words
 
-NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory")
+NUMBERS = ("requests", "running", "rate", "tokens", "acceptance", "per_call", "saved", "memory", "monitor")
 COLUMNS = ("method", "rounds", "drafted", "accepted", "acceptance", "per_call")
 MB = 1e6
 NOT_KNOWN = "–"
@@ -85,6 +85,7 @@ def numbers(now: Overview, figures: Figures, words: Words) -> dict[str, str]:
         "per_call": decimal(totals.tokens_per_target_call),
         "saved": NOT_KNOWN if saved is None else words("overview.seconds", seconds=f"{saved:,.1f}"),
         "memory": megabytes(sum(one.held_bytes for one in now.models), words),
+        "monitor": verdicts([engine.monitor for engine in engines]),
     }
 
 
@@ -97,6 +98,12 @@ def row_of(one: MethodCounts) -> dict[str, str]:
         "acceptance": share_text(one.acceptance_rate),
         "per_call": decimal(one.tokens_per_target_call),
     }
+
+
+def verdicts(monitors: list[MonitorView]) -> str:
+    """Of answers that were replayed without speculation; by default none is."""
+    counts = [sum(getattr(one, name) for one in monitors) for name in ("equal", "ties", "faults")]
+    return " / ".join(f"{count:,}" for count in counts) if any(counts) else NOT_KNOWN
 
 
 def megabytes(held: int, words: Words) -> str:

@@ -10,19 +10,23 @@ from nicegui import ui
 
 from speculon.server.admin.schemas import RequestView
 from speculon.server.admin.ui.shell import View
+from speculon.server.admin.ui.words import Words
 
 SECONDS = 2.0
 COLUMNS = ("model", "state", "started", "seconds", "tokens", "account")
-ACCOUNT = ("method", "rounds", "drafted", "accepted", "tokens_per_target_call", "saved_ms")
 
 
-def account(one: RequestView) -> str:
-    """Its main figures, one `name value` after the other; empty while the request runs."""
+def account(one: RequestView, words: Words) -> str:
+    """Its main figures; those of rounds only where there were some; empty while the request runs."""
     kept = one.speculation or {}
-    values = ((name, kept[name]) for name in ACCOUNT if kept.get(name) is not None)
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values
-    )
+    text = str(kept.get("method", ""))
+    if kept.get("rounds"):
+        per_call = f"{kept['tokens_per_target_call']:.2f}"
+        counts = {name: kept[name] for name in ("rounds", "drafted", "accepted")}
+        text = words("requests.account_rounds", method=text, per_call=per_call, **counts)
+    if kept.get("saved_ms") is not None:
+        text = words("requests.account_saved", account=text, ms=f"{kept['saved_ms']:,.0f}")
+    return text
 
 
 def row_of(one: RequestView, view: View) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def row_of(one: RequestView, view: View) -> dict[str, Any]:
         "started": datetime.fromtimestamp(one.started).strftime("%H:%M:%S"),
         "seconds": f"{one.seconds:.2f}",
         "tokens": one.tokens,
-        "account": account(one),
+        "account": account(one, view.words),
     }
 
 
@@ -48,10 +52,13 @@ async def build(view: View) -> None:
     columns[-1]["style"] = "white-space: normal; min-width: 20rem"
     table = ui.table(columns=columns, rows=[], row_key="id", pagination=25).classes("w-full")
     table.props["no-data-label"] = words("requests.none")
+    table.props["no-results-label"] = words("requests.no_match")
+    table.props["rows-per-page-label"] = words("requests.per_page")
+    table.props[":pagination-label"] = "(first, last, all) => `${first}–${last} / ${all}`"
     table.add_slot(
         "body-cell-id",
-        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link">{{ props.value }}</a>'
-        "<span v-else>{{ props.value }}</span></q-td>",
+        '<q-td :props="props"><a v-if="props.row.link" :href="props.row.link" class="underline">'
+        "{{ props.value }}</a><span v-else>{{ props.value }}</span></q-td>",
     )
     table.props("dense")
     table.bind_filter_from(search, "value")

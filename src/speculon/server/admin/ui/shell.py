@@ -113,6 +113,11 @@ def frame(page: Page, pages: tuple[Page, ...], view: View) -> None:
         ui.space()
         theme_button(view)
         language_menu(words)
+        if view.context.state.config.admin_key is not None:
+            leave = "fetch('/admin/logout', {method: 'POST'}).finally(() => location.assign('/admin/login'))"
+            button = ui.button(icon="logout").props("flat round color=white")
+            button.on("click", js_handler=f"() => {leave}")
+            labelled(button, words("shell.log_out"))
 
 
 def link(entry: Page, text: str, *, current: bool) -> None:

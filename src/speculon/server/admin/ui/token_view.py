@@ -26,6 +26,7 @@ CSS = """
 .sp-correction { border: 2px dashed #d55e00 !important; background: rgba(213,94,0,.14) }
 .sp-bonus { border-bottom: 5px double #0072b2 !important; background: rgba(0,114,178,.16) }
 .sp-plain { border-bottom: 2px dotted #808080 !important }
+.sp-legend > span { display: inline-block }
 """
 # One listener for all tokens: a tooltip of its own for each of thousands would be slow.
 # Only one token is a stop of the tab key; arrows go on from there.
@@ -81,7 +82,7 @@ def legend(words: Words, fates: Iterable[str] = FATES) -> None:
     shown = "".join(
         f'<span class="sp-{fate}">{escape(words(f"token_view.{fate}"))}</span> &nbsp; ' for fate in fates
     )
-    ui.html(shown, sanitize=False).classes("sp-tokens text-sm")
+    ui.html(shown, sanitize=False).classes("sp-tokens sp-legend text-sm")
 
 
 def tokens(rows: Sequence[TokenRow], words: Words) -> None:
