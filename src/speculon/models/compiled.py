@@ -30,7 +30,7 @@ from speculon.models.programs import FOLDED, SHARED, TUNED, Arguments, Program, 
 from speculon.models.taps import EMBEDDINGS, Taps
 from speculon.models.target import Run, Target
 
-COPIES, DRAFT_COPIES = 5, 4  # of the weights, where each program holds one
+COPIES = 5  # of the weights, where each program holds one
 # of a joint call: how many times the rows and keys of its sequences it may pad to, and its memory
 WASTED_ROWS, WASTED_KEYS, JOINT_BYTES = 4, 2, 32 << 20  # guess
 
@@ -182,7 +182,7 @@ def draft_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
     """The same for the network of a drafter, whose keys are copied in any layout."""
     if not measured(dtype, device):
         return 0
-    return JOINT_BYTES + (0 if plan_for(dtype, device) is IN_ROWS else DRAFT_COPIES * weights)
+    return JOINT_BYTES + (0 if plan_for(dtype, device) is IN_ROWS else COPIES * weights)
 
 
 def row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -6,6 +6,7 @@ before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.core import LayerSpec
-from speculon.kv.store import View
+from speculon.kv.store import View, as_index
 from speculon.models.attention import fold, running, unfold
 from speculon.models.block import Block, Tables, rotate, tables_of
 from speculon.models.captured_drafts import Forward, Step, block_steps, head_steps
@@ -142,7 +143,7 @@ class RowsLayers(Exported):
 
 
 class CompiledHead(PagedPrograms):
-    """A head and its programs. Steps that have none, such as prompts, run the head."""
+    """A head and its programs."""
 
     def __init__(self, head: EagleHead, plan: CompilePlan, layer_kinds: list[int]):
         of = head.first.attention
@@ -150,9 +151,9 @@ class CompiledHead(PagedPrograms):
         self.head = head
 
     def __call__(self, ids: Tensor, states: Tensor, positions: Tensor, view: View) -> Tensor:  # [T, H]
-        variant, arguments = self.arguments(ids, states, positions, view)
-        if variant not in self.programs or torch.get_num_threads() != self.threads:
+        if torch.get_num_threads() != self.threads:
             return self.head(ids, states, positions, view)
+        variant, arguments = self.arguments(ids, states, positions, view)
         with running(view):
             (after,) = self.programs[variant](*arguments)
         return after
@@ -179,7 +180,7 @@ class CompiledBlocks(Programs):
     def arguments(self, ids: Tensor, positions: Tensor, view: View) -> tuple[str, Arguments]:
         """The program for a step, and its arguments."""
         span, rows = view.spans[0], len(ids)
-        if len(view.spans) > 1 or not 1 < rows <= self.plan.few or not isinstance(span.where, slice):
+        if len(view.spans) > 1 or not 1 < rows <= self.plan.few:
             return "many", []
         seen = [view.slots_of(x.layer, visible(span, x.sight).where) for x in self.model.layers]
         keys, values = zip(*seen, strict=True)
@@ -191,10 +192,12 @@ def compiled_head(head: EagleHead, layers: tuple[LayerSpec, ...], target: Target
     """The head compiled; raises `CannotReplace`."""
     with reported(target):
         steps, of = list(head_steps(head, layers, target, OF_HEADS)), plan_for(target.dtype, target.device)
-        # several sequences share a call in any layout: measured in blocks, too
-        settings = {"one": of.settings["one"], "few": of.settings["few"], "joint": of.settings["many"]}
+        # several sequences share a call in any layout: that was measured in blocks, too
+        settings = {name: of.settings[name] for name in ("one", "few", "many")}
+        plan = CompilePlan({**settings, "joint": settings["many"]}, of.few)
+        steps += [apart(step) for step in steps[:2]]
         kinds = kinds_of(steps[0][1], len(head.blocks))
-        made = CompiledHead(head, CompilePlan(settings, of.few), kinds)
+        made = CompiledHead(head, plan, kinds)
         return compared(made, head, HeadLayers(head, kinds), steps, len(head.blocks))
 
 
@@ -217,6 +220,13 @@ def compared(
         ours, theirs = (partial(call, run, inputs, view) for run in (made, network))
         check(ours, theirs, view, written)
     return made
+
+
+def apart(step: Step) -> Step:
+    """The step as if its slots were not consecutive."""
+    inputs, view = step
+    spans = [replace(span, where=as_index(span.where, view.store.device)) for span in view.spans]
+    return inputs, view.store.view_of(spans)
 
 
 def call(run: Forward, inputs: tuple[Tensor, ...], view: View) -> list[Tensor]:
