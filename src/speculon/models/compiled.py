@@ -235,8 +235,8 @@ def compiling() -> Iterator[None]:
 
 def kinds_of(view: View, layers: int) -> list[int]:
     """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
-    kinds = [view.kind(layer) for layer in range(layers)]
-    return [sorted(set(kinds)).index(kind) for kind in kinds]
+    numbers = [view.kind(layer) for layer in range(layers)]
+    return [sorted(set(numbers)).index(number) for number in numbers]
 
 
 def check(

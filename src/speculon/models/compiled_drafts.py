@@ -196,9 +196,9 @@ def compiled_head(head: EagleHead, layers: tuple[LayerSpec, ...], target: Target
         settings = {name: of.settings[name] for name in ("one", "few", "many")}
         plan = CompilePlan({**settings, "joint": settings["many"]}, of.few)
         steps += [apart(step) for step in steps[:2]]
-        kinds = kinds_of(steps[0][1], len(head.blocks))
-        made = CompiledHead(head, plan, kinds)
-        return compared(made, head, HeadLayers(head, kinds), steps, len(head.blocks))
+        layer_kinds = kinds_of(steps[0][1], len(head.blocks))
+        made = CompiledHead(head, plan, layer_kinds)
+        return compared(made, head, HeadLayers(head, layer_kinds), steps, len(head.blocks))
 
 
 @torch.inference_mode()

@@ -153,12 +153,12 @@ def attention_of(
     number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
 ) -> Attend:
     """How a layer attends, by what a program is given."""
-    count, distinct, kind = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
+    count, distinct, own = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
     stored, more = (pages[number], pages[count + number]), pages[2 * count :]
     if slots is None:
-        return partial(attend_alone, *stored, more[kind] if more else None)
+        return partial(attend_alone, *stored, more[own] if more else None)
     if more:
-        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + kind], more[2 + distinct + kind]))
+        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + own], more[2 + distinct + own]))
     return partial(attend_back, *stored, slots, number)
 
 
