@@ -17,7 +17,7 @@ from speculon.errors import SpeculonError
 from speculon.kv import slots
 from speculon.models.captured import Captured
 from speculon.models.captured_drafts import CapturedDraft
-from speculon.models.compiled import Compiled
+from speculon.models.compiled import Compiled, Programs
 from speculon.models.fuse import FusedLayer
 from speculon.models.loop import Loop
 from speculon.proposers.base import Extending
@@ -334,7 +334,7 @@ def check_programs(engine: Engine, name: str, row: Capability) -> None:
         return
     drafter: Any = engine.proposers.find(name)
     run = drafter.model.run if isinstance(drafter, ModelDrafter) else getattr(drafter, "run", None)
-    assert row.status == ("on" if isinstance(run, Compiled | Captured | CapturedDraft) else "off")
+    assert row.status == ("on" if isinstance(run, Programs | Captured | CapturedDraft) else "off")
 
 
 CHECKS: dict[str, Callable[[Engine, str, Capability], None]] = {

@@ -16,10 +16,10 @@ from speculon.engine.engine import Engine
 from speculon.models import captured as capturing
 from speculon.models.captured import BUCKETS, GRAPH
 from speculon.models.captured_drafts import (
-    NOT_COMPILED,
     CapturedDraft,
     draft_capture_bytes,
     draft_static_bytes,
+    of_buckets,
     trials,
     view_of,
 )
@@ -104,7 +104,7 @@ def arguments(engine: Engine, method: str, rows: int) -> tuple[Any, ...]:
     """Of a call of the drafter's network over two sequences."""
     drafter: Any = engine.proposers.find(method)
     layers = drafter.needs.layers[1:]
-    for ids, positions, store, lengths in trials(layers, engine.target):
+    for ids, positions, store, lengths in trials(layers, engine.target, of_buckets()):
         if len(ids) == rows:
             view = view_of(store, lengths, written=method == "eagle3")
             width = len(drafter.run.x[0])
@@ -189,10 +189,6 @@ def test_what_cannot_be_captured_runs_as_it_is(
     for made, reason in ((deaf, "it computes something else"), (failing, "called a synchronizing")):
         monkeypatch.setitem(capturing.RECORDERS, "cpu", made)
         assert f"not captured: {reason}" in why_not(engine_with(method, tmp_path), method)
-    monkeypatch.delitem(capturing.RECORDERS, "cpu")
-    engine = engine_with(method, tmp_path)
-    assert NOT_COMPILED in why_not(engine, method)
-    assert NOT_COMPILED in engine.capabilities()[f"compiled.{method}"].reason
     assert why_not(engine_with(method, tmp_path, compile=False), method).endswith("layers, one loop")
 
 

@@ -284,7 +284,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "aoti_compile_and_package": compile,
     }.items():
         monkeypatch.setattr(programs, name, stand_in)
-    layers: Any = SimpleNamespace(layer_kinds=[0])
+    layers: Any = SimpleNamespace(layer_kinds=[0], sizes=compiled_layers.Layers.sizes)
     given: programs.Arguments = [*[torch.arange(3)] * 4, *[torch.zeros(8, 2, 4)] * 2]
     monkeypatch.setattr(programs, "export", lambda *args, **how: None)
     assert programs.program(layers, "scattered", programs.FOLDED, given, "key")

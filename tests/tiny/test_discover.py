@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from speculon.checkpoints.discover import find_models
 from speculon.checkpoints.locate import SHIPPED
 from speculon.checkpoints.process_memory import LIBRARIES, process_memory
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, ModelError
+from speculon.models.compiled import draft_bytes
 from speculon.server.loader import GB, Loader
 
 
@@ -63,6 +66,17 @@ def test_the_memory_of_a_process_is_known_before_it_starts() -> None:
     assert small.total <= 2 * GB and small.pages <= large.pages
     tight = process_memory(config, small.held + small.scratch).estimate
     assert tight.pages < large.pages, "pages depend on the memory of all models, not on what is free"
+
+
+def test_programs_of_a_head_are_part_of_the_memory_of_a_process() -> None:
+    drafts: Any = {"draft": {"eagle3": "demo-eagle3"}}
+    plain, compiled = (
+        EngineConfig(model="demo", dtype="float32", compile=compile, speculation=drafts)
+        for compile in (False, True)
+    )
+    weights = process_memory(plain, 20 * GB).estimate.drafters
+    found = process_memory(compiled, 20 * GB).estimate.drafters
+    assert found == weights + draft_bytes(weights, torch.float32, torch.device("cpu")) > weights
 
 
 def test_a_share_is_held_by_settings() -> None:

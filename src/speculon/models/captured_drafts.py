@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from speculon.core import LayerSpec
 from speculon.kv.store import PageStore, SpanView, View
-from speculon.models.block import CannotReplace, Tables
+from speculon.models.block import Tables
 from speculon.models.captured import (
     BUCKETS,
     GRAPH,
@@ -30,14 +30,13 @@ from speculon.models.captured import (
 )
 from speculon.models.dflash import DFlashModel
 from speculon.models.eagle import EagleHead
-from speculon.models.fusion import Fusion
 from speculon.models.target import STATES_OF_ROW, Target
 
 Forward = Callable[..., Tensor]  # inputs [T, ...] and a view -> states [T, H]
 Step = tuple[tuple[Tensor, ...], View]  # the arguments of one
+Lengths = tuple[int, ...]  # rows of each sequence
 
 SEEN = 5  # positions of a trial's sequence before its rows
-NOT_COMPILED = "not compiled: programs are made of whole language models"
 
 
 class CapturedDraft(Pieces):
@@ -74,10 +73,8 @@ class CapturedDraft(Pieces):
         return self._finish(x)
 
 
-def run_of_head(
-    head: EagleHead, layers: tuple[LayerSpec, ...], target: Target, compile: bool
-) -> tuple[Forward, Fusion]:
-    """The head, captured if asked for; `layers` are those of its attention in the pages."""
+def captured_head(head: EagleHead, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
+    """The head captured; `layers` are those of its attention in the pages. Raises `CannotReplace`."""
 
     def made(record: Recorder) -> CapturedDraft:
         ids, positions = buffers(target.device)
@@ -85,57 +82,45 @@ def run_of_head(
         heads, inputs = head.first.attention.heads, (ids, states, positions)
         return CapturedDraft(head, head.begin, head.end, head.blocks, heads, inputs, record)
 
-    def steps() -> Iterator[Step]:
-        for ids, positions, store, lengths in trials(layers, target):
-            yield (
-                (ids, torch.randn(len(ids), len(head.norm.weight)).to(head.norm.weight), positions),
-                view_of(store, lengths, written=True),
-            )
-
-    return chosen(head, len(head.blocks), target, compile, made, steps())
+    return compared(head, target, made, head_steps(head, layers, target, of_buckets()))
 
 
-def run_of_blocks(
-    model: DFlashModel, layers: tuple[LayerSpec, ...], target: Target, compile: bool
-) -> tuple[Forward, Fusion]:
-    """The same for a block drafter."""
+def captured_blocks(model: DFlashModel, layers: tuple[LayerSpec, ...], target: Target) -> Forward:
+    """The same of a block drafter."""
 
     def made(record: Recorder) -> CapturedDraft:
         inputs = buffers(target.device)
         query, *_ = model.layers[0].begin(*model.begin(*inputs))
         return CapturedDraft(model, model.begin, model.norm, model.layers, query.shape[1], inputs, record)
 
-    def steps() -> Iterator[Step]:
-        for ids, positions, store, lengths in trials(layers, target):
-            yield (ids, positions), view_of(store, lengths, written=False)
-
-    return chosen(model, len(model.layers), target, compile, made, steps())
+    return compared(model, target, made, block_steps(layers, target, of_buckets()))
 
 
-def chosen(
-    network: Forward,
-    layers: int,
-    target: Target,
-    compile: bool,
-    make: Callable[[Recorder], CapturedDraft],
-    steps: Iterable[Step],
-) -> tuple[Forward, Fusion]:
-    """The captured network where that is asked for, possible and equal on every step; else the network."""
-    fusion = Fusion(layers, layers, one_loop=True)
-    if not compile:
-        return network, fusion
-    try:
-        if target.device.type not in RECORDERS:
-            raise CannotReplace(NOT_COMPILED)
-        with torch.inference_mode(), reported():
-            made = make(RECORDERS[target.device.type](target.device))
-            for inputs, view in steps:
-                check([made(*inputs, view)], [network(*inputs, view)])
-    except CannotReplace as reason:
-        fusion.refused[str(reason)] += 1
-        return network, fusion
-    fusion.captured = True
-    return made, fusion
+def compared(
+    network: Forward, target: Target, make: Callable[[Recorder], CapturedDraft], steps: Iterable[Step]
+) -> CapturedDraft:
+    """The captured network. Raises `CannotReplace` where that fails, or it differs on a step."""
+    with torch.inference_mode(), reported():
+        made = make(RECORDERS[target.device.type](target.device))
+        for inputs, view in steps:
+            check([made(*inputs, view)], [network(*inputs, view)])
+    return made
+
+
+def head_steps(
+    head: EagleHead, layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
+) -> Iterator[Step]:
+    """Steps of a head over sequences of so many rows."""
+    for ids, positions, store, lengths in trials(layers, target, all_lengths):
+        states = torch.randn(len(ids), len(head.norm.weight)).to(head.norm.weight)
+        yield (ids, states, positions), view_of(store, lengths, written=True)
+
+
+def block_steps(
+    layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
+) -> Iterator[Step]:
+    for ids, positions, store, lengths in trials(layers, target, all_lengths):
+        yield (ids, positions), view_of(store, lengths, written=False)
 
 
 def buffers(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -144,13 +129,18 @@ def buffers(device: torch.device) -> tuple[Tensor, Tensor]:
     return ids, positions
 
 
+def of_buckets() -> list[Lengths]:
+    """For each capture the fewest and the most rows, in one or two sequences."""
+    return [(rows - rows // 2, rows // 2) if rows > 1 else (1,) for rows in sizes()]
+
+
 def trials(
-    layers: tuple[LayerSpec, ...], target: Target
-) -> Iterator[tuple[Tensor, Tensor, PageStore, tuple[int, ...]]]:
-    """For each capture ids and positions of the fewest and the most rows, in one or two sequences."""
-    for rows in sizes():
-        lengths = (rows - rows // 2, rows // 2) if rows > 1 else (1,)
-        store = PageStore(layers, len(lengths), SEEN + lengths[0], target.device)
+    layers: tuple[LayerSpec, ...], target: Target, all_lengths: Iterable[Lengths]
+) -> Iterator[tuple[Tensor, Tensor, PageStore, Lengths]]:
+    """Ids and positions of sequences with so many rows, and pages that are full."""
+    for lengths in all_lengths:
+        rows = sum(lengths)
+        store = PageStore(layers, len(lengths), SEEN + max(lengths), target.device)
         noise = torch.Generator(target.device).manual_seed(rows)
         for pool in (*store.k, *store.v):
             pool.normal_(generator=noise)
@@ -159,7 +149,7 @@ def trials(
         yield ids, positions, store, lengths
 
 
-def view_of(store: PageStore, lengths: tuple[int, ...], written: bool) -> View:
+def view_of(store: PageStore, lengths: Lengths, written: bool) -> View:
     """Rows after SEEN positions of each sequence; only where `written` have these slots of their own."""
     spans, row = [], 0
     for page, rows in enumerate(lengths):

@@ -7,8 +7,10 @@ The others write the pages, too, and call back for attention; few rows of severa
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from speculon.kv.store import SpanView, View, as_index
 from speculon.models.attention import running
 from speculon.models.block import CannotReplace
 from speculon.models.compare import close
-from speculon.models.compiled_layers import Layers
+from speculon.models.compiled_layers import Exported, Layers
 from speculon.models.grouping import FOLD_ROWS, joint_call, visible_keys
 from speculon.models.linear import Linear, layout_of
 from speculon.models.loop import Loop
@@ -48,31 +50,34 @@ IN_ROWS = CompilePlan({"one": SHARED, "few": SHARED, "joint": SHARED, "many": SH
 IN_BLOCKS = CompilePlan({"one": TUNED, "few": TUNED, "scattered": TUNED, "many": FOLDED}, few=12)
 
 
-class Compiled:
-    """A loop and its programs, for one number of threads. Steps without scored rows take the loop."""
+class Programs:
+    """The programs of a network, for one number of threads."""
 
-    def __init__(self, loop: Loop, layer_kinds: list[int], plan: CompilePlan):
-        self.loop, self.layer_kinds, self.plan = loop, layer_kinds, plan
-        self.threads = torch.get_num_threads()
+    def __init__(self, plan: CompilePlan):
+        self.plan, self.threads = plan, torch.get_num_threads()
         self.programs: dict[str, Program] = {}
+
+    def compile(self, layers: Exported, steps: Iterable[tuple[str, Arguments]]) -> None:
+        """Compiles each program of the plan for the first step that takes it."""
+        key, settings = key_of(layers), self.plan.settings  # first: compiling changes attributes
+        for variant, arguments in steps:
+            if variant in settings.keys() - self.programs.keys():
+                self.programs[variant] = program(layers, variant, settings[variant], arguments, key)
+        if missing := settings.keys() - self.programs.keys():
+            raise CannotReplace(f"not compiled: no step was tried for {sorted(missing)}")
+
+
+class PagedPrograms(Programs):
+    """Programs that write and read pages, and what each takes for a step."""
+
+    def __init__(self, plan: CompilePlan, layer_kinds: list[int], group: int):
+        super().__init__(plan)
+        self.layer_kinds, self.group = layer_kinds, group
         self.firsts = [layer_kinds.index(kind) for kind in sorted(set(layer_kinds))]  # a layer of each kind
-        self.group = loop.blocks[0].attention.heads // loop.blocks[0].attention.kv_heads
 
-    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
-        if not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
-            return self.loop(batch, view, taps)
-        variant, arguments = self.arguments(batch, view)
-        with running(view):
-            logits, *states = self.programs[variant](*arguments)
-        if taps is not None:
-            for layer, after in enumerate(states, EMBEDDINGS):
-                taps.keep(layer, after)
-        return logits
-
-    def arguments(self, batch: Batch, view: View) -> tuple[str, Arguments]:
-        """The program for a step, and its arguments."""
-        rows, span = batch.input_ids.shape[1], view.spans[0]
-        first = [batch.input_ids[0], batch.position_ids[0], batch.score_rows]
+    def for_step(self, first: list[Tensor], view: View) -> tuple[str, Arguments]:
+        """The program for a step, and its arguments, which begin with those of each row."""
+        rows, span = len(first[0]), view.spans[0]
         if rows > self.plan.few or len(view.spans) > 1 or not isinstance(span.where, slice):
             return self.called_back(rows, first, view)
         return self.alone(rows, first, view)
@@ -124,6 +129,30 @@ class Compiled:
         return [rows, as_tensor(order, device), *wheres, *masks]
 
 
+class Compiled(PagedPrograms):
+    """A loop and its programs. Steps without scored rows take the loop."""
+
+    def __init__(self, loop: Loop, plan: CompilePlan, layer_kinds: list[int]):
+        of = loop.blocks[0].attention
+        super().__init__(plan, layer_kinds, of.heads // of.kv_heads)
+        self.loop = loop
+
+    def __call__(self, batch: Batch, view: View, taps: Taps | None = None) -> Tensor | None:  # [R, V]
+        if not batch.score_rows.numel() or torch.get_num_threads() != self.threads:
+            return self.loop(batch, view, taps)
+        variant, arguments = self.arguments(batch, view)
+        with running(view):
+            logits, *states = self.programs[variant](*arguments)
+        if taps is not None:
+            for layer, after in enumerate(states, EMBEDDINGS):
+                taps.keep(layer, after)
+        return logits
+
+    def arguments(self, batch: Batch, view: View) -> tuple[str, Arguments]:
+        """The program for a step, and its arguments."""
+        return self.for_step([batch.input_ids[0], batch.position_ids[0], batch.score_rows], view)
+
+
 def is_joint(spans: list[SpanView], spec: LayerSpec, group: int) -> bool:
     """Whether one padded call for all sequences is faster than calling back.
 
@@ -149,6 +178,13 @@ def extra_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
     return JOINT_BYTES if plan_for(dtype, device) is IN_ROWS else COPIES * weights
 
 
+def draft_bytes(weights: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The same for the network of a drafter, whose keys are copied in any layout."""
+    if not measured(dtype, device):
+        return 0
+    return JOINT_BYTES + (0 if plan_for(dtype, device) is IN_ROWS else COPIES * weights)
+
+
 def row_bytes(layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
     """Memory of the states that a program returns, for each row of a step."""
     return (layers + 1) * hidden * dtype.itemsize if measured(dtype, device) else 0
@@ -164,54 +200,64 @@ def compiled(loop: Loop, target: Target, steps: Iterable[Step]) -> Compiled:
 
     Raises `CannotReplace` where it cannot be compiled, or differs.
     """
+    with reported(target):
+        tried, layers = list(steps), len(loop.blocks)
+        layer_kinds = kinds_of(tried[0][1], layers)
+        made = Compiled(loop, plan_for(target.dtype, target.device), layer_kinds)
+        with compiling():
+            made.compile(Layers(loop, layer_kinds), [made.arguments(*step) for step in tried])
+        for step in tried:
+            ours, theirs = (partial(results, run, step, layers) for run in (made, loop))
+            check(ours, theirs, step[1], layers)
+    return made
+
+
+@contextmanager
+def reported(target: Target) -> Iterator[None]:
+    """Raises `CannotReplace` where compiling was never measured, and for any error of the compiler."""
     if not measured(target.dtype, target.device):
         raise CannotReplace(f"not compiled: {target.dtype} on {target.device.type} was never measured")
     try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            warnings.simplefilter("ignore")
-            tried = list(steps)
-            made = compile_programs(loop, plan_for(target.dtype, target.device), tried)
-        if missing := made.plan.settings.keys() - made.programs.keys():
-            raise CannotReplace(f"not compiled: no step was tried for {sorted(missing)}")
-        for step in tried:
-            check_step(made, step)
+        yield
     except CannotReplace:
         raise
     except Exception as error:  # no C++ compiler, a read-only folder, or any error of the compiler's own
         line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
         raise CannotReplace(f"not compiled: {line}") from error
-    return made
 
 
-def compile_programs(loop: Loop, plan: CompilePlan, steps: list[Step]) -> Compiled:
-    """Compiles the program of each step that is not compiled yet."""
-    layer_kinds = [steps[0][1].kind(layer) for layer in range(len(loop.blocks))]
-    layers = Layers(loop, [sorted(set(layer_kinds)).index(kind) for kind in layer_kinds])
-    made = Compiled(loop, layer_kinds, plan)
-    key = key_of(layers)  # first: compiling changes attributes of the layers
-    for batch, view in steps:
-        variant, arguments = made.arguments(batch, view)
-        if variant not in made.programs:
-            made.programs[variant] = program(layers, variant, plan.settings[variant], arguments, key)
-    return made
+@contextmanager
+def compiling() -> Iterator[None]:
+    with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
 
 
-def check_step(made: Compiled, step: Step) -> None:
-    """Raises `CannotReplace` where logits, states or written pages differ from the loop's."""
-    (_, view), layers = step, range(len(made.layer_kinds))
-    expected = results(made.loop, step, layers)
-    for layer in layers:  # rows that the program does not write stay NaN
+def kinds_of(view: View, layers: int) -> list[int]:
+    """A number for each layer, from 0 on, that layers with equal keys and windows have in common."""
+    numbers = [view.kind(layer) for layer in range(layers)]
+    return [sorted(set(numbers)).index(number) for number in numbers]
+
+
+def check(
+    run: Callable[[], list[Tensor]], expected: Callable[[], list[Tensor]], view: View, layers: int
+) -> None:
+    """Raises `CannotReplace` where results differ, or the keys and values that are written."""
+    known = [*expected(), *written(view, layers)]
+    for layer in range(layers):  # rows that the program does not write stay NaN
         view.write(layer, *(torch.full_like(x, torch.nan) for x in view.slots_of(layer, view.slots)))
-    found = results(made, step, layers)
-    if len(found) != len(expected) or not all(map(close, found, expected)):
+    found = [*run(), *written(view, layers)]
+    if len(found) != len(known) or not all(map(close, found, known)):
         raise CannotReplace("not compiled: it computes something else")
 
 
-def results(run: Run, step: Step, layers: range) -> list[Tensor]:
-    """Logits of a step, states of all rows after each layer, and the keys and values that are written."""
-    (batch, view), taps = step, Taps((EMBEDDINGS, *layers))
+def written(view: View, layers: int) -> list[Tensor]:
+    return [rows.clone() for layer in range(layers) for rows in view.slots_of(layer, view.slots)]
+
+
+def results(run: Run, step: Step, layers: int) -> list[Tensor]:
+    """Logits of a step, and the states of all rows after each layer."""
+    (batch, view), taps = step, Taps((EMBEDDINGS, *range(layers)))
     logits = run(batch, view, taps)
     assert logits is not None  # every step that is tried scores rows
-    states = [states for _, states in sorted(taps.take().items())]
-    written = [rows.clone() for layer in layers for rows in view.slots_of(layer, view.slots)]
-    return [logits, *states, *written]
+    return [logits, *(states for _, states in sorted(taps.take().items()))]

@@ -15,6 +15,8 @@ from speculon.models.block import Block, CannotReplace, Norm, Stock, Tables, rot
 from speculon.models.linear import Linear, Packed, Product
 from speculon.models.loop import Loop
 
+Attend = Callable[..., Tensor]  # query, key and value of all rows [T, heads, Dh], and the scaling
+
 
 @torch.library.custom_op("speculon::attend", mutates_args=())
 def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float) -> Tensor:
@@ -93,20 +95,34 @@ class Layer(nn.Module):
         )
         self.before, self.after, self.before_mlp, self.after_mlp = before, after, before_mlp, after_mlp
 
-    def forward(self, x: Tensor, tables: Tables, attend: Callable[..., Tensor]) -> Tensor:  # [T, D] -> [T, D]
-        states = self.qkv(self.before(x)).view(x.shape[0], -1, self.head_dim)
+    def forward(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:  # [T, D] -> [T, D]
+        x = x + self.after(self.attended(self.before(x), tables, attend))
+        return x + self.after_mlp(self.mlp(self.before_mlp(x)))
+
+    def attended(self, x: Tensor, tables: Tables, attend: Attend) -> Tensor:
+        states = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         both = self.heads + self.kv_heads
         turned = self.head_norm(states[:, :both])
         turned = rotate(turned, tables) if self.rotates else turned
         query, key, value = turned[:, : self.heads], turned[:, self.heads :], states[:, both:]
-        found = attend(query, key, value, self.scaling)
-        x = x + self.after(self.out(found.reshape(x.shape[0], -1)))
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
-        return x + self.after_mlp(self.down(self.act(gate) * up))
+        return self.out(attend(query, key, value, self.scaling).reshape(x.shape[0], -1))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.act(gate) * up)
 
 
-class Layers(nn.Module):
+class Exported(nn.Module):
+    """What programs are made of: its forward takes what `Programs.for_step` gives."""
+
+    sizes: tuple[str, ...]  # the names of the first sizes of what comes before `slots`
+    layer_kinds: list[int]
+
+
+class Layers(Exported):
     """`Loop` as a module that can be exported: logits [R, V], then the states [T, D] that taps may keep."""
+
+    sizes = ("rows", "rows", "scored")
 
     def __init__(self, loop: Loop, layer_kinds: list[int]):
         super().__init__()
@@ -127,24 +143,23 @@ class Layers(nn.Module):
         cos, sin = self.rotary(x, position_ids[None])
         tables, x = tables_of(cos, sin, self.head_dim), x[0]
         states = [x]
-        count, distinct = len(self.layer_kinds), len(set(self.layer_kinds))
-        more = pages[2 * count :]
-        for number, (layer, kind) in enumerate(zip(self.layers, self.layer_kinds, strict=True)):
-            stored = pages[number], pages[count + number]
-            if slots is None:
-                attend = partial(attend_alone, *stored, more[kind] if more else None)
-            elif more:
-                attend = partial(
-                    attend_joint,
-                    *stored,
-                    slots,
-                    (more[0], more[1], more[2 + kind], more[2 + distinct + kind]),
-                )
-            else:
-                attend = partial(attend_back, *stored, slots, number)
-            x = layer(x, tables, attend)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, tables, attention_of(number, self.layer_kinds, slots, pages))
             states.append(x)
         return [self.head(self.norm(x[scored])), *states]
+
+
+def attention_of(
+    number: int, layer_kinds: list[int], slots: Tensor | None, pages: Sequence[Tensor]
+) -> Attend:
+    """How a layer attends, by what a program is given."""
+    count, distinct, own = len(layer_kinds), len(set(layer_kinds)), layer_kinds[number]
+    stored, more = (pages[number], pages[count + number]), pages[2 * count :]
+    if slots is None:
+        return partial(attend_alone, *stored, more[own] if more else None)
+    if more:
+        return partial(attend_joint, *stored, slots, (*more[:2], more[2 + own], more[2 + distinct + own]))
+    return partial(attend_back, *stored, slots, number)
 
 
 def linear_of(product: Product) -> nn.Linear:

@@ -11,11 +11,10 @@ from speculon.checkpoints.dflash_config import GATE, JOINT, W1, DFlashConfig
 from speculon.core import LayerSpec, Needs
 from speculon.errors import UnsupportedModel, WrongPair
 from speculon.models.block import Norm
-from speculon.models.captured import RECORDERS
-from speculon.models.captured_drafts import draft_capture_bytes
 from speculon.models.dflash import BlockLayer, DFlashModel
 from speculon.models.dflash_attention import Sight
 from speculon.models.dflash_heads import Confidence, GatedMarkov, Markov, RecurrentMarkov
+from speculon.models.draft_runs import run_bytes
 from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_config, weight_bytes
 from speculon.models.target import Target, scratch_bytes
 
@@ -33,15 +32,15 @@ def dflash_needs(
     sizes = rope_config(config)
     sizes.vocab_size = target.vocab_size  # its logits cover the target's vocabulary
     scratch = scratch_bytes(sizes, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
-    captured = 0
-    if compile and target.device.type in RECORDERS:
-        captured = draft_capture_bytes(sizes, config.layers, dtype)
+    fixed = weight_bytes(config, dtype)
+    if compile:
+        fixed += run_bytes(sizes, config.layers, fixed, dtype, target.device)
     return Needs(
         taps=config.tap_layouts(len(target.layers))[0],
         layers=tuple(layers),
         max_context=config.max_context,
         max_drafts=config.max_drafts,
-        bytes_fixed=weight_bytes(config, dtype) + captured,
+        bytes_fixed=fixed,
         bytes_scratch=scratch,
     )
 

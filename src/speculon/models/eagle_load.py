@@ -12,8 +12,7 @@ from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.core import LayerSpec, Needs
 from speculon.errors import UnsupportedModel
 from speculon.models.block import Attention, Block, Norm
-from speculon.models.captured import RECORDERS
-from speculon.models.captured_drafts import draft_capture_bytes
+from speculon.models.draft_runs import run_bytes
 from speculon.models.drafter_parts import Parts, ids_of, read_tensors, rope_config, weight_bytes
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.models.target import Target, scratch_bytes
@@ -39,14 +38,14 @@ def head_needs(
     sizes = rope_config(config)
     sizes.vocab_size = config.vocab_size  # its logits cover the target's vocabulary
     scratch = scratch_bytes(sizes, dtype, target.device, rows, scored) + 2 * rows * widths * dtype.itemsize
-    captured = 0
-    if compile and target.device.type in RECORDERS:
-        captured = draft_capture_bytes(sizes, config.layers, dtype, more=OF_PAIRS)
+    fixed = weight_bytes(config, dtype)
+    if compile:
+        fixed += run_bytes(sizes, config.layers, fixed, dtype, target.device, more=OF_PAIRS)
     return Needs(
         taps,
         tuple(layers),
         config.max_context,
-        bytes_fixed=weight_bytes(config, dtype) + captured,
+        bytes_fixed=fixed,
         bytes_scratch=scratch,
     )
 

@@ -23,11 +23,11 @@ from torch.export import Dim, export
 
 from speculon.models.attention import fold
 from speculon.models.block import CannotReplace, rotate
-from speculon.models.compiled_layers import Layers
+from speculon.models.compiled_layers import Exported, Layers
 
 Settings = dict[str, Any]
-Arguments = list[Tensor | None]  # of `Layers`
-Program = Callable[..., list[Tensor]]  # of them, to the results of `Layers`
+Arguments = list[Tensor | None]  # of `Exported`
+Program = Callable[..., list[Tensor]]  # of them, to the results of `Exported`
 
 # the weights of the loop are shared
 SHARED: Settings = {"cpp.weight_prepack": False, "aot_inductor.package_constants_in_so": False}
@@ -37,7 +37,7 @@ TUNED = FOLDED | {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 MOST = 1 << 40  # rows or slots: no limit
 
 
-def program(layers: Layers, variant: str, settings: Settings, arguments: Arguments, key: str) -> Program:
+def program(layers: Exported, variant: str, settings: Settings, arguments: Arguments, key: str) -> Program:
     """The layers compiled for arguments like these; sizes above one may vary."""
     # without the number of pages, which differs between stores
     shapes = [None if x is None else x.shape[x.dim() > 2 :] for x in arguments]
@@ -49,7 +49,7 @@ def program(layers: Layers, variant: str, settings: Settings, arguments: Argumen
     path.parent.mkdir(parents=True, exist_ok=True)
     # clones, because pages are inference tensors
     examples = tuple(None if x is None else x.clone() for x in arguments)
-    made = export(layers, examples, dynamic_shapes=sizes_of(arguments, layers.layer_kinds), strict=False)
+    made = export(layers, examples, dynamic_shapes=sizes_of(arguments, layers), strict=False)
     # moved into place when complete: other processes read this folder
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         package = f"{folder}/{path.name}"
@@ -57,7 +57,7 @@ def program(layers: Layers, variant: str, settings: Settings, arguments: Argumen
     return loaded(path, layers, settings)
 
 
-def loaded(path: Path, layers: Layers, settings: Settings) -> Program:
+def loaded(path: Path, layers: Exported, settings: Settings) -> Program:
     """The program in a file; with SHARED settings it uses the weights of `layers`."""
     package = aoti_load_package(str(path), run_single_threaded=True)
     run = package.loader.boxed_run
@@ -79,37 +79,36 @@ def call(run: Callable[[list[Tensor]], list[Tensor]], *arguments: Tensor | None)
     return run([x for x in arguments if x is not None])
 
 
-def sizes_of(arguments: Arguments, layer_kinds: list[int]) -> tuple[Any, ...]:
+def sizes_of(arguments: Arguments, layers: Exported) -> tuple[Any, ...]:
     """The dynamic sizes: rows, scored rows, sequences, most rows of one, and slots of each layer kind."""
-    ids, _, _, slots, *pages = arguments
-    rows, scored = (
-        {0: Dim(name, min=2, max=MOST)} if ids is not None and len(ids) > 1 else {}
-        for name in ("rows", "scored")
-    )
+    count, layer_kinds = len(layers.sizes), layers.layer_kinds
+    named = {name: Dim(name, min=2, max=MOST) for name in (*layers.sizes, "sequences", "most")}
+    first = [
+        {0: named[name]} if x is not None and len(x) > 1 else {}
+        for name, x in zip(layers.sizes, arguments, strict=False)
+    ]
+    slots, pages, rows = arguments[count], arguments[count + 1 :], first[0]
     of_kind = {kind: Dim(f"slots_{kind}", min=2, max=MOST) for kind in sorted(set(layer_kinds))}
     if slots is None:
         keys = [{0: of_kind[kind]} for kind in layer_kinds]
-        masks = [{**rows, 1: of_kind[kind]} for kind in of_kind]
-        return rows, rows, scored, None, (*keys, *keys, *masks)[: len(pages)]
-    pool = [{0: Dim("slots", min=2, max=MOST)}] * len(layer_kinds)
-    sequences, most = Dim("sequences", min=2, max=MOST), Dim("most", min=2, max=MOST)
-    wheres = [{0: sequences, 1: seen} for seen in of_kind.values()]
-    masks = [{0: sequences, 2: most, 3: seen} for seen in of_kind.values()]
-    return (
-        rows,
-        rows,
-        scored,
-        rows,
-        (*pool, *pool, {0: sequences, 1: most}, rows, *wheres, *masks)[: len(pages)],
-    )
+        more = [{**rows, 1: of_kind[kind]} for kind in of_kind]
+    else:
+        keys = [{0: Dim("slots", min=2, max=MOST)}] * len(layer_kinds)
+        sequences, most = {0: named["sequences"]}, named["most"]
+        wheres = [{**sequences, 1: seen} for seen in of_kind.values()]
+        masks = [{**sequences, 2: most, 3: seen} for seen in of_kind.values()]
+        more = [{**sequences, 1: most}, rows, *wheres, *masks]
+    return *first, None if slots is None else rows, (*keys, *keys, *more)[: len(pages)]
 
 
-def key_of(layers: Layers) -> str:
+def key_of(layers: Exported) -> str:
     """The key of programs in the compiler's cache: weights, machine, versions, and this code."""
     versions = torch.__version__, transformers.__version__
     machine: tuple[object, ...] = (str(pick_vec_isa()), getattr(torch.cpu, "get_capabilities", dict)())
     build: tuple[object, ...] = (layers, versions, machine, torch.get_num_threads())
-    sources = b"".join(Path(getfile(part)).read_bytes() for part in (program, Layers, rotate, fold))
+    sources = b"".join(
+        Path(getfile(part)).read_bytes() for part in (program, type(layers), Layers, rotate, fold)
+    )
     key = hashlib.sha256(f"{build}".encode() + sources)
     # numbers become constants of a program: eps, scaling, layer kinds
     for name, module in layers.named_modules():

@@ -25,10 +25,11 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward, run_of_blocks
+from speculon.models.captured_drafts import Forward
 from speculon.models.dflash import DFlashModel, Drawing
 from speculon.models.dflash_attention import block_view
 from speculon.models.dflash_load import dflash_needs, load_dflash
+from speculon.models.draft_runs import run_of_blocks
 from speculon.models.fusion import Fusion
 from speculon.proposers.base import States, TargetFacts
 from speculon.proposers.chain import Piece, catch_up, draft_at_once, draft_chain, independent, mark

@@ -23,7 +23,8 @@ from speculon.checkpoints.locate import locate
 from speculon.config import SpeculationConfig
 from speculon.core import Draft, Needs, Stop, Verdict, no_draft
 from speculon.errors import ConfigError
-from speculon.models.captured_drafts import Forward, run_of_head
+from speculon.models.captured_drafts import Forward
+from speculon.models.draft_runs import run_of_head
 from speculon.models.eagle import EagleHead, agreement
 from speculon.models.eagle_load import head_needs, load_head
 from speculon.models.fusion import Fusion
