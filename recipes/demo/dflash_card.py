@@ -22,8 +22,8 @@ tags: [python, speculative-decoding, dflash, demo]
 {layers} layers, {millions:.1f} M parameters: it reads the hidden states of the demo target beside it and \
 drafts for it, {drafts} tokens in one call; it is of no use alone. DSpark in the layout of its authors, that \
 is DFlash whose drafts depend on those before: blocks of {block} rows, hidden size {hidden}, intermediate \
-size {intermediate}, a {markov} Markov head of rank {rank}. Embeddings and output head are the target's, and \
-not in the file. It reads the outputs of the target's layers {taps}.
+size {intermediate}, a Markov head of type {markov} and rank {rank}. Embeddings and output head are the \
+target's, and not in the file. It reads the outputs of the target's layers {taps}.
 
 ## How it was made
 
@@ -44,9 +44,9 @@ own distribution. Corpus, licence and held-out files are those of the target's c
 
 ## Make it again
 
-    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {minutes:.0f}
+    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {asked:g}
 
-The other options were the recipe's own; `training.json` beside this file lists them.
+The options for learning were the recipe's own; `training.json` beside this file lists them.
 """
 TRIED = """| tokens per target call in the engine, {drafts} drafts a round, {prompts} held-out prompts | \
 {each:.2f} |
@@ -82,6 +82,7 @@ def finish(args: argparse.Namespace, files: int) -> None:
         seen=record["tokens_seen"],
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
+        asked=settings["minutes"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = tidied(record, args.stdlib, files, "drafter")
