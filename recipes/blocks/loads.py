@@ -2,8 +2,8 @@
 
     python -m recipes.blocks.loads --out docs/benchmarks/blocks
 
-Modes take turns on the same prompts (workload `code`, greedy), in one engine per mode. The split of a round
-is that of the engine's own profile.
+Modes take turns on the same prompts of a workload, in one engine per mode. The split of a round is that of
+the engine's own profile. Loads may be measured in several runs: a later one adds its rows to the same file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from speculon.bench.provenance import commit, cpu_name
 from speculon.telemetry import RequestStats
 
 HEADS = {"eagle3": "demo-eagle3", "dflash": "demo-dflash"}
-# both: `auto` with the two heads, where the policy chooses
+NO_LOOKUPS = {"suffix_min_hits": 16, "suffix_max_factor": 0.01}  # one token, where 16 places agree on it
+# heads: `auto` with the two heads, where the policy chooses; both: with lookups as well
 MODES: dict[str, dict[str, Any]] = {
     "off": {"method": "off"},
     "eagle3": {"method": "eagle3", "draft": {"eagle3": HEADS["eagle3"]}},
     "dflash": {"method": "dflash", "draft": {"dflash": HEADS["dflash"]}},
+    "heads": {"method": "auto", "draft": HEADS, **NO_LOOKUPS},
     "both": {"method": "auto", "draft": HEADS},
 }
 SPLIT = ("propose", "forward", "verify")
@@ -51,16 +53,30 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--workload", default="code@0", help="of the bench, at a temperature")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--policy", default="goodput")
     parser.add_argument("--out", type=Path, help="folder for README.md")
     arguments = parser.parse_args()
-    lines = ["# Block drafter and EAGLE-3 head by load", ""]
-    lines += [
+    file = arguments.out / "README.md" if arguments.out else None
+    lines = file.read_text().splitlines() if file and file.exists() else heading(arguments)
+    for line in rows(arguments):
+        tqdm.write(line)
+        lines.append(line)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def heading(arguments: argparse.Namespace) -> list[str]:
+    return [
+        "# Block drafter and EAGLE-3 head by load",
+        "",
         f"`python -m recipes.blocks.loads --repeats {arguments.repeats} --threads {arguments.threads}`",
-        f"at {commit()}, {date.today()}, {cpu_name()}, policy `{arguments.policy}`;",
+        f"at {commit()}, {date.today()}, {cpu_name()}, policy `{arguments.policy}`, workload "
+        f"`{arguments.workload}`;",
         f"the load average was {os.getloadavg()[2]:.1f} at the start, of {os.cpu_count()} cores.",
         "",
         "Medians of the repeats; speeds are relative to `off` in the same turn. Split: ms per step.",
@@ -69,12 +85,6 @@ def main() -> None:
         "| accepted | propose | forward | verify |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for line in rows(arguments):
-        tqdm.write(line)
-        lines.append(line)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
@@ -85,12 +95,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
             device="cpu",
             threads=arguments.threads,
             prefix_cache=False,
-            speculation={"policy": arguments.policy, "draft": settings.get("draft")},
+            speculation={"policy": arguments.policy, **settings, "method": "auto"},
         )
         for mode, settings in MODES.items()
     }
     size = workloads.Size(max(arguments.loads), arguments.max_tokens, engines["off"].engine.max_context)
-    cases = workloads.build("code", engines["off"].tokenizer, size)
+    cases = workloads.build(arguments.workload, engines["off"].tokenizer, size)
     for load in tqdm(arguments.loads):
         turns = [
             {mode: run(llm, cases[:load], arguments.max_tokens, mode) for mode, llm in engines.items()}
@@ -100,7 +110,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def run(llm: LLM, cases: list[workloads.Case], max_tokens: int, mode: str) -> Run:
-    fixed = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
+    fixed = {"max_tokens": max_tokens, "ignore_eos": True}
     params = [case.params.model_copy(update=fixed) for case in cases]
     counters = llm.engine.counters
     before, steps = dict(counters.profile), counters.steps

@@ -20,17 +20,18 @@ tags: [python, speculative-decoding, dflash, demo]
 # speculon demo block drafter
 
 {layers} layers, {millions:.1f} M parameters: it reads the hidden states of the demo target beside it and \
-drafts for it, {drafts} tokens in one call; it is of no use alone. DFlash in the layout of its authors: \
-blocks of {block} rows, hidden size {hidden}, intermediate size {intermediate}. Embeddings and output head \
-are the target's, and not in the file. It reads the outputs of the target's layers {taps}.
+drafts for it, {drafts} tokens in one call; it is of no use alone. DSpark in the layout of its authors, that \
+is DFlash whose drafts depend on those before: blocks of {block} rows, hidden size {hidden}, intermediate \
+size {intermediate}, a Markov head of type {markov} and rank {rank}. Embeddings and output head are the \
+target's, and not in the file. It reads the outputs of the target's layers {taps}.
 
 ## How it was made
 
-`speculon train dflash` on {answers:,} tokens that the target wrote after beginnings of training files \
-(greedily and at temperatures 0.7 and 1.0, cut where they begin to repeat themselves; what they were \
-written after counts {prompt_weight} of them), and {files:,} tokens of such files. In each row of {length} \
-tokens it learned {anchors} blocks a step; the loss is the divergence from the target's own distribution. \
-Corpus, licence and held-out files are those of the target's card.
+`speculon train dspark` on {answers:,} tokens that the target wrote greedily after beginnings of training \
+files, cut where they begin to repeat themselves. What they were written after is read, not learned: a block \
+is drafted before its tokens are known, and only a greedy text is the one that the target would write. In \
+each row of {length} tokens it learned {anchors} blocks a step; the loss is the divergence from the target's \
+own distribution. Corpus, licence and held-out files are those of the target's card.
 
 ## Measures
 
@@ -43,10 +44,9 @@ Corpus, licence and held-out files are those of the target's card.
 
 ## Make it again
 
-    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {minutes:.0f} \\
-        --texts {texts} --probes {probes} {shape}
+    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {asked:g}
 
-The other options were the recipe's own; `training.json` beside this file lists them.
+The options for learning were the recipe's own; `training.json` beside this file lists them.
 """
 TRIED = """| tokens per target call in the engine, {drafts} drafts a round, {prompts} held-out prompts | \
 {each:.2f} |
@@ -69,8 +69,8 @@ def finish(args: argparse.Namespace, files: int) -> None:
         intermediate=config["intermediate_size"],
         taps=", ".join(map(str, block.tap_ids or ())),
         answers=record["data"]["answer_tokens"] - files,
-        prompt_weight=settings["prompt_weight"],
-        files=files,
+        markov=block.markov,
+        rank=block.markov_rank,
         length=settings["length"],
         anchors=record["form"]["anchors"],
         chain=", ".join(f"{share:.0%}" for share in record["held_out"]["accuracy_full"]),
@@ -82,21 +82,8 @@ def finish(args: argparse.Namespace, files: int) -> None:
         seen=record["tokens_seen"],
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
-        shape=shape_of(config, record["form"]),
-        texts=args.texts,
-        probes=args.probes,
+        asked=settings["minutes"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = tidied(record, args.stdlib, files, "drafter")
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def shape_of(config: dict, form: dict) -> str:
-    """The options that give a drafter of this shape."""
-    given = {
-        "layers": config["num_hidden_layers"],
-        "intermediate": config["intermediate_size"],
-        "kv-heads": config["num_key_value_heads"],
-        "gamma": form["gamma"] or config["block_size"] / 2,
-    }
-    return " ".join(f"--{name} {value:g}" for name, value in given.items())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from data import Corpus, Stream, load_tokenizer, write_atomically
 from draft_export import export_draft
-from draft_texts import write_texts
+from draft_texts import OUTPUT, TEMPERATURES, write_texts
 from manifest import manifest
 from model import ModelConfig, TrainableQwen3
 from optim import export_state, import_state, make_optimizers
@@ -41,6 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--stdlib", type=Path, default=stdlib_root(), help="the standard library the target was trained on")
     add("--minutes", type=float, default=40, help="of training")
     add("--texts", type=int, default=3000, help="written by the target to learn from")
+    add("--text-tokens", type=int, default=OUTPUT, help="most tokens of such a text")
+    add("--temperatures", type=float, nargs="+", default=TEMPERATURES, help="one is drawn for each text")
     add("--windows", type=int, default=3000, help="of the target's training stream to learn from")
     add("--probes", type=int, default=96, help="written after held-out files, to measure on")
     add(

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+from collections.abc import Sequence
 
 from data import Corpus, write_atomically
 from report import Report
@@ -11,8 +12,8 @@ from tokenizer import chat_prompt
 from speculon import LLM, SamplingParams
 from speculon.demo import corpus
 
-PROMPT, OUTPUT, GRAM = 256, 160, 16  # tokens
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+PROMPT, OUTPUT, GRAM = 256, 160, 16  # tokens; OUTPUT is the default of --text-tokens
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # one is drawn for each text
 BATCH = 48
 
 
@@ -28,7 +29,14 @@ def write_texts(args: argparse.Namespace, data: Corpus, report: Report) -> None:
     names = corpus.stdlib_files(args.stdlib, held_out=True)
     held = [llm.tokenizer.encode(text) for name in names if (text := corpus.read_source(name, args.stdlib))]
     made = {
-        "written": write_after(llm, [beginning(rng, data) for _ in range(args.texts)], rng, report),
+        "written": write_after(
+            llm,
+            [beginning(rng, data) for _ in range(args.texts)],
+            rng,
+            report,
+            args.temperatures,
+            args.text_tokens,
+        ),
         "greedy": write_after(
             llm, [cut(rng, rng.choice(held)) for _ in range(args.probes)], rng, report, (0.0,)
         ),
@@ -60,14 +68,15 @@ def write_after(
     prompts: list[list[int]],
     rng: random.Random,
     report: Report,
-    temperatures: tuple[float, ...] = TEMPERATURES,
+    temperatures: Sequence[float],
+    tokens: int = OUTPUT,
 ) -> list[tuple[int, list[int]]]:
     """(length of the prompt, prompt and answer) of each, up to where the answer begins to repeat itself."""
     texts: list[tuple[int, list[int]]] = []
     for first in range(0, len(prompts), BATCH):
         some = prompts[first : first + BATCH]
         params = [
-            SamplingParams(temperature=rng.choice(temperatures), max_tokens=OUTPUT, seed=rng.randrange(2**32))
+            SamplingParams(temperature=rng.choice(temperatures), max_tokens=tokens, seed=rng.randrange(2**32))
             for _ in some
         ]
         outputs = llm.generate(some, params, speculation={"method": "off"})

@@ -10,11 +10,11 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from data import Corpus, load_tokenizer, write_atomically
-from draft_texts import write_texts
+from draft_texts import OUTPUT, TEMPERATURES, write_texts
 from eagle3_card import finish
 from report import Report
 
@@ -34,7 +34,9 @@ OPTIONS = {
 }
 
 
-def parse_arguments(about: str, work: str) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(
+    about: str, work: str, defaults: Mapping[str, object]
+) -> tuple[argparse.Namespace, list[str]]:
     """The command line; what it does not know is handed to `speculon train`."""
     parser = argparse.ArgumentParser(description=about)
     add = parser.add_argument
@@ -55,9 +57,12 @@ def parse_arguments(about: str, work: str) -> tuple[argparse.Namespace, list[str
     )
     add("--minutes", type=float, default=45, help="of training")
     add("--texts", type=int, default=3000, help="written by the target to learn from")
+    add("--text-tokens", type=int, default=OUTPUT, help="most tokens of such a text")
+    add("--temperatures", type=float, nargs="+", default=TEMPERATURES, help="one is drawn for each text")
     add("--probes", type=int, default=96, help="written after held-out files, to measure on")
     add("--file-tokens", type=int, default=400_000, help="of training files beside them")
     add("--seed", type=int, default=0)
+    parser.set_defaults(**defaults)
     return parser.parse_known_args()
 
 
@@ -75,7 +80,8 @@ def lay_out(args: argparse.Namespace) -> tuple[Path, Path, int]:
     write_lines(learn / "written.jsonl", [{"tokens": ids, "prompt_tokens": n} for n, ids in texts["written"]])
     write_lines(held / "written.jsonl", [{"tokens": ids, "prompt_tokens": n} for n, ids in texts["greedy"]])
     files = some_files(data, args.file_tokens, args.seed)
-    write_lines(learn / "files.jsonl", [{"tokens": ids} for ids in files])
+    if files:
+        write_lines(learn / "files.jsonl", [{"tokens": ids} for ids in files])
     return learn, held, sum(map(len, files))
 
 
@@ -95,10 +101,17 @@ def write_lines(file: Path, records: list[dict]) -> None:
 
 
 def train(
-    method: str, own: dict[str, object], about: str, finish: Callable[[argparse.Namespace, int], None]
+    method: str,
+    own: Mapping[str, object],
+    about: str,
+    finish: Callable[[argparse.Namespace, int], None],
+    texts: Mapping[str, object],
 ) -> None:
-    """Lays out the data, runs `speculon train METHOD` with the options `own`, and writes the card."""
-    args, more = parse_arguments(about, f"build/{method}")
+    """Lays out the data, runs `speculon train METHOD` with the options `own`, and writes the card.
+
+    `texts` are this drafter's defaults of the recipe's own options.
+    """
+    args, more = parse_arguments(about, f"build/{method}", texts)
     learn, held, file_tokens = lay_out(args)
     options = {
         **own,
@@ -118,4 +131,4 @@ def train(
 
 
 if __name__ == "__main__":
-    train("eagle3", OPTIONS, __doc__, finish)
+    train("eagle3", OPTIONS, __doc__, finish, {})

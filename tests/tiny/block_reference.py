@@ -86,16 +86,21 @@ def spark_loss(
     head: Tensor,
     tensors: Tensors,
     gamma: float,
+    soft: bool,
     confidence: float,
 ) -> Tensor:
-    """As `flash_loss`, with 0.1 CE + 0.9 TV + c BCE; row k drafts n + 1 + k after the text's token n + k."""
+    """As `flash_loss`, with KL or 0.1 CE + 0.9 TV, + c BCE; row k drafts n + 1 + k after the text's n + k."""
     total = weight = torch.zeros(())
     for (row, anchor), block in states.items():
+        state = torch.zeros(tensors["markov_head.markov_w1.weight"].shape[1])
         for k in drafts_of(batch.weights[row].tolist(), anchor, len(block)):
             e = tensors["markov_head.markov_w1.weight"][batch.ids[row, anchor + k]]
-            q = (head @ block[k] + tensors["markov_head.markov_w2.weight"] @ e).softmax(-1)
-            distance = (batch.p[row, anchor + k] - q).abs().sum() / 2
-            each = 0.9 * distance - 0.1 * q[batch.ids[row, anchor + k + 1]].log()
+            latent, state = markov_latent(tensors, e, block[k], state)
+            q = (head @ block[k] + tensors["markov_head.markov_w2.weight"] @ latent).softmax(-1)
+            p = batch.p[row, anchor + k]
+            distance = (p - q).abs().sum() / 2
+            tv = 0.9 * distance - 0.1 * q[batch.ids[row, anchor + k + 1]].log()
+            each = (p * (p.log() - q.log())).sum() if soft else tv
             if confidence:
                 read, bias = (tensors[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
                 sure, accepted = (read @ torch.cat([block[k], e]) + bias).sigmoid(), 1 - distance.detach()
@@ -104,3 +109,16 @@ def spark_loss(
             w = batch.weights[row, anchor + k] * math.exp(-k / gamma)
             total, weight = total + w * each, weight + w
     return total / weight
+
+
+def markov_latent(tensors: Tensors, e: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What w2 reads, and the next state, by which tensors there are."""
+    at = "markov_head."
+    if f"{at}gate_proj.weight" in tensors:
+        gate = tensors[f"{at}gate_proj.weight"] @ torch.cat([h, e]) + tensors[f"{at}gate_proj.bias"]
+        return gate.sigmoid() * e, state
+    if f"{at}joint_proj.weight" in tensors:
+        joint = tensors[f"{at}joint_proj.weight"] @ torch.cat([state, e, h]) + tensors[f"{at}joint_proj.bias"]
+        g, c, o = joint.chunk(3)
+        return o.tanh(), g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh()
+    return e, state

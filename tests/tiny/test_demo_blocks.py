@@ -10,7 +10,7 @@ from speculon import LLM
 from speculon.bench import workloads
 from speculon.bench.measure import loops
 
-BLOCKS, FEWEST = "demo-dflash", 1.5
+BLOCKS, FEWEST = "demo-dflash", 2.2
 
 
 def tokens_per_call(llm: LLM) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from speculon.errors import InvalidParameter
 from speculon.train import block_network, trainer
 from speculon.train.block_drafter import Blocks, DFlashDrafter, draw_blocks
+from speculon.train.block_heads import RecurrentMarkovHead
 from speculon.train.data import Rows
 from speculon.train.dataset import Dataset
 from speculon.train.dflash import DFlashTraining, DSparkTraining
@@ -31,6 +32,8 @@ FORMS = [
     pytest.param("dflash", {"kv_heads": 1, "intermediate": 24, "taps": "0,1"}, id="dflash, other shape"),
     pytest.param("dspark", {"markov_rank": 5}, id="dspark"),
     pytest.param("dspark", {"markov_rank": 3, "confidence": 0}, id="dspark without confidence"),
+    pytest.param("dspark", {"markov_rank": 5, "markov_head": "gated"}, id="dspark, gated"),
+    pytest.param("dspark", {"markov_rank": 5, "markov_head": "rnn", "loss": "kl"}, id="dspark, rnn, kl"),
 ]
 
 
@@ -108,7 +111,8 @@ def compare_with_the_formulas(world: Path, name: str, form: dict[str, Any], fold
     if name == "dflash":
         expected = flash_loss(states, batch, head, gamma, method.settings.loss == "kl")
     else:
-        expected = spark_loss(states, batch, head, tensors, gamma, method.settings.confidence)
+        soft = method.settings.loss == "kl"
+        expected = spark_loss(states, batch, head, tensors, gamma, soft, method.settings.confidence)
     loss = drafter.loss(batch)
     torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-4)
     slow = torch.autograd.grad(expected, list(tensors.values()), allow_unused=True)
@@ -162,6 +166,19 @@ def test_a_block_that_sees_its_anchors_taps_is_found(
     monkeypatch.setattr(block_network, "attend", lambda *given: seen(*given[:-1], given[-1] + 1))
     with pytest.raises((AssertionError, RuntimeError)):
         compare_with_the_formulas(world, "dflash", {}, tmp_path)
+
+
+def test_a_recurrent_head_that_forgets_is_found(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(head: RecurrentMarkovHead, tokens: Tensor, hidden: Tensor) -> Tensor:
+        rows = range(tokens.shape[-1])
+        return torch.cat([forward(head, tokens[..., i : i + 1], hidden[..., i : i + 1, :]) for i in rows], -2)
+
+    forward = RecurrentMarkovHead.forward
+    monkeypatch.setattr(RecurrentMarkovHead, "forward", forgetful)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_the_formulas(world, "dspark", {"markov_head": "rnn"}, tmp_path)
 
 
 def test_chunks_of_anchors_change_nothing(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from speculon.train.block_heads import ConfidenceHead, MarkovHead
 from speculon.train.block_network import BlockForm, BlockNetwork
 from speculon.train.losses import TINY, cross_entropy, kl
 from speculon.train.teacher import Batch
@@ -83,51 +84,35 @@ class DFlashDrafter(BlockNetwork):
         return F.linear(hidden, self.head)
 
 
-class MarkovHead(nn.Module):
-    """A bias of the logits by the token before, of low rank."""
-
-    def __init__(self, vocab_size: int, rank: int):
-        super().__init__()
-        self.markov_w1, self.markov_w2 = (
-            nn.Embedding(vocab_size, rank),
-            nn.Linear(rank, vocab_size, bias=False),
-        )
-
-
-class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted, from its state and the token before."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class DSparkDrafter(DFlashDrafter):
-    """A block drafter whose logits know the token before, and which predicts its own acceptance."""
+    """A block drafter whose logits know the drafts before, and which predicts its own acceptance."""
 
-    def __init__(self, form: BlockForm, anchors: int, gamma: float, rank: int, confidence: float):
-        super().__init__(form, anchors, gamma, soft=True)
-        self.confidence = confidence
-        self.markov_head = MarkovHead(form.vocab_size, rank)
-        self.confidence_head = ConfidenceHead(form.hidden + rank) if confidence else None
+    def __init__(
+        self, form: BlockForm, anchors: int, gamma: float, soft: bool, markov: MarkovHead, confidence: float
+    ):
+        super().__init__(form, anchors, gamma, soft)
+        self.confidence, self.markov_head = confidence, markov
+        width = form.hidden + markov.markov_w1.embedding_dim
+        self.confidence_head = ConfidenceHead(width) if confidence else None
 
     @torch.no_grad()
     def start_from(self, embed: Tensor, norm: Tensor | None, head: Tensor) -> None:
-        """No bias at first."""
         super().start_from(embed, norm, head)
-        nn.init.zeros_(self.markov_head.markov_w2.weight)
+        self.markov_head.start_from(embed, head)
 
     def loss(self, batch: Batch) -> Tensor:
-        """0.1 CE + 0.9 TV(p, q) + c BCE(confidence, 1 - TV), weighted like DFlash's.
+        """KL(p || q), or 0.1 CE + 0.9 TV(p, q), weighted like DFlash's; and c BCE(confidence, 1 - TV).
 
         The token before each draft is the text's own, as if all earlier drafts were right.
         """
         blocks, weights = self._drawn(batch)
         hidden = self(batch.ids, batch.taps, blocks.anchors)
-        logits, p = self._logits(hidden, batch, blocks).float(), blocks.of(batch.p).float()
-        distance = 0.5 * (p - logits.softmax(-1)).abs().sum(-1)  # [B, A, K]
-        ce = F.cross_entropy(logits.flatten(0, 2), next_tokens(batch, blocks).flatten(), reduction="none")
-        each = CE * ce.view_as(distance) + TV * distance
+        p, log_q = blocks.of(batch.p).float(), self._logits(hidden, batch, blocks).float().log_softmax(-1)
+        distance = 0.5 * (p - log_q.exp()).abs().sum(-1)  # [B, A, K]
+        if self.soft:
+            each = -(p * log_q).sum(-1) - blocks.of(batch.entropy)
+        else:
+            each = TV * distance - CE * log_q.gather(-1, next_tokens(batch, blocks)[..., None]).squeeze(-1)
         if self.confidence_head is not None:
             before = self.markov_head.markov_w1(blocks.of(batch.ids))
             accepted = self.confidence_head.proj(torch.cat([hidden, before], -1)).float().squeeze(-1)
@@ -137,7 +122,7 @@ class DSparkDrafter(DFlashDrafter):
 
     def _logits(self, hidden: Tensor, batch: Batch, blocks: Blocks) -> Tensor:
         head = self.markov_head
-        return F.linear(hidden, self.head) + head.markov_w2(head.markov_w1(blocks.of(batch.ids)))
+        return F.linear(hidden, self.head) + head.markov_w2(head(blocks.of(batch.ids), hidden))
 
 
 def next_tokens(batch: Batch, blocks: Blocks) -> Tensor:

@@ -43,7 +43,7 @@ def spark_config(drafter: DSparkDrafter) -> dict[str, Any]:
         "target_layer_ids": list(form.taps),
         "num_anchors": drafter.anchors,
         "markov_rank": drafter.markov_head.markov_w1.embedding_dim,
-        "markov_head_type": "vanilla",
+        "markov_head_type": drafter.markov_head.markov_type,
         "enable_confidence_head": drafter.confidence_head is not None,
         "confidence_head_with_markov": drafter.confidence_head is not None,
     }

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.block_drafter import DFlashDrafter, DSparkDrafter
 from speculon.train.block_export import write_block_drafter
+from speculon.train.block_heads import MARKOV_HEADS
 from speculon.train.block_network import BlockForm
 from speculon.train.data import Rows
 from speculon.train.eagle3 import attention_heads
@@ -67,10 +68,9 @@ class DSparkTraining(BlockTraining[SparkSettings]):
         """As of `DFlashTraining`; the anchor's row drafts too, and the Markov head has no effect at first."""
         settings = self.settings
         form = block_form(settings, teacher, from_anchor=True)
-        rank, confidence = settings.markov_rank, settings.confidence
-        return started(
-            DSparkDrafter(form, settings.anchors, settings.decay_length, rank, confidence), teacher
-        )
+        markov = MARKOV_HEADS[settings.markov_head](form.vocab_size, form.hidden, settings.markov_rank)
+        soft, gamma, confidence = settings.loss == "kl", settings.decay_length, settings.confidence
+        return started(DSparkDrafter(form, settings.anchors, gamma, soft, markov, confidence), teacher)
 
     def write(self, drafter: DSparkDrafter, teacher: Teacher, target: str, folder: Path) -> None:
         write_block_drafter(drafter, teacher, folder)

@@ -188,7 +188,14 @@ class SparkSettings(BlockShape):
     """A DSpark block drafter."""
 
     block: int = Field(7, ge=2, le=64, description="rows of a block: the last token, then masks")
-    markov_rank: int = Field(256, ge=1, description="rank of the bias by the token before")
+    loss: Literal["tv", "kl"] = Field(
+        "tv", description="learn by total variation and cross entropy (tv), or by divergence (kl)"
+    )
+    markov_head: Literal["vanilla", "gated", "rnn"] = Field(
+        "vanilla",
+        description="the bias is by the token before (vanilla, gated), or by all drafts before (rnn)",
+    )
+    markov_rank: int = Field(256, ge=1, description="rank of this bias")
     confidence: float = Field(
         1.0, ge=0, description="loss weight of the confidence head; 0: without such a head"
     )
