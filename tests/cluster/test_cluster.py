@@ -109,7 +109,7 @@ def its_engine() -> int:
         pytest.param(its_engine, signal.SIGKILL, id="engine ends"),
         pytest.param(a_replica, signal.SIGKILL, id="replica ends"),
         pytest.param(its_engine, signal.SIGSTOP, id="engine hangs"),
-        pytest.param(a_replica, signal.SIGSTOP, id="replica hangs"),
+        pytest.param(a_replica, signal.SIGSTOP, id="replica hangs", marks=pytest.mark.long),
     ],
 )
 def test_streams_survive(

@@ -25,6 +25,7 @@ from tests.cluster.load import Case, under_load
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
 FILE, SCALED, AUTOSCALED = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))
 BIN = Path(sys.executable).parent
+pytestmark = pytest.mark.long
 
 
 class Head(Cluster):
