@@ -72,7 +72,9 @@ clients: $(CLIENTS)/.ready ## foreign clients (litellm, langchain, ...) against 
 
 $(CLUSTER)/.ready: $(STAMP)
 	$(PYTHON) -m venv $(CLUSTER)
-	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
+	@# torch and what else is the same there
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	  $$($(CLUSTER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth
 	$(CLUSTER)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[ray]' pytest pytest-timeout openai
 	@touch $@
 

@@ -31,6 +31,12 @@ SINGLE, CLUSTER, TWO = (
     "speculon serve --replicas 1",
     "speculon serve --replicas 2",
 )
+FAST = f"{CLUSTER}, faster paths"  # of Ray, which are off by default
+FASTER = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
 COMMAND = "python -m recipes.cluster.measure"
 REQUESTS, TOKENS = 30, 150
 USERS, TURNS, TURN, ANSWER = 20, 10, 64, 16
@@ -43,8 +49,9 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"command": COMMAND, "commit": commit(), "machine": machine()}
-    with servers(SINGLE, CLUSTER) as (single, cluster):
-        found["overhead"] = overhead({SINGLE: single, CLUSTER: cluster}, args.rounds)
+    compared = (SINGLE, CLUSTER, FAST)
+    with servers(*compared) as made:
+        found["overhead"] = overhead(dict(zip(compared, made, strict=True)), args.rounds)
     print(json.dumps(found["overhead"]), flush=True)
     found["hits"] = hits()
     (args.out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -58,8 +65,9 @@ def servers(*commands: str) -> Iterator[list[Server]]:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = []
         for i, command in enumerate(commands):
-            flags = FLAGS + command.split()[2:]
-            made.append(stack.enter_context(Server(*flags, log=logs / f"{i}.log")))
+            flags = FLAGS + command.partition(",")[0].split()[2:]
+            env = os.environ | (FASTER if command == FAST else {})
+            made.append(stack.enter_context(Server(*flags, log=logs / f"{i}.log", env=env)))
         yield made
 
 
@@ -181,8 +189,10 @@ def as_text(found: dict[str, Any]) -> str:
     lines += [
         f"| {name} | " + " | ".join(f"{ms:.2f}" for ms in row.values()) + " |" for name, row in costs.items()
     ]
-    differences = [costs[CLUSTER][key] - costs[SINGLE][key] for key in costs[SINGLE]]
-    lines += ["| difference | " + " | ".join(f"{ms:.2f}" for ms in differences) + " |", ""]
+    for name in (CLUSTER, FAST):
+        more = [costs[name][key] - costs[SINGLE][key] for key in costs[SINGLE]]
+        lines += [f"| {name}: more | " + " | ".join(f"{ms:.2f}" for ms in more) + " |"]
+    lines += [""]
     lines += ["| | prefix hits |", "| --- | --- |"]
     lines += [f"| {name} | {share:.1%} |" for name, share in shares.items()]
     return "\n".join(lines) + "\n"

@@ -25,11 +25,11 @@ LISTENS = re.compile(r"listens on http://.*:(\d+)")
 class Server:
     """Ready inside `with`; ended in order at its end, which raises if the exit status is not 0."""
 
-    def __init__(self, *flags: str, log: Path):
+    def __init__(self, *flags: str, log: Path, env: dict[str, str] | None = None):
         self.log = log
         with log.open("w") as file:
             command = [sys.executable, "-m", "speculon.cli", "serve", "--port", "0", *flags]
-            self.process = subprocess.Popen(command, stderr=file)
+            self.process = subprocess.Popen(command, stderr=file, env=env)
         self.port = 0
 
     def __enter__(self) -> Self:

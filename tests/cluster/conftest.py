@@ -1,4 +1,4 @@
-"""A Ray of this machine alone, and the cluster's application on it."""
+"""A Ray of this machine alone, the application on it, and texts of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ import ray
 from ray import serve
 
 from speculon.cluster import app
+from tests.cluster.load import Case, cases
 
 SETTINGS: dict[str, Any] = {"model": "demo", "threads": 1, "cpus": 0.5, "num_blocks": 1024}
 SETTINGS["batch_invariant"] = True  # a text alone and in any batch is the same, bit for bit
+SETTINGS["serve"] = {"engine_timeout": 8}
 NAME = "speculon"
 
 
@@ -87,10 +91,32 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def known() -> tuple[list[Case], list[Case]]:
+    """Short ones and long ones, both at once: a process writes 80 tokens a second."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        mixed, long = pool.submit(cases, 200, (4, 24)), pool.submit(cases, 16, (180, 240), 1)
+        return mixed.result(), long.result()
+
+
+@pytest.fixture(scope="session")
+def mixed(known: tuple[list[Case], list[Case]]) -> list[Case]:
+    return known[0]
+
+
+@pytest.fixture(scope="session")
+def long(known: tuple[list[Case], list[Case]]) -> list[Case]:
+    return known[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(known: object) -> Iterator[Cluster]:
+    port = free_port()
     ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})

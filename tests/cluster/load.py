@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -91,3 +94,24 @@ class Load:
 
     def check(self) -> None:
         assert self.done and not self.errors and not self.wrong, (self.done, self.errors, len(self.wrong))
+
+
+def under_load(url: str, known: list[Case], change: Callable[[], None]) -> Load:
+    """What clients see while `change` runs."""
+    load, stop = Load(url, known), threading.Event()
+
+    async def run() -> None:
+        ended = asyncio.Event()
+        task = asyncio.create_task(load.run(ended))
+        await asyncio.to_thread(stop.wait)
+        ended.set()
+        await task
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, run())
+        try:
+            change()
+        finally:
+            stop.set()
+        running.result()
+    return load

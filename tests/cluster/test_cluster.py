@@ -1,30 +1,18 @@
-"""Two replicas of the demo on one machine: the official client, kills, scaling, a rolling restart."""
+"""Two replicas of the demo on one machine: the official client, and processes that end or hang."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import openai
 import pytest
 
 from tests.cluster.conftest import Cluster, children, replica_processes, until
-from tests.cluster.load import Case, Load, cases, client, stream, whole
-
-
-@pytest.fixture(scope="session")
-def mixed() -> list[Case]:
-    return cases(200, (4, 24))
-
-
-@pytest.fixture(scope="session")
-def long() -> list[Case]:
-    return cases(16, (180, 240), seed=1)
+from tests.cluster.load import Case, client, stream, whole
 
 
 def test_the_official_client_streams_and_chats(cluster: Cluster, mixed: list[Case]) -> None:
@@ -85,8 +73,10 @@ def test_a_client_that_leaves_ends_its_request(cluster: Cluster, long: list[Case
     until(lambda: open_requests() == 0, 5)
 
 
-def kill_below(cluster: Cluster, long: list[Case], victim: Callable[[], int]) -> tuple[list[str], int]:
-    """The texts of 16 streams, of which a process is killed in the middle; how often a stream moved."""
+def disturbed(
+    cluster: Cluster, long: list[Case], victim: Callable[[], int], number: signal.Signals
+) -> tuple[list[str], int]:
+    """The texts of 16 streams, in the middle of which a process gets a signal; how often a stream moved."""
     before = sum(cluster.metric("speculon_requests_moved_total").values())
     chunks: list[list[str]] = [[] for _ in long]
 
@@ -98,74 +88,40 @@ def kill_below(cluster: Cluster, long: list[Case], victim: Callable[[], int]) ->
             while not all(len(part) >= 3 for part in chunks):
                 await asyncio.sleep(0.01)
             assert not any(task.done() for task in tasks), "in the middle of all of them"
-            os.kill(victim(), signal.SIGKILL)
+            os.kill(victim(), number)
             return await asyncio.gather(*tasks)
 
     texts = asyncio.run(run())
     return texts, int(sum(cluster.metric("speculon_requests_moved_total").values()) - before)
 
 
+def a_replica() -> int:
+    return replica_processes()[0]
+
+
+def its_engine() -> int:
+    return children(a_replica())[0]
+
+
 @pytest.mark.parametrize(
-    "victim",
+    ("victim", "number"),
     [
-        pytest.param(lambda: children(replica_processes()[0])[0], id="engine"),
-        pytest.param(lambda: replica_processes()[0], id="replica"),
+        pytest.param(its_engine, signal.SIGKILL, id="engine ends"),
+        pytest.param(a_replica, signal.SIGKILL, id="replica ends"),
+        pytest.param(its_engine, signal.SIGSTOP, id="engine hangs"),
+        pytest.param(a_replica, signal.SIGSTOP, id="replica hangs", marks=pytest.mark.long),
     ],
 )
-def test_streams_survive_a_kill(cluster: Cluster, long: list[Case], victim: Callable[[], int]) -> None:
+def test_streams_survive(
+    cluster: Cluster, long: list[Case], victim: Callable[[], int], number: signal.Signals
+) -> None:
     old = set(replica_processes())
-    texts, moved = kill_below(cluster, long, victim)
+    texts, moved = disturbed(cluster, long, victim, number)
     assert texts == [case.text for case in long], "nothing is lost, nothing is doubled"
     assert 0 < moved < len(long), "some were on the other replica"
     seconds = until(lambda: cluster.running() == 2 and set(replica_processes()) != old, 60)
     until(lambda: len(cluster.metric("speculon_engine_restarts_total")) == 2, 10)
     print(f"the replica is back after {seconds:.1f} s; {moved} streams moved")
-
-
-def under_load(cluster: Cluster, known: list[Case], change: Callable[[], None]) -> Load:
-    """What clients see while `change` runs."""
-    load, stop = Load(cluster.url, known), threading.Event()
-
-    async def run() -> None:
-        ended = asyncio.Event()
-        task = asyncio.create_task(load.run(ended))
-        await asyncio.to_thread(stop.wait)
-        ended.set()
-        await task
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(asyncio.run, run())
-        try:
-            change()
-        finally:
-            stop.set()
-        running.result()
-    return load
-
-
-def test_scaling_under_load_costs_no_request(cluster: Cluster, mixed: list[Case]) -> None:
-    def change() -> None:
-        for replicas in (1, 3, 1):
-            cluster.deploy(replicas=replicas)
-            until(lambda n=replicas: cluster.replicas() == {"RUNNING": n})
-            until(lambda n=replicas: sum(cluster.metric("speculon_replicas").values()) == n, 10)
-
-    load = under_load(cluster, mixed, change)
-    load.check()
-    print(f"{load.done} requests, no error")
-
-
-def test_a_rolling_restart_costs_no_request(cluster: Cluster, mixed: list[Case]) -> None:
-    cluster.deploy(replicas=2)
-    old = set(replica_processes())
-
-    def change() -> None:
-        cluster.deploy(replicas=2, max_num_seqs=16)
-        until(lambda: cluster.replicas() == {"RUNNING": 2} and not old & set(replica_processes()))
-
-    load = under_load(cluster, mixed, change)
-    load.check()
-    print(f"{load.done} requests, no error")
 
 
 def test_metrics_of_all_replicas_are_in_one_scrape(cluster: Cluster) -> None:

@@ -84,7 +84,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_the_file_of_the_document_builds() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    block = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
     (application,) = yaml.safe_load(block)["applications"]
     assert application["import_path"] == "speculon.cluster:app"
     made = app({**application["args"], "state": None})

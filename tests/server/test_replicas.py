@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from random import Random
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class Local:
         self._step, self._settings = step_seconds, {**SETTINGS, **settings}
         self.replicas = {name: self._new(name) for name in "abcdef"[:count]}
         self.sent: list[Add] = []
+        self.forgotten: list[tuple[str, str | None]] = []
 
     def _new(self, name: str) -> Replica:
         return Replica(name, self._settings, lambda settings: ThreadEngine(settings, step_seconds=self._step))
@@ -67,8 +69,10 @@ class Local:
         for replica in self.replicas.values():
             replica.abort(request_ids)
 
-    async def forget_pools(self, tenant: str, pool: str | None) -> int:
-        return max([await replica.forget_pools(tenant, pool) for replica in self.replicas.values()])
+    async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int:
+        counts = [await one.forget_pools(tenant, pool, only) for one in self.replicas.values()]
+        self.forgotten += [(name, pool) for name in self.replicas if only in (None, name)]
+        return max(counts)
 
 
 def run(test: Callable[[ReplicatedEngine, Local], Awaitable[None]], **options: Any) -> None:
@@ -253,3 +257,36 @@ def test_an_unhealthy_replica_says_so() -> None:
         await local.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("age", [pytest.param(None, id="its own"), pytest.param(-9.0, id="planted")])
+def test_a_pool_deleted_while_a_replica_starts_is_deleted_there(age: float | None) -> None:
+    async def test(engine: ReplicatedEngine, local: Local) -> None:
+        starting = local._new("b")  # it has read what "a" had kept
+        await engine.forget_pools("", "me")
+        if age is not None:
+            starting._began = monotonic() - age
+        await starting.start()
+        local.replicas["b"] = starting
+        while "b" not in engine.replicas:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.6)
+        again = [("b", "me")] if age is None else []
+        assert local.forgotten == [("a", "me"), *again], "once, and not where it was deleted already"
+
+    run(test, count=1)
+
+
+def test_a_health_check_moves_the_requests_of_an_engine_that_hangs() -> None:
+    async def test(engine: ReplicatedEngine, local: Local) -> None:
+        writing = asyncio.create_task(text(engine, add()))
+        await asyncio.sleep(2.0)
+        local._step = 0.004
+        await local.start("b")
+        await asyncio.sleep(0.6)
+        assert not writing.done() and local.sent[-1].written is None, "without the check it stays so"
+        with pytest.raises(NotReady, match="has not answered"):
+            local.replicas["a"].check_health()
+        assert await writing == TEXT and len(local.sent) == 2
+
+    run(test, count=1, step_seconds=4.0, serve={"engine_timeout": 1})

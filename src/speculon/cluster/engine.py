@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, Protocol
 
 from speculon.cluster.messages import FromReplica, ReplicaLost, ReplicaStatistics, Taken, pool_of
@@ -24,6 +26,7 @@ from speculon.telemetry import EngineCounters
 POLL_SECONDS = 0.5  # between two looks at the replicas
 # guesses: how often a request is sent before a replica has admitted it, and the pause between
 MOST_TRIES, RETRY_SECONDS = 20, 0.25
+MOST_DELETIONS, LATE_SECONDS = 4096, 5.0  # kept for replicas that start; by how much statistics may be late
 
 log = logging.getLogger("speculon")
 
@@ -43,7 +46,7 @@ class Replicas(Protocol):
         ...
 
     async def abort(self, request_ids: list[str]) -> None: ...
-    async def forget_pools(self, tenant: str, pool: str | None) -> int: ...
+    async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int: ...
 
 
 class ReplicatedEngine:
@@ -65,6 +68,9 @@ class ReplicatedEngine:
         self._sending: set[asyncio.Task[None]] = set()
         self._polling: asyncio.Task[None] | None = None
         self.replicas: dict[str, ReplicaStatistics] = {}
+        self._seen: set[str] = set()  # every replica that has served
+        # when, whose and which: a replica that started before may have read the answers from another's folder
+        self._deletions: deque[tuple[float, str, str | None]] = deque(maxlen=MOST_DELETIONS)
         self.resumed = 0  # requests that another replica continued
         self.draining = False
         self.error: SpeculonError | None = None
@@ -167,7 +173,10 @@ class ReplicatedEngine:
 
     async def forget_pools(self, tenant: str, pool: str | None) -> int:
         """Deletes earlier answers on every replica; returns how many pools there were, a copy counts once."""
-        return await self._replicas.forget_pools(tenant, pool)
+        try:
+            return await self._replicas.forget_pools(tenant, pool)
+        finally:
+            self._deletions.append((monotonic(), tenant, pool))
 
     async def stop(self) -> None:
         """The replicas stay; running requests are lost."""
@@ -245,12 +254,24 @@ class ReplicatedEngine:
     async def _poll(self) -> None:
         while self.alive:
             try:
-                self._note(await self._replicas.statistics())
+                found = await self._replicas.statistics()
+                await self._repeat_deletions(found)
+                self._note(found)
             except TimeoutError:
                 log.warning("a replica does not answer; its figures are old")
             except SpeculonError:
                 self._note([])
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _repeat_deletions(self, found: list[ReplicaStatistics]) -> None:
+        """On replicas that started before them, and serve since."""
+        for one in found:
+            if one.replica not in self._seen:
+                started = monotonic() - one.age - LATE_SECONDS
+                for at, tenant, pool in [*self._deletions]:
+                    if at >= started:
+                        await self._replicas.forget_pools(tenant, pool, one.replica)
+                self._seen.add(one.replica)
 
     def _note(self, found: list[ReplicaStatistics]) -> None:
         self.replicas = {one.replica: one for one in found}

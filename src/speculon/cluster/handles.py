@@ -43,8 +43,8 @@ class ServeReplicas:
     async def abort(self, request_ids: list[str]) -> None:
         await self._broadcast("abort", request_ids)
 
-    async def forget_pools(self, tenant: str, pool: str | None) -> int:
-        found = await self._broadcast("forget_pools", tenant, pool)
+    async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int:
+        found = await self._broadcast("forget_pools", tenant, pool, only)
         return max((count for count in found if isinstance(count, int)), default=0)
 
     async def _broadcast(self, method: str, *args: Any) -> list[Any]:

@@ -25,6 +25,7 @@ class ReplicaStatistics:
     facts: Ready
     counters: EngineCounters
     load: Load
+    age: float  # seconds since it read what others have kept
     costs: dict[int, float] = field(default_factory=dict)  # sequences -> ms of a plain step
     restarts: int = 0
     resumed: int = 0

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from filelock import FileLock
@@ -26,7 +27,7 @@ class Replica:
     def __init__(
         self, name: str, settings: dict[str, Any], make: Callable[[dict[str, Any]], AsyncEngine] = AsyncEngine
     ):
-        self.name = name
+        self.name, self._began = name, monotonic()
         # a fault of the engine is the end of the replica, and others continue its requests
         settings = {**settings, "serve": {**settings.get("serve", {}), "restart_engine": False}}
         self._lock: FileLock | None = None
@@ -68,8 +69,10 @@ class Replica:
         for request_id in request_ids:
             self._engine.abort(request_id)
 
-    async def forget_pools(self, tenant: str, pool: str | None) -> int:
-        """Here, and in the folders of replicas that have ended."""
+    async def forget_pools(self, tenant: str, pool: str | None, only: str | None = None) -> int:
+        """Here, and in the folders of replicas that have ended; nothing where `only` another is meant."""
+        if only not in (None, self.name):
+            return 0
         count = await self._engine.forget_pools(tenant, pool)
         if self._folder is None:
             return count
@@ -85,6 +88,7 @@ class Replica:
             engine.facts,
             engine.counters,
             engine.load,
+            monotonic() - self._began,
             engine.costs,
             open_requests=engine.open_requests,
         )

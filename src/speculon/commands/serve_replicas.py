@@ -24,6 +24,7 @@ def own_ray() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # without a cluster of machines its ports are on 127.0.0.1
         "RAY_memory_monitor_refresh_ms": "0",  # else it ends an engine for what other programs take
+        "RAY_worker_niceness": "0",  # else engines run only where no other program wants the processor
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray keeps one in the home folder
     }
