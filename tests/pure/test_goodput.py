@@ -251,9 +251,9 @@ def drafted_after_a_full_batch() -> int:
 
 
 def test_lookups_are_asked_anew_when_the_batch_has_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafted_after_a_full_batch() > 20
+    assert drafted_after_a_full_batch() > 22
     monkeypatch.setattr(module.Running, "price", lambda *_: None)
-    assert drafted_after_a_full_batch() < 15, "without it they stay in back-off"
+    assert drafted_after_a_full_batch() < 18, "without it they stay in back-off"
 
 
 class Matched(SyntheticEnvironment):
