@@ -265,11 +265,11 @@ class Matched(SyntheticEnvironment):
         return Draft(fate, (method,) * k, match=20 if long else 2)
 
 
-def test_drafts_of_long_and_short_matches_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_long_and_short_matches_are_learned_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup = SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)
-    apart = run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
+    separate = run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
     monkeypatch.setattr(module, "MATCHES", ())
-    assert apart > 1.05 * run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
+    assert separate > 1.05 * run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
 
 
 class Gaps(SyntheticEnvironment):
