@@ -39,7 +39,7 @@ from speculon.checkpoints.locate import SHIPPED
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
-OPTIONS = "engines modes workloads concurrency prompts max_tokens repeats threads clock".split()
+OPTIONS = "engines modes workloads concurrency prompts groups max_tokens repeats threads clock".split()
 WALL, CPU = "wall", "cpu"  # seconds of a turn; CPU seconds are those of all threads of the worker
 CONTEXT, EOS = 2048, (2, 0)  # of the shipped checkpoint
 
@@ -74,6 +74,7 @@ def arguments() -> argparse.Namespace:
         "--concurrency", type=lambda text: [int(part) for part in listed(text)], default=[1, 8]
     )
     parser.add_argument("--prompts", type=int, default=8, help="of each workload")
+    parser.add_argument("--groups", type=int, help="at most so many groups of prompts in a cell")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--clock", choices=(WALL, CPU), default=WALL, help="cpu: where others use the cores")
@@ -131,13 +132,17 @@ def measure(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        turns = sum(1 + args.repeats * (args.prompts // count) for count in args.concurrency)
+        turns = sum(
+            1 + args.repeats * min(args.prompts // count, args.groups or args.prompts)
+            for count in args.concurrency
+        )
         task = progress.add_task("", total=turns * len(cases) * len(workers))
         for name, some in cases.items():
             for count in args.concurrency:
                 progress.update(task, description=f"{name} at {count}")
+                few = some[: args.groups * count] if args.groups else some
                 new, refusals = measure_cell(
-                    (name, count), workers, some, args.repeats, args.clock, lambda: progress.advance(task)
+                    (name, count), workers, few, args.repeats, args.clock, lambda: progress.advance(task)
                 )
                 if some[0].params.temperature == 1:
                     new = [

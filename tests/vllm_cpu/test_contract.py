@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import packages_distributions, requires, version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from speculon.vllm import Proposer
 from tests.documents import ROOT
@@ -115,6 +118,23 @@ def test_this_version_is_in_the_table() -> None:
     name, number = installed()
     tested = re.findall(r"^\| `(vllm[\w-]*)` ([\d.]+) \|", PAGE.read_text(encoding="utf-8"), re.M)
     assert (name, number) in tested, f"{name} {number} is not in the table of docs/vllm.md"
+
+
+def go_together(*lists: list[str]) -> bool:
+    """Whether one version of transformers satisfies all these lists of requirements."""
+    both = SpecifierSet()
+    for one in map(Requirement, chain(*lists)):
+        both &= one.specifier if one.name == "transformers" else SpecifierSet()
+    return any(end.version in both for end in both)  # a lower bound does where any version does
+
+
+def test_pip_cannot_resolve_an_extra() -> None:
+    """Where this fails, speculon may have an extra `vllm`, and docs/vllm.md has to say so."""
+    assert not go_together(requires("speculon") or [], requires(installed()[0]) or [])
+
+
+def test_requirements_that_go_together_are_found() -> None:
+    assert go_together(["transformers>=5.23,<6", "torch"], ["transformers<5.30,>=5.16.1"])
 
 
 def installed() -> tuple[str, str]:
