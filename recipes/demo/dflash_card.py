@@ -44,7 +44,7 @@ own distribution. Corpus, licence and held-out files are those of the target's c
 
 ## Make it again
 
-    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {asked:g}
+    python recipes/demo/dflash.py --target TARGET --stdlib STDLIB --out DRAFTER --minutes {limit:g}
 
 The options for learning were the recipe's own; `training.json` beside this file lists them.
 """
@@ -82,7 +82,7 @@ def finish(args: argparse.Namespace, files: int) -> None:
         seen=record["tokens_seen"],
         optimizer_steps=record["steps"],
         minutes=record["minutes"],
-        asked=settings["minutes"],
+        limit=settings["minutes"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = tidied(record, args.stdlib, files, "drafter")
