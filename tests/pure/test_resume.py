@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from speculon.config import RequestSpeculation, SamplingParams
+from speculon.config import RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.core import Finish, TokenLogprobs
 from speculon.engine.messages import Add
 from speculon.engine.output_queue import OutputQueue, Progress
@@ -17,9 +17,10 @@ SEEDED = {"seed": 7}
 LOGPROBS = (TokenLogprobs(3, -0.5, 1, ()),)
 
 
-def begun(acceptance: Any = None, default: Any = "auto", **params: Any) -> Progress:
-    """A request of which three tokens came."""
-    speculation = RequestSpeculation(acceptance=acceptance)
+def begun(acceptance: Any = None, default: Any = "auto", changed: Any = None, **params: Any) -> Progress:
+    """A request of which three tokens came; the default rule may have `changed` since the engine's start."""
+    defaults = None if changed is None else SpeculationConfig(acceptance=changed)
+    speculation = RequestSpeculation(acceptance=acceptance, defaults=defaults)
     progress = Progress(Add("r", [1], SamplingParams(**params), speculation), default)
     progress.note(Event("r", 0, (4, 5, 6)))
     return progress
@@ -36,6 +37,9 @@ def begun(acceptance: Any = None, default: Any = "auto", **params: Any) -> Progr
         ({**SEEDED, "acceptance": "block"}, False),
         ({**SEEDED, "default": "rejection"}, False),
         ({**SEEDED, "acceptance": "matching", "default": "block"}, True),
+        ({**SEEDED, "default": "matching", "changed": "block"}, False),
+        ({**SEEDED, "default": "block", "changed": "matching"}, True),
+        ({**SEEDED, "acceptance": "matching", "changed": "block"}, True),
         ({**GREEDY, "acceptance": "rejection"}, True),
     ],
 )

@@ -54,7 +54,7 @@ def check_that_defaults_of_requests_need_no_load(folder: Path) -> None:
                 return {}
             defaults = {} if found.defaults is None else found.defaults.model_dump(include=OF_REQUESTS)
             own = found.model_dump(exclude_none=True, exclude={"tenant", "defaults"})
-            return {**defaults, **own} if defaults else own
+            return {**defaults, **own}
 
         def changed(**changes: Any) -> int:
             """Loads so far."""

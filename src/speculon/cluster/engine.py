@@ -204,7 +204,7 @@ class ReplicatedEngine:
             del self._tasks[request_id]
 
     def _with_seed(self, add: Add) -> Add:
-        rule = (add.speculation.acceptance if add.speculation else None) or self._acceptance
+        rule = add.speculation.rule(self._acceptance) if add.speculation else self._acceptance
         if add.params.seed is not None or add.params.greedy or rule in ("rejection", "block"):
             return add
         return replace(add, params=add.params.model_copy(update={"seed": secrets.randbits(63)}))

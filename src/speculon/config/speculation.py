@@ -218,6 +218,10 @@ class RequestSpeculation(Checked):
         None, description="for fields that are not set, where they have changed since the engine's start"
     )
 
+    def rule(self, started: Acceptance) -> Acceptance:
+        """The rule of acceptance; `started` is that of the engine's start."""
+        return self.acceptance or (started if self.defaults is None else self.defaults.acceptance)
+
     @field_validator("prediction", mode="before")
     @classmethod
     def _text_or_ids(cls, value: Any) -> Any:

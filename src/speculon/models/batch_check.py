@@ -44,8 +44,8 @@ COMPANIES = (
 )
 
 
-# of the compared numbers of keys: rows, and the longest sequence's place in a block
-KEY_ROWS, KEY_STEP = 32, 9
+# of the compared numbers of keys: rows of a call, of all heads and calls, and the step between lengths
+KEY_ROWS, ALL_KEY_ROWS, KEY_STEP = 32, 640, 9
 
 
 class Attending(NamedTuple):
@@ -64,10 +64,11 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
     """
     generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
     rows = group * ceil_div(KEY_ROWS, group)
+    calls = ceil_div(ALL_KEY_ROWS, rows * spec.heads)
     sinks = None if plain else torch.randn(spec.heads * group, generator=generator).to(device, spec.dtype)
 
     def random(length: int, width: int) -> Tensor:
-        made = torch.randn(1, spec.heads, length, width, generator=generator)
+        made = torch.randn(calls, spec.heads, length, width, generator=generator)
         return made.to(device, spec.dtype)
 
     keys, values = random(2 * KEY_BLOCK, spec.k_dim), random(2 * KEY_BLOCK, spec.v_dim)

@@ -275,8 +275,10 @@ def trial_steps(loop: Loop, target: Target) -> list[Step]:
     return [one, few, several, many, some, *ends, *late, *early]
 
 
-def captured_loop(loop: Loop, target: Target) -> Captured:
-    """The loop as CUDA graphs. Raises `CannotReplace` where that fails."""
+def captured_loop(
+    loop: Loop, target: Target, same: Callable[[Tensor, Tensor], bool] | None = None
+) -> Captured:
+    """The loop as CUDA graphs; `same` compares its results. Raises `CannotReplace` where that fails."""
     trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
     steps = ((trial.batch, trial.view) for trial in trials)
-    return captured(loop, target, steps, RECORDERS[target.device.type](target.device))
+    return captured(loop, target, steps, RECORDERS[target.device.type](target.device), same)

@@ -42,7 +42,6 @@ from speculon.models.target import Run, Target, no_context
 ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
 PADDINGS = (
-    Padding(64, 1, 64),
     *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
     Padding(512, 16),
 )
@@ -106,7 +105,7 @@ class Invariance:
         self.switch(True)
         self.pieces.prompts = ()
         try:
-            self.runs[True] = made = captured_loop(self.target.run.loop, self.target)
+            self.runs[True] = made = captured_loop(self.target.run.loop, self.target, torch.equal)
         except CannotReplace as reason:
             raise CannotBeInvariant(str(reason)) from reason
         made.prompts_in_loop = self.prompts_apart

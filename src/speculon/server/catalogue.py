@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from speculon.config import EngineConfig
+from speculon.config import EngineConfig, SpeculationConfig
 from speculon.config.models import ModelSettingsFile, PoolSettings
 from speculon.config.models.merge import absences
 from speculon.errors import ConfigError
@@ -51,7 +51,8 @@ class Catalogue:
 
         Raises `ConfigError`.
         """
-        file, draft = self.file or self.writable, own.settings.get("speculation", {}).get("draft")
+        file, speculation = self.file or self.writable, own.settings.get("speculation") or {}
+        draft = speculation.draft if isinstance(speculation, SpeculationConfig) else speculation.get("draft")
         return self._read(file, name) if file is not None and absences(draft, file.methods) else own
 
     def _read(self, file: ModelSettingsFile, name: str) -> OfModel:

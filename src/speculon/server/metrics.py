@@ -155,7 +155,7 @@ class PoolCollector(Collector):
             seconds.add_metric([name], model.load_seconds)
             held.add_metric([name], model.held)
             for possible in MODEL_STATES:
-                state.add_metric([name, possible], float(model.state == possible))
+                state.add_metric([name, possible], float(model.shown_state == possible))
         yield from (seconds, held, state)
 
 

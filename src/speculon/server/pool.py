@@ -276,7 +276,7 @@ class ModelPool:
                 model.enter("unloaded")
             raise
         except Exception as error:
-            log.exception("%s: its share of the memory is unknown", model.name)
+            log.exception("%s: its settings or its share of the memory are unknown", model.name)
             await model.fail(EngineError(f"{type(error).__name__}: {error}"))
             raise (model.error or error) from None
         await model.load(settings)
