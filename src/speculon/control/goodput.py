@@ -46,6 +46,8 @@ LONGEST_GAP = 16  # rounds between two proposals of a lookup that finds nothing
 # rounds between two weighings of models while none pays: each takes 0.1 ms for 8 sequences and two models
 WEIGH_GAP = 2
 PROBE_SHARE = 0.005  # of all time, for single proposals of models out of use
+# judged drafts of a model before it is out of use: in scenes with two, 0 chose the worse one in 7 %, 4 in 0 %
+TRIED = 4
 # tokens of a match from which a lookup's drafts are judged apart: 2 % fewer ms for 8 texts of code or edits
 MATCHES = 3, 8
 
@@ -247,8 +249,9 @@ class Goodput(Policy):
         )
         # else a model long in use would be probed in each round once it fails
         self._budget_ms = min(self._budget_ms, COLD * ms)
-        if now.probe is None and (self._budget_ms >= ms or self.costs.calls(method) < COLD):
-            self._budget_ms -= ms
+        new = self.costs.calls(method) < COLD or self._methods[method].seen < TRIED
+        if now.probe is None and (self._budget_ms >= ms or new):
+            self._budget_ms -= 0.0 if new else ms
             now.probe, now.offers[one.seq.id] = one.seq.id, Ask(method, k)
 
     def _decision(self, now: Round, one: Running, plain: Decision) -> Decision:

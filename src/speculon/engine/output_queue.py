@@ -22,8 +22,8 @@ class Progress:
         self.written = {sample: [*tokens] for sample, tokens in (add.written or {}).items()}
         if add.written is None:
             self.written = {sample: [] for sample in range(add.params.n)}
-        asked = add.speculation.rule(acceptance) if add.speculation else acceptance
-        rule = acceptance_rule(asked, add.params)
+        own = add.speculation.rule(acceptance) if add.speculation else acceptance
+        rule = acceptance_rule(own, add.params)
         # then its tokens are a function of prompt, parameters and seed
         self._repeats = rule == "matching" and (add.params.greedy or add.params.seed is not None)
         self._begun = False  # whether anything came of it
