@@ -6,6 +6,7 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,6 @@ from speculon.models.attention import fold, running, unfold
 from speculon.models.block import Block, Tables, rotate, tables_of
 from speculon.models.captured_drafts import Forward, Step, block_steps, head_steps
 from speculon.models.compiled import (
-    Arguments,
     CompilePlan,
     PagedPrograms,
     Programs,
@@ -34,6 +34,7 @@ from speculon.models.dflash import BlockLayer, DFlashModel
 from speculon.models.dflash_attention import Sight, visible
 from speculon.models.eagle import EagleHead, FirstLayer
 from speculon.models.grouping import FOLD_ROWS
+from speculon.models.programs import Arguments
 from speculon.models.target import Target
 
 # rows of the sequences in the trial; the first of each program has no size of 1 but that of one row
@@ -214,8 +215,9 @@ def compared(
     made: CompiledHead | CompiledBlocks, network: Forward, layers: Exported, steps: list[Step], written: int
 ) -> Forward:
     """`made`, with its programs; `written` layers of pages are compared, too."""
+    arguments: Callable[..., tuple[str, Arguments]] = made.arguments
     with compiling():
-        made.compile(layers, [made.arguments(*inputs, view) for inputs, view in steps])
+        made.compile(layers, [arguments(*inputs, view) for inputs, view in steps])
     for inputs, view in steps:
         ours, theirs = (partial(call, run, inputs, view) for run in (made, network))
         check(ours, theirs, view, written)
