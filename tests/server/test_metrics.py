@@ -30,7 +30,7 @@ def page(stats: RequestStats) -> dict[str, tuple[str, list[Sample]]]:
         counters=counters, load=Load(0, 0, 0), facts=None, open_requests=0, restarts=0, resumed=0
     )
     model = SimpleNamespace(
-        engine=engine, state="loaded", loads=1, failures=0, evictions=0, load_seconds=1.0, held=0
+        engine=engine, shown_state="loaded", loads=1, failures=0, evictions=0, load_seconds=1.0, held=0
     )
     content, *_ = Metrics(cast(Any, {"demo": model})).page()
     return {
