@@ -230,12 +230,28 @@ def copied(part: Tensor) -> Tensor:
     return part.clone()
 
 
+def alike(found: Tensor, expected: Tensor) -> bool:  # [R, any] each
+    """Whether two computations of the same rows agree, within what other kernels change."""
+    if expected.dtype is torch.float32:
+        return close(found, expected)
+    found, expected = found.float(), expected.float()
+    return bool(((found - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
+
+
+def check(
+    found: list[Tensor], expected: list[Tensor], same: Callable[[Tensor, Tensor], bool] = alike
+) -> None:
+    """Raises `CannotReplace` where they differ."""
+    if len(found) != len(expected) or not all(map(same, found, expected)):
+        raise CannotReplace("not captured: it computes something else")
+
+
 def captured(
     loop: Loop,
     target: Target,
     batches: Iterable[tuple[Batch, View]],
     record: Recorder,
-    same: Callable[[Tensor, Tensor], bool] | None = None,
+    same: Callable[[Tensor, Tensor], bool] = alike,
 ) -> Captured:
     """The loop captured, and compared with it on every batch. Raises `CannotReplace` where that fails."""
     layers = (EMBEDDINGS, *range(len(loop.blocks)))
@@ -262,22 +278,6 @@ def reported() -> Iterator[None]:
     except RuntimeError as error:  # for example a synchronising operation, or too little memory
         line = next(iter(str(error).splitlines()), type(error).__name__)[:120]
         raise CannotReplace(f"not captured: {line}") from error
-
-
-def check(
-    found: list[Tensor], expected: list[Tensor], same: Callable[[Tensor, Tensor], bool] | None = None
-) -> None:
-    """Raises `CannotReplace` where they differ."""
-    if len(found) != len(expected) or not all(map(same or alike, found, expected)):
-        raise CannotReplace("not captured: it computes something else")
-
-
-def alike(found: Tensor, expected: Tensor) -> bool:  # [R, any] each
-    """Whether two computations of the same rows agree, within what other kernels change."""
-    if expected.dtype is torch.float32:
-        return close(found, expected)
-    found, expected = found.float(), expected.float()
-    return bool(((found - expected).norm(dim=-1) <= TOLERANCE * expected.norm(dim=-1)).all())
 
 
 def capture_bytes(config: PreTrainedConfig, layers: tuple[LayerSpec, ...], dtype: torch.dtype) -> int:

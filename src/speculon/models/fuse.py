@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speculon.kv.store import View
 from speculon.models.attention import running_view
 from speculon.models.block import Block, CannotReplace, Norm, Tables, block_of, norm_of, tables_of
-from speculon.models.captured import RECORDERS, Captured, capture_bytes, captured, sizes
+from speculon.models.captured import RECORDERS, Captured, alike, capture_bytes, captured, sizes
 from speculon.models.compare import close, nearly
 from speculon.models.fusion import Fusion
 from speculon.models.grouping import FOLD_ROWS
@@ -275,9 +275,7 @@ def trial_steps(loop: Loop, target: Target) -> list[Step]:
     return [one, few, several, many, some, *ends, *late, *early]
 
 
-def captured_loop(
-    loop: Loop, target: Target, same: Callable[[Tensor, Tensor], bool] | None = None
-) -> Captured:
+def captured_loop(loop: Loop, target: Target, same: Callable[[Tensor, Tensor], bool] = alike) -> Captured:
     """The loop as CUDA graphs; `same` compares its results. Raises `CannotReplace` where that fails."""
     trials = (Trial.of(target, (rows - rows // 2, rows // 2) if rows > 1 else (1,)) for rows in sizes())
     steps = ((trial.batch, trial.view) for trial in trials)

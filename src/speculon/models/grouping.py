@@ -259,8 +259,10 @@ def exact_keys(seen: int, window: int | None, padding: Padding) -> int:
 
     Within a window, where a call begins depends on its other rows, so no row has a number of its own.
     """
+    if window is not None or not padding.uneven:
+        return 0
     total = padding.keys * ceil_div(seen, padding.keys)
-    return total if window is None and total % KEY_BLOCK in padding.uneven else 0
+    return total if total % KEY_BLOCK in padding.uneven else 0
 
 
 def exact_parts(span: SpanView, window: int | None, padding: Padding) -> list[SpanView]:
