@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,14 @@ def fault_of(call: list[str]) -> str | None:
     return None if program in SHELL or program == "" else f"{program}: no program that documents show"
 
 
+@cache
+def command_line() -> Any:
+    """`speculon`, with all its commands."""
+    return get_command(app)
+
+
 def fault_of_speculon(arguments: list[str]) -> str | None:
-    group: Any = get_command(app)
+    group = command_line()
     name = "speculon"
     try:
         while hasattr(group, "commands"):
@@ -145,11 +152,12 @@ def variables() -> set[str]:
     }
 
 
+@cache
 def flags() -> set[str]:
     """Every flag of every command."""
-    found, open_groups = set(), [get_command(app)]
+    found, open_groups = set(), [command_line()]
     while open_groups:
-        group: Any = open_groups.pop()
+        group = open_groups.pop()
         for parameter in group.params:
             found.update([*parameter.opts, *parameter.secondary_opts])
         open_groups += getattr(group, "commands", {}).values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import httpx2 as httpx
 import pytest
@@ -12,7 +13,7 @@ from speculon.server.admin.schemas import Engine, MonitorView
 from speculon.server.admin.ui.overview import series_of_engines, verdicts
 from speculon.server.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
-from tests.server.outside import Outside
+from tests.server.outside import LOOPBACK, Outside
 
 QUIET = 2500  # ms: two intervals of the chart, and some
 
@@ -75,7 +76,7 @@ def test_numbers_and_charts_move_under_load(browser: Browser, server: Outside) -
 
     def load() -> None:
         for _ in range(4):
-            httpx.post(server.url() + "/v1/completions", json=body, trust_env=False).raise_for_status()
+            httpx.post(server.url() + "/v1/completions", json=body, **LOOPBACK).raise_for_status()
 
     grown, fastest = moves_of(page, load)
     assert grown == 32 and fastest > 0
@@ -131,6 +132,33 @@ def check_width(page: Page, most: int) -> None:
     """Nothing is wider than the screen; what hides its overflow does not hide it from this."""
     widths = "[...document.querySelectorAll('html, .q-page-container')].map(shown => shown.scrollWidth)"
     assert max(page.evaluate(widths)) <= most
+
+
+CONTRAST = """button => {
+  const light = text => {
+    const [r, g, b] = text.match(/[\\d.]+/g).map(v => v / 255)
+      .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 }
+  const style = getComputedStyle(button)
+  const [a, b] = [light(style.color), light(style.backgroundColor)]
+  return Math.max(a, b) / Math.min(a, b) }"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_text_of_buttons_has_enough_contrast(
+    theme: Literal["light", "dark"], browser: Browser, server: Outside
+) -> None:
+    """WCAG 2.2, 1.4.3: 4.5 to 1."""
+    page = browser.new_context(color_scheme=theme, locale="en-GB").new_page()
+    log_in(page, server.url())
+    page.goto(server.url() + "/admin/playground")
+    button = page.locator("button.bg-primary").first
+    expect(page.locator(".body--dark")).to_have_count(int(theme == "dark"))
+    assert button.evaluate(CONTRAST) >= 4.5
+    page.add_style_tag(content="body, body.body--dark { --q-primary: #5898d4 !important }")
+    page.add_style_tag(content=".bg-primary.text-white { color: #fff !important }")
+    assert button.evaluate(CONTRAST) < 4.5  # the twin: white on a light blue
+    page.context.close()
 
 
 def test_languages_and_themes_are_chosen_and_kept(browser: Browser, server: Outside) -> None:

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from speculon.cli import app
@@ -20,6 +19,7 @@ from speculon.train.settings import (
     SparkSettings,
     TrainSettings,
 )
+from tests.documents import command_line
 
 COMMANDS = [
     *(["generate"], ["chat"], ["serve"], ["inspect"], ["demo"], ["bench"], ["replay"], ["advise"], ["check"]),
@@ -39,7 +39,7 @@ def page(*arguments: str, columns: int = 80) -> str:
 
 
 def options_of(command: list[str]) -> list[Any]:
-    found: Any = get_command(app)
+    found = command_line()
     for name in command:
         found = found.commands[name]
     return found.params

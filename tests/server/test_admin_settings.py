@@ -230,6 +230,17 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
     assert not [line for line in caplog.messages if line.startswith("draft ")]
 
 
+def test_a_file_with_a_fault_is_told_before_a_model_is_unloaded(tmp_path: Path) -> None:
+    with administered(tmp_path, models=("a", "b")) as inside:
+        ask(inside)
+        (tmp_path / "speculon-models.toml").write_text("[models.a\n")
+        answer = inside.client.post(f"{API}/models/a/unload")
+        assert answer.status_code == 500 and "speculon-models.toml" in answer.text
+        assert inside.state.pool.models["a"].shown_state == "loaded"
+        (tmp_path / "speculon-models.toml").unlink()
+        assert inside.client.post(f"{API}/models/a/unload").json()["state"] == "unloaded"
+
+
 def check_that_a_drafter_that_is_gone_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     head = folder / "head"
     head.mkdir()

@@ -17,7 +17,7 @@ import pytest
 
 from speculon.engine.process import EngineProcess
 from tests.server.inside import served, wait_until
-from tests.server.outside import Outside, started
+from tests.server.outside import LOOPBACK, Outside, started
 from tests.server.scripted import HANG, LETTERS
 from tests.server.test_life import Reader, check_clean, gone
 
@@ -29,7 +29,7 @@ AGAIN = (*SOON, "--restart-engine")
 
 
 def get(url: str, method: str = "GET") -> httpx.Response:
-    return httpx.request(method, url, timeout=5, trust_env=False)
+    return httpx.request(method, url, timeout=5, **LOOPBACK)
 
 
 def status(url: str) -> int:
@@ -37,7 +37,7 @@ def status(url: str) -> int:
 
 
 def complete(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(url + "/v1/completions", json={"prompt": "x"} | body, timeout=20, trust_env=False)
+    return httpx.post(url + "/v1/completions", json={"prompt": "x"} | body, timeout=20, **LOOPBACK)
 
 
 def text_of(reader: Reader) -> str:

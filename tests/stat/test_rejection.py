@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from speculon import verify as verifying
 from speculon.batch import Batch
 from speculon.core import Draft, Verdict
 from speculon.sampling import Row, exponential_race
-from speculon.sequence import Span
+from speculon.sequence import Sequence, Span
 from speculon.verify import COIN, RESIDUAL, cut, flip, residual, verify
 from tests.builders import make_sequence
 from tests.stat.test_verify import CASES, EXACT, FILTERED, VISIBLE, forward, written
@@ -122,6 +124,7 @@ def test_the_output_distribution_is_the_targets(name: str, k: int) -> None:
     assert error(SAMPLED[name], k) < EXACT
 
 
+@pytest.mark.soak
 def test_three_drafts() -> None:
     for name in ("plain", "filters"):
         longer = replace(SAMPLED[name], params=SAMPLED[name].params.model_copy(update={"max_tokens": 4}))
@@ -188,8 +191,14 @@ def test_spans_with_and_without_q_share_a_batch() -> None:
 SEEDS = range(20_000)
 
 
+@cache
 def keyed(stream: int) -> list[Row]:
-    return [replace(Row(make_sequence([1], seed=seed), None), stream=stream) for seed in SEEDS]  # type: ignore[arg-type]
+    return [Row(seq, cast(Any, None), stream=stream) for seq in sequences()]
+
+
+@cache
+def sequences() -> list[Sequence]:
+    return [make_sequence([1], seed=seed) for seed in SEEDS]
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.2, 0.8), (0.7, 0.9), (1e-3, 1.0), (0.5, 0.5), (0.9, 0.1)])

@@ -165,7 +165,7 @@ def test_a_log_line_waits_for_the_end_of_the_stream(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "half a line\na request ended\nlater\n"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", ["generate", pytest.param("chat", marks=pytest.mark.soak)])
 def test_with_v_the_text_stays_whole(
     command: str, capfd: pytest.CaptureFixture[str], household: Path
 ) -> None:

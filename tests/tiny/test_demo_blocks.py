@@ -41,5 +41,6 @@ def llm() -> LLM:
     return LLM("demo", dtype="float32", device="cpu", prefix_cache=False, speculation=speculation)
 
 
+@pytest.mark.soak
 def test_its_drafts_are_accepted_on_files_it_never_saw(llm: LLM) -> None:
     assert tokens_per_call(llm) > FEWEST

@@ -31,6 +31,7 @@ def llm() -> LLM:
     )
 
 
+@pytest.mark.soak
 def test_it_brings_more_than_two_tokens_a_call_on_files_it_never_saw(llm: LLM) -> None:
     find, temperature = workloads.parse("code")
     found = islice(find(llm.tokenizer, workloads.Size(0, 64, llm.engine.max_context)), 12)

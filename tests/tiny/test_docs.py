@@ -56,6 +56,7 @@ def run_python(document: Path, before: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", BEFORE)
 def test_python_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = run_python(ROOT / name, BEFORE[name])
@@ -90,6 +91,7 @@ def run_command(words: list[str]) -> int:
     return CliRunner().invoke(app, given, catch_exceptions=False).exit_code
 
 
+@pytest.mark.soak
 def test_commands_run() -> None:
     """In the order of the documents: a record is written before it is replayed."""
     shown = runnable()

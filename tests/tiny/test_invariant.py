@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speculon import LLM, SamplingParams, SpeculativeDecoder
 from speculon.core import LayerSpec, Padding
 from speculon.errors import UnsupportedModel
-from speculon.models import attention, invariant
+from speculon.models import attention, batch_check, invariant
 from speculon.models.batch_check import Attending, RandomLayer, differing, uneven_keys
 from speculon.models.grouping import KEY_BLOCK, padded_keys
 from speculon.models.invariant import decide, make_invariant, padding_of
@@ -233,6 +233,7 @@ def test_keys_that_are_not_padded_are_seen() -> None:
 
 def test_a_padding_with_which_attention_differs_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "PADDINGS", (Padding(1, 1), Padding(1, 4)))
+    monkeypatch.setattr(batch_check, "KEY_STEP", 99)  # of the many numbers of keys
     with pytest.raises(CannotBeInvariant, match="attention of heads 8 x 2 differs"):
         make_invariant(stock("llama"))
 

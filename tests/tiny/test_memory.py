@@ -258,6 +258,7 @@ print(json.dumps({**llm.engine.memory.to_dict(), "peak": int(status["VmHWM"].spl
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.soak
 def test_the_peak_of_a_process_is_what_was_estimated(folder: Path, tmp_path: Path) -> None:
     """The pool is used to its last page, and the draft weighs as much as a good part of the rest."""
     from tests.tiny.folders import heavy_draft

@@ -337,6 +337,7 @@ def assert_equal(ours: list[int], truth: list[int], case: workloads.Case) -> Non
     assert at is None or stock().gap(case.prompt + truth[:at]) < TIE
 
 
+@pytest.mark.soak
 def test_a_prediction_that_comes_true_is_accepted(llm: LLM, answers: Any) -> None:
     for case, truth in answers:
         text, rounds, stats = write(llm, case, llm.tokenizer.decode(truth))
@@ -350,6 +351,7 @@ def test_a_prediction_that_comes_true_is_accepted(llm: LLM, answers: Any) -> Non
 LINE = "    # a line that the model does not write\n"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "edit",
     [

@@ -315,6 +315,7 @@ def test_rules_with_q_keep_the_form(acceptance: str, seed: int) -> None:
     check_forms(acceptance, seed)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
 def test_rules_with_q_draw_from_the_law_under_the_mask(acceptance: str) -> None:
     """The 2nd and 3rd of three letters, which were drafted: chi-square against the stock model's own law."""

@@ -21,6 +21,7 @@ from speculon.train.run import train
 from speculon.train.settings import HeadSettings
 from tests.tiny.training import QUICK, Silent, make_world, settings
 
+pytestmark = pytest.mark.soak
 STEPS, TOLERANCE = 200, 1e-3
 RUN = {"steps": STEPS, "lr": 2e-3, "eval_rows": 0, "save_minutes": 5e-3}
 

@@ -62,6 +62,8 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
 
     About one row in a thousand did with 256 or 320 keys (AMD EPYC, bf16), so many rows are compared.
     """
+    if step >= KEY_BLOCK:
+        return ()
     generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
     rows = group * ceil_div(KEY_ROWS, group)
     calls = ceil_div(ALL_KEY_ROWS, rows * spec.heads)

@@ -191,8 +191,9 @@ class Admin:
             yield change
 
     async def unload(self, name: str) -> ModelView:
-        """Raises `InvalidRequest` for the only model of a server."""
+        """Raises `InvalidRequest` for the only model of a server, and `ConfigError` before anything is done."""
         model = self._pool.find(name)
+        await self.model(name)  # the answer needs a file without faults
         await self._pool.unload(model)
         return await self.model(model.name)
 
