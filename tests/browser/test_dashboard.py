@@ -156,7 +156,7 @@ def test_the_text_of_buttons_has_enough_contrast(
     expect(page.locator(".body--dark")).to_have_count(int(theme == "dark"))
     assert button.evaluate(CONTRAST) >= 4.5
     page.add_style_tag(content="body, body.body--dark { --q-primary: #5898d4 !important }")
-    page.add_style_tag(content=".bg-primary.text-white { color: #fff !important }")
+    page.add_style_tag(content="@layer theme { .bg-primary.text-white { color: #fff !important } }")
     assert button.evaluate(CONTRAST) < 4.5  # the twin: white on a light blue
     page.context.close()
 

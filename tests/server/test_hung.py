@@ -107,6 +107,7 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path, number: s
         streams = readers_of(server, url, 12, max_tokens=4000)
         waiting = [Reader(url, max_tokens=4000, stream=False) for _ in range(12)]
         server.wait_for(lambda: 'speculon_requests_open{model="demo"} 24' in get(url + "/metrics").text)
+        streams += readers_of(server, url, 1, max_tokens=4000)  # requests that have not begun would be resumed
         (engine,) = server.children()
         os.kill(engine, number)
         for reader in (*streams, *waiting):

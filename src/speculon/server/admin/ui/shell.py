@@ -32,7 +32,8 @@ a.sp-link:focus-visible, button:focus-visible { outline: 3px solid #e69f00; outl
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 8.5rem), 1fr)) }
 .sp-card { width: 100%; min-width: 0 }
 body.body--dark { --q-primary: #56b4e9 !important }
-.body--dark .bg-primary.text-white { color: #121212 !important }
+/* in a layer, or that of Quasar would win */
+@layer overrides { .body--dark .bg-primary.text-white { color: #121212 !important } }
 .sp-bar { position: sticky; top: -1rem; z-index: 2; background: inherit }
 """
 
