@@ -13,7 +13,7 @@ from speculon.server.admin.schemas import Engine, MonitorView
 from speculon.server.admin.ui.overview import series_of_engines, verdicts
 from speculon.server.admin.ui.words import LANGUAGES, Words
 from tests.browser.conftest import KEY, log_in
-from tests.server.outside import LOOPBACK, Outside
+from tests.server.outside import LOCAL_HTTP, Outside
 
 QUIET = 2500  # ms: two intervals of the chart, and some
 
@@ -76,7 +76,7 @@ def test_numbers_and_charts_move_under_load(browser: Browser, server: Outside) -
 
     def load() -> None:
         for _ in range(4):
-            httpx.post(server.url() + "/v1/completions", json=body, **LOOPBACK).raise_for_status()
+            httpx.post(server.url() + "/v1/completions", json=body, **LOCAL_HTTP).raise_for_status()
 
     grown, fastest = moves_of(page, load)
     assert grown == 32 and fastest > 0
@@ -134,18 +134,18 @@ def check_width(page: Page, most: int) -> None:
     assert max(page.evaluate(widths)) <= most
 
 
-CONTRAST = """button => {
+CONTRAST = """shown => {
   const light = text => {
     const [r, g, b] = text.match(/[\\d.]+/g).map(v => v / 255)
       .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05 }
-  const style = getComputedStyle(button)
+  const style = getComputedStyle(shown)
   const [a, b] = [light(style.color), light(style.backgroundColor)]
   return Math.max(a, b) / Math.min(a, b) }"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_text_of_buttons_has_enough_contrast(
+def test_the_text_of_buttons_and_badges_has_enough_contrast(
     theme: Literal["light", "dark"], browser: Browser, server: Outside
 ) -> None:
     """WCAG 2.2, 1.4.3: 4.5 to 1."""
@@ -158,6 +158,9 @@ def test_the_text_of_buttons_has_enough_contrast(
     page.add_style_tag(content="body, body.body--dark { --q-primary: #5898d4 !important }")
     page.add_style_tag(content="@layer theme { .bg-primary.text-white { color: #fff !important } }")
     assert button.evaluate(CONTRAST) < 4.5  # the twin: white on a light blue
+    page.goto(server.url() + "/admin/models")
+    badge = page.locator(".q-badge.bg-primary").first
+    assert badge.evaluate(CONTRAST) >= 4.5
     page.context.close()
 
 

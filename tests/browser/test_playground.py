@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from speculon.server.admin.ui.playground import first_difference
 from tests.browser.conftest import KEY, log_in
-from tests.server.outside import LOOPBACK, REAL, Outside, started
+from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 KEYS = {"SPECULON_SERVE__ADMIN_KEY": KEY, "SPECULON_SERVE__API_KEY": "planted-api-key"}
 SCRIPT = "<script>window.planted = 1</script><img src=x onerror='window.planted = 1'>"
@@ -65,7 +65,7 @@ def test_two_methods_give_the_same_text(browser: Browser, real: Outside) -> None
     expect(left.locator("[data-figure=per_call]")).to_have_text("1.00")
     for side in (left, right):
         assert float(side.locator("[data-figure=speed]").inner_text().replace(",", "")) > 0
-    without_key = httpx.post(real.url() + "/v1/completions", json={"prompt": "a"}, **LOOPBACK)
+    without_key = httpx.post(real.url() + "/v1/completions", json={"prompt": "a"}, **LOCAL_HTTP)
     assert without_key.status_code == 401
     check_method_in_the_overview(page, real, marked)
     page.context.close()

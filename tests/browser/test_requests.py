@@ -12,7 +12,7 @@ from speculon.server.admin.ui.requests import account
 from speculon.server.admin.ui.token_view import FATES, html_of, visible
 from speculon.server.admin.ui.words import Words
 from tests.browser.conftest import log_in
-from tests.server.outside import LOOPBACK, Outside
+from tests.server.outside import LOCAL_HTTP, Outside
 
 
 def test_markup_in_tokens_is_escaped() -> None:
@@ -56,7 +56,7 @@ def test_a_request_leads_to_its_tokens_and_their_fates(browser: Browser, server:
     page = browser.new_context(locale="en-GB").new_page()
     log_in(page, server.url())
     body = {"model": "demo", "prompt": "a", "max_tokens": 8, "speculation": {"explain": True}}
-    answer = httpx.post(server.url() + "/v1/completions", json=body, **LOOPBACK).raise_for_status()
+    answer = httpx.post(server.url() + "/v1/completions", json=body, **LOCAL_HTTP).raise_for_status()
     page.goto(server.url() + "/admin/requests")
     page.get_by_role("link", name=answer.json()["id"]).click()
     fates = [token["fate"] for token in answer.json()["choices"][0]["speculation"]["tokens"]]

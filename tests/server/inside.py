@@ -28,7 +28,7 @@ from speculon.server.catalogue import Catalogue
 from speculon.server.connections import HttpServer
 from speculon.server.loader import GB, Loader, Share
 from speculon.text import Tokenizer
-from tests.server.outside import LOOPBACK
+from tests.server.outside import LOCAL_HTTP
 from tests.server.scripted import Bytes, ScriptedEngine
 
 PATIENCE = 10.0  # seconds
@@ -177,7 +177,7 @@ def serving(catalogue: Catalogue, loader: ScriptedLoader) -> Iterator[Inside]:
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        with httpx.Client(base_url=url, timeout=PATIENCE, **LOOPBACK) as client:
+        with httpx.Client(base_url=url, timeout=PATIENCE, **LOCAL_HTTP) as client:
             key = catalogue.settings.get("serve", {}).get("api_key")
             key = key[0] if isinstance(key, list) else key
             client.headers.update({"authorization": f"Bearer {key}".encode()} if key else {})

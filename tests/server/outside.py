@@ -20,7 +20,7 @@ LISTENS = re.compile(r"listens on (http://\S+)")
 REAL = ("-m", "speculon.cli")
 SCRIPTED = (str(Path(__file__).with_name("scripted_serve.py")),)
 # of HTTP clients: no proxies, and no certificates, which take 40 ms to load
-LOOPBACK: dict[str, Any] = {"trust_env": False, "verify": False}
+LOCAL_HTTP: dict[str, Any] = {"trust_env": False, "verify": False}
 PATIENCE = 90.0  # seconds to load the model on a busy machine
 
 
@@ -59,7 +59,7 @@ class Outside:
     def ready(self) -> str:
         """Its address, once it takes requests."""
         url = self.url()
-        self.wait_for(lambda: httpx.get(url + "/ready", **LOOPBACK).status_code == 200)
+        self.wait_for(lambda: httpx.get(url + "/ready", **LOCAL_HTTP).status_code == 200)
         return url
 
     def children(self) -> list[int]:

@@ -230,7 +230,7 @@ def test_drafters_are_named_with_their_method_and_why_one_does_not_fit(
     assert not [line for line in caplog.messages if line.startswith("draft ")]
 
 
-def test_a_file_with_a_fault_is_told_before_a_model_is_unloaded(tmp_path: Path) -> None:
+def test_a_file_with_a_fault_is_reported_before_a_model_is_unloaded(tmp_path: Path) -> None:
     with administered(tmp_path, models=("a", "b")) as inside:
         ask(inside)
         (tmp_path / "speculon-models.toml").write_text("[models.a\n")

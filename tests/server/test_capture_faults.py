@@ -15,7 +15,7 @@ import pytest
 from speculon.server import capture
 from speculon.server.capture import Capture
 from tests.server.inside import served, wait_until
-from tests.server.outside import LOOPBACK, started
+from tests.server.outside import LOCAL_HTTP, started
 from tests.server.test_abuse import refusal
 from tests.server.test_capture import ROUTE, by, read, settle, write
 
@@ -98,7 +98,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
         url = server.ready()
         for number in range(5):
             body = {"prompt": f"say:{number}"}
-            assert httpx.post(url + "/v1/completions", json=body, **LOOPBACK).status_code == 200
+            assert httpx.post(url + "/v1/completions", json=body, **LOCAL_HTTP).status_code == 200
         wait_until(lambda: len(read(folder)) == 5)
         assert (
             f"capturing requests and answers of every API key in {folder}, at most 0.5 GB\n" in server.stderr
@@ -118,7 +118,8 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
         for key in ("one", "three"):
             body = {"prompt": f"say:{key}"}
             assert (
-                httpx.post(url + "/v1/completions", json=body, headers=by(key), **LOOPBACK).status_code == 200
+                httpx.post(url + "/v1/completions", json=body, headers=by(key), **LOCAL_HTTP).status_code
+                == 200
             )
         assert server.end() == 0, server.stderr
     assert [line["completion"] for line in sorted(read(folder), key=lambda line: line["time"])] == [

@@ -20,7 +20,7 @@ from speculon.config.serve import ServeConfig
 from speculon.server import connections
 from speculon.server.connections import ConnectionLimits, HttpProtocol, LimitedProtocol
 from tests.server.inside import Inside, served, wait_until
-from tests.server.outside import LOOPBACK, started
+from tests.server.outside import LOCAL_HTTP, started
 
 LIMIT = 0.3  # seconds
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -203,7 +203,7 @@ def test_200_silent_connections_leave_the_server_usable(tmp_path: Path) -> None:
         url = server.ready().replace("0.0.0.0", "127.0.0.1")
         clients = [Client(url, "127.0.0.2") for _ in range(200)]
         wait_until(lambda: sum(client.closed() for client in clients) >= 168)
-        assert httpx.get(url + "/health", **LOOPBACK).status_code == 200
+        assert httpx.get(url + "/health", **LOCAL_HTTP).status_code == 200
         check_closed(clients, 10)
         assert b"200 OK" in answer_to_one(url)
         assert server.end() == 0

@@ -25,7 +25,7 @@ from speculon.server.admin.auth import (
     Failures,
     Sessions,
 )
-from tests.server.outside import LOOPBACK, Outside, started
+from tests.server.outside import LOCAL_HTTP, Outside, started
 
 REFUSED = (InvalidMessage, ConnectionClosed, EOFError, OSError)  # as the cut of a connection shows
 KEY = "planted-admin-key"
@@ -50,7 +50,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 
 
 def call(server: Outside, method: str, path: str, **options: Any) -> httpx.Response:
-    return httpx.request(method, server.url() + path, **LOOPBACK, follow_redirects=False, **options)
+    return httpx.request(method, server.url() + path, **LOCAL_HTTP, follow_redirects=False, **options)
 
 
 def cookie_of(response: httpx.Response) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from speculon.engine.process import EngineProcess
 from tests.server.inside import served, wait_until
-from tests.server.outside import LOOPBACK, Outside, started
+from tests.server.outside import LOCAL_HTTP, Outside, started
 from tests.server.scripted import HANG, LETTERS
 from tests.server.test_life import Reader, check_clean, gone
 
@@ -29,7 +29,7 @@ AGAIN = (*SOON, "--restart-engine")
 
 
 def get(url: str, method: str = "GET") -> httpx.Response:
-    return httpx.request(method, url, timeout=5, **LOOPBACK)
+    return httpx.request(method, url, timeout=5, **LOCAL_HTTP)
 
 
 def status(url: str) -> int:
@@ -37,7 +37,7 @@ def status(url: str) -> int:
 
 
 def complete(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(url + "/v1/completions", json={"prompt": "x"} | body, timeout=20, **LOOPBACK)
+    return httpx.post(url + "/v1/completions", json={"prompt": "x"} | body, timeout=20, **LOCAL_HTTP)
 
 
 def text_of(reader: Reader) -> str:
@@ -107,7 +107,8 @@ def test_another_process_takes_the_place_of_a_lost_one(tmp_path: Path, number: s
         streams = readers_of(server, url, 12, max_tokens=4000)
         waiting = [Reader(url, max_tokens=4000, stream=False) for _ in range(12)]
         server.wait_for(lambda: 'speculon_requests_open{model="demo"} 24' in get(url + "/metrics").text)
-        streams += readers_of(server, url, 1, max_tokens=4000)  # requests that have not begun would be resumed
+        # once a later stream has begun, those before it have too: others would be resumed
+        streams += readers_of(server, url, 1, max_tokens=4000)
         (engine,) = server.children()
         os.kill(engine, number)
         for reader in (*streams, *waiting):

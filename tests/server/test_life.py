@@ -14,7 +14,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.server.outside import LOOPBACK, REAL, Outside, started
+from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks processes up in /proc")
 
@@ -32,7 +32,7 @@ class Reader(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.stream(
-                "POST", self._url + "/v1/completions", json=self._body, timeout=30, **LOOPBACK
+                "POST", self._url + "/v1/completions", json=self._body, timeout=30, **LOCAL_HTTP
             ) as response:
                 for line in response.iter_lines():
                     if line == "data: [DONE]":
@@ -74,7 +74,7 @@ def test_running_streams_are_finished_after_term(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(url + "/health", **LOOPBACK)
+            httpx.get(url + "/health", **LOCAL_HTTP)
         assert server.process.poll() is None
         for reader in readers:
             reader.join(20)
@@ -143,7 +143,7 @@ def test_when_the_engine_is_killed_every_request_fails_and_the_server_ends(tmp_p
         server.wait_for(streamed.begun)
         server.wait_for(
             lambda: (
-                'speculon_sequences_running{model="demo"} 2' in httpx.get(url + "/metrics", **LOOPBACK).text
+                'speculon_sequences_running{model="demo"} 2' in httpx.get(url + "/metrics", **LOCAL_HTTP).text
             )
         )
         os.kill(server.children()[0], signal.SIGKILL)

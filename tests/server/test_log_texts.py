@@ -17,7 +17,7 @@ from speculon.errors import SpeculonError
 from speculon.logs import LogFormatter, described, name_for_log, path_for_log, without_text
 from speculon.server import schemas
 from tests.server.inside import served
-from tests.server.outside import LOOPBACK, started
+from tests.server.outside import LOCAL_HTTP, started
 
 CANARY = "CanaryZebra"
 NUMBER = 4111222233334444
@@ -154,7 +154,7 @@ def test_no_field_of_a_body_is_logged() -> None:
 def test_nothing_of_it_is_on_stderr(tmp_path: Path) -> None:
     """Also not what the engine's process prints by itself."""
     with started(tmp_path, "--log-format", "json") as server:
-        with httpx.Client(base_url=server.ready(), **LOOPBACK, timeout=20) as client:
+        with httpx.Client(base_url=server.ready(), **LOCAL_HTTP, timeout=20) as client:
             send_some(client)
         assert server.end() == 0
     check_clean(server.stderr)

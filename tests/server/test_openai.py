@@ -14,7 +14,7 @@ import pytest
 from speculon.events import SequenceRound, read
 from tests.server.conftest import EVENTS
 from tests.server.inside import served
-from tests.server.outside import LOOPBACK, Outside
+from tests.server.outside import LOCAL_HTTP, Outside
 from tests.server.test_answers import check_alike
 
 CODE = "def add(a, b):\n"
@@ -121,7 +121,7 @@ def test_the_engines_process_records_its_rounds(client: openai.OpenAI, real: Out
 
 def test_a_shadow_is_reported_and_counted_by_method(client: openai.OpenAI, real: Outside) -> None:
     def metric(name: str) -> float:
-        page = httpx.get(real.url() + "/metrics", **LOOPBACK).text.splitlines()
+        page = httpx.get(real.url() + "/metrics", **LOCAL_HTTP).text.splitlines()
         return sum(
             float(line.split()[1])
             for line in page
@@ -168,7 +168,7 @@ def test_n_and_several_prompts(client: openai.OpenAI) -> None:
     fresh = complete(client, "found in no cache but by each other " * 9, n=3, max_tokens=2)
     assert fresh.usage.prompt_tokens_details.cached_tokens == 0
     ids = httpx.post(
-        str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, **LOOPBACK
+        str(client.base_url).replace("/v1", "") + "tokenize", json={"prompt": CODE}, **LOCAL_HTTP
     ).json()["tokens"]
     assert (
         complete(client, [ids, ids], temperature=0).choices[1].text
@@ -224,7 +224,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 def test_penalties_and_biases(client: openai.OpenAI) -> None:
     url = str(client.base_url).replace("/v1/", "/tokenize")
-    (token,) = httpx.post(url, json={"prompt": "x"}, **LOOPBACK).json()["tokens"]
+    (token,) = httpx.post(url, json={"prompt": "x"}, **LOCAL_HTTP).json()["tokens"]
     biased = complete(client, temperature=0, max_tokens=8, logit_bias={str(token): 100})
     assert biased.choices[0].text == "x" * 8
     repeating = {"prompt": "x x x x x x x x", "temperature": 0, "max_tokens": 30}
@@ -291,7 +291,7 @@ def test_usage_comes_in_a_stream_only_when_asked_for(client: openai.OpenAI) -> N
 
 def test_a_stream_may_be_left(client: openai.OpenAI, real: Outside) -> None:
     def open_requests() -> float:
-        page = httpx.get(real.url() + "/metrics", **LOOPBACK).text.splitlines()
+        page = httpx.get(real.url() + "/metrics", **LOCAL_HTTP).text.splitlines()
         return sum(
             float(line.split()[1])
             for line in page

@@ -21,7 +21,7 @@ from speculon.engine.build import build_engine
 from speculon.errors import ConfigError, EngineError
 from speculon.server import middleware
 from tests.server.inside import Inside, served, wait_until
-from tests.server.outside import LOOPBACK, Outside
+from tests.server.outside import LOCAL_HTTP, Outside
 from tests.server.test_abuse import refusal
 from tests.tiny.checkpoint import write_checkpoint
 
@@ -289,11 +289,13 @@ def test_speed_reveals_nothing_to_another_key(client: openai.OpenAI, real: Outsi
         and calls(client, "b", user="alice") == cold
     )
     url = real.url()
-    assert httpx.delete(url + ROUTE, params={"pool": "alice"}, headers=by("a"), **LOOPBACK).status_code == 204
+    assert (
+        httpx.delete(url + ROUTE, params={"pool": "alice"}, headers=by("a"), **LOCAL_HTTP).status_code == 204
+    )
     assert calls(client, "a", user="alice") == cold and calls(client, "a") < 0.5 * cold
-    assert httpx.delete(url + ROUTE, headers=by("a"), **LOOPBACK).status_code == 204
+    assert httpx.delete(url + ROUTE, headers=by("a"), **LOCAL_HTTP).status_code == 204
     assert calls(client, "a") == cold
-    page = httpx.get(url + "/metrics", **LOOPBACK).text
+    page = httpx.get(url + "/metrics", **LOCAL_HTTP).text
     count, seconds = (
         float(
             re.search(rf'^speculon_{name}_total{{method="suffix",model="demo"}} (.+)$', page, re.MULTILINE)[1]
@@ -310,7 +312,7 @@ def check_kept(folder: Path, serve: Callable[[str], AbstractContextManager[str]]
         return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
 
     def restored(url: str, part: str) -> float:
-        page = httpx.get(url + "/metrics", **LOOPBACK).text
+        page = httpx.get(url + "/metrics", **LOCAL_HTTP).text
         found = re.search(
             rf'^speculon_restored_total{{model="demo",part="{part}"}} (.+)$', page, re.MULTILINE
         )
@@ -327,7 +329,7 @@ def check_kept(folder: Path, serve: Callable[[str], AbstractContextManager[str]]
         assert restored(url, "policies") == 2, "costs, and goodput"
         others, own = (calls(client, key, user="alice", speculation=fixed) for key in "ba")
         assert others == cold > 2 * own
-        assert httpx.delete(url + ROUTE, headers=by("a"), **LOOPBACK).status_code == 204
+        assert httpx.delete(url + ROUTE, headers=by("a"), **LOCAL_HTTP).status_code == 204
         assert len(pools.read_text().splitlines()) == 3, "only the other key's is left, at once"
 
 

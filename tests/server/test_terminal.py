@@ -16,7 +16,7 @@ import pytest
 
 from speculon.commands.serve import open_to_others, warn_of_open_server
 from speculon.config.serve import ServeConfig
-from tests.server.outside import LISTENS, LOOPBACK, PATIENCE, ROOT, SCRIPTED
+from tests.server.outside import LISTENS, LOCAL_HTTP, PATIENCE, ROOT, SCRIPTED
 
 fcntl = pytest.importorskip("fcntl", reason="needs a pseudo-terminal")
 pty = pytest.importorskip("pty", reason="needs a pseudo-terminal")
@@ -110,8 +110,10 @@ def test_lines_end_between_words(tmp_path: Path) -> None:
         found = LISTENS.search(terminal.text)
         assert found
         body = {"prompt": "say:one two", "speculation": {"pool": "a"}}
-        response = httpx.post(found[1] + "/v1/completions", json=body, **LOOPBACK)
-        refused = httpx.post(found[1] + "/v1/completions", json={"prompt": "x", "max_tokens": -1}, **LOOPBACK)
+        response = httpx.post(found[1] + "/v1/completions", json=body, **LOCAL_HTTP)
+        refused = httpx.post(
+            found[1] + "/v1/completions", json={"prompt": "x", "max_tokens": -1}, **LOCAL_HTTP
+        )
         assert (response.status_code, refused.status_code) == (200, 400)
         terminal.process.send_signal(signal.SIGTERM)
         assert terminal.process.wait(PATIENCE) == 0

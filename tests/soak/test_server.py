@@ -203,6 +203,7 @@ def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.alone
 def test_http_hardly_slows_a_step(server: Server, llm: LLM) -> None:
     found = compare(server, llm, streams=CLIENTS, tokens=160, rounds=3)
     print(f"\n{found}")

@@ -104,7 +104,9 @@ class Admin:
     async def model(self, name: str) -> ModelView:
         """One model, by any of its names. Raises `UnknownModel`, `ConfigError`."""
         model = self._pool.find(name)
-        found = await asyncio.to_thread(self._settings_of, model)
+        return self._view(model, await asyncio.to_thread(self._settings_of, model))
+
+    def _view(self, model: PooledModel, found: ModelSettings) -> ModelView:
         served = model.served
         return ModelView(
             name=model.name,
@@ -179,7 +181,7 @@ class Admin:
             after = await asyncio.to_thread(of_settings.tried, self._file, model.name, given, changes)
             self._check_names(model, after.pool.aliases)
             await self._apply(model, before, after, changes)
-        return await self.model(model.name)
+        return self._view(model, after)
 
     def find(self, name: str) -> PooledModel:
         """Raises `UnknownModel`."""
@@ -191,11 +193,11 @@ class Admin:
             yield change
 
     async def unload(self, name: str) -> ModelView:
-        """Raises `InvalidRequest` for the only model of a server, and `ConfigError` before anything is done."""
+        """Raises `InvalidRequest` for the only model, `ConfigError` for a faulty file: nothing is done."""
         model = self._pool.find(name)
-        await self.model(name)  # the answer needs a file without faults
+        found = await asyncio.to_thread(self._settings_of, model)
         await self._pool.unload(model)
-        return await self.model(model.name)
+        return self._view(model, found)
 
     def requests(self) -> list[RequestView]:
         """Those that run, then the latest 200 that have ended, without texts."""

@@ -31,7 +31,8 @@ a.sp-link:focus-visible, button:focus-visible { outline: 3px solid #e69f00; outl
 .sp-numbers { display: grid; gap: .5rem; width: 100%;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 8.5rem), 1fr)) }
 .sp-card { width: 100%; min-width: 0 }
-body.body--dark { --q-primary: #56b4e9 !important }
+body.body--dark { --q-primary: #56b4e9 !important; --q-negative: #ff8a80 !important }
+.body--dark .q-badge.bg-primary, .body--dark .q-checkbox__svg { color: #121212 }
 /* in a layer, or that of Quasar would win */
 @layer overrides { .body--dark .bg-primary.text-white { color: #121212 !important } }
 .sp-bar { position: sticky; top: -1rem; z-index: 2; background: inherit }
@@ -102,7 +103,7 @@ def frame(page: Page, pages: tuple[Page, ...], view: View) -> None:
     ui.add_css(CSS)
     ui.run_javascript(f"document.documentElement.lang = {words.language!r}")
     ui.dark_mode(THEMES[view.theme])
-    ui.colors(primary="#0072b2")  # as text and below white text it has a contrast of 5 and more
+    ui.colors(primary="#0072b2")  # contrast with white: 5.2
     with ui.left_drawer(value=False, bordered=True).props(
         f"show-if-above breakpoint={NARROW} width=220"
     ) as drawer:
