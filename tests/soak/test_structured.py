@@ -50,6 +50,8 @@ def test_two_hundred_of_two_hundred(
         print(f"\n{report(str(speculation), outputs)}", flush=True)
     assert wrong(outputs) == []
     assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+    drafted = {source for one in outputs if one.speculation for source in one.speculation.by_source}
+    assert speculation.get("method", "off") in {"off", *drafted}
 
 
 @pytest.fixture
