@@ -58,7 +58,7 @@ test: $(STAMP) ## all tests that take minutes, pure ones first, in three process
 
 soak: export HF_HUB_OFFLINE := 1
 soak: export OMP_NUM_THREADS := 1
-soak: $(STAMP) clients ## long tests: foreign clients, many requests, small pools, aborts
+soak: $(STAMP) clients cluster-test ## long tests: foreign clients, replicas, many requests, small pools, aborts
 	$(BIN)/python -m pytest tests/soak $(SUITES) -m "soak and not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 $(ARGS)
 	$(BIN)/python -m pytest tests/soak -m "alone" --timeout 1800
 
