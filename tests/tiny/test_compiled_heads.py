@@ -112,6 +112,7 @@ def test_compiled_blocks_are_those_of_the_formula(
     assert calls["few"] > 20, calls
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("setting", ["few pages", "a page each token", "prompts in chunks"])
 def test_no_setting_changes_a_token(setting: str, method: str, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from tests.tiny.demo_texts import (
     speculation_modes,
 )
 
-pytestmark = pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(MISSING, reason="the demo weights are not in this checkout"),
+]
 OFF: list[Speculation] = [{"method": "off"}]
 
 

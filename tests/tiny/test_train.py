@@ -228,6 +228,7 @@ def test_states_are_cached_within_the_limit_and_reused(
     assert Dataset(teacher, rows, tmp_path / "full disk", 1e9).room == 1
 
 
+@pytest.mark.soak
 def test_a_head_learns_and_drafts_in_the_engine(world: Path) -> None:
     own = {"regenerate": 60, "regenerate_tokens": 32, "eval_prompts": 6, "eval_data": (world / "texts",)}
     given = settings(world, "head", steps=100, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)

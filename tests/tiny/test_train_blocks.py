@@ -228,7 +228,8 @@ def test_steps_lower_the_loss_of_a_batch(world: Path, name: str, form: dict[str,
     assert drafter.loss(batch) < before
 
 
-@pytest.mark.parametrize("name", [pytest.param("dflash", marks=pytest.mark.soak), "dspark"])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_a_drafter_learns_and_drafts_in_the_engine(world: Path, name: str) -> None:
     own = {"regenerate": 60, "regenerate_tokens": 32, "eval_prompts": 6, "eval_data": (world / "texts",)}
     given = settings(world, name, steps=200, eval_every=100, optimizer="muon", lr=5e-3, muon_lr=2e-2, **own)

@@ -281,6 +281,7 @@ def test_an_incomplete_module_is_named(tmp_path: Path) -> None:
 # runs
 
 
+@pytest.mark.soak
 def test_modules_learn_and_draft_better_in_the_engine(world: Path) -> None:
     own = {"regenerate": 40, "regenerate_tokens": 32, "eval_prompts": 4, "eval_data": (world / "texts",)}
     rates = {"optimizer": "muon", "lr": 5e-3, "muon_lr": 2e-2}

@@ -23,6 +23,7 @@ from speculon.sampling import Draw, Row, sample
 from speculon.sequence import Span
 from tests.tiny.check.plans import SMALL, TINY, credulous
 
+pytestmark = pytest.mark.soak
 match = verifying.match
 
 
