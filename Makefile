@@ -53,8 +53,8 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## all tests that take minutes, pure ones first, in three processes of one thread
-	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes of one thread
+	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
 soak: export OMP_NUM_THREADS := 1

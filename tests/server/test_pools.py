@@ -122,6 +122,7 @@ def test_keys_and_names_stay_in_the_middleware(
     with caplog.at_level(logging.DEBUG):
         write(inside, user="alice")
         assert forget(inside, query="?pool=alice") == 204 and forget(inside, query="?pool=alice") == 404
+        wait_until(lambda: any(f"404 {ROUTE}" in message for message in caplog.messages))  # after the answer
     logged = [record.getMessage() for record in caplog.records if record.name.startswith("speculon")]
     output = b"".join(sent) + json.dumps([*logged, *inside.engine.pools.sizes]).encode()
     assert b"ForgetPools" in output and b"404 " + ROUTE.encode() in output, (
