@@ -62,7 +62,7 @@ def uneven_keys(layer: Attending, step: int, device: torch.device) -> tuple[int,
 
     About one row in a thousand did with 256 or 320 keys (AMD EPYC, bf16), so many rows are compared.
     """
-    if step >= KEY_BLOCK:
+    if step >= KEY_BLOCK:  # then each block is full
         return ()
     generator, (spec, group, plain) = torch.Generator().manual_seed(0), layer
     rows = group * ceil_div(KEY_ROWS, group)

@@ -181,7 +181,7 @@ class Admin:
             after = await asyncio.to_thread(of_settings.tried, self._file, model.name, given, changes)
             self._check_names(model, after.pool.aliases)
             await self._apply(model, before, after, changes)
-        return self._view(model, after)
+        return await self.model(model.name)  # `after` names places in a copy of the file
 
     def find(self, name: str) -> PooledModel:
         """Raises `UnknownModel`."""
