@@ -32,7 +32,8 @@ def test_a_change_is_written_and_in_force(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         assert setting(answer.json(), "max_num_seqs")["value"] == 3
         assert setting(answer.json(), "max_num_seqs")["source"] == "model"
-        assert f"{tmp_path / 'speculon-models.toml'}, line" in setting(answer.json(), "max_num_seqs")["origin"]
+        file = tmp_path / "speculon-models.toml"
+        assert f"{file}, line" in setting(answer.json(), "max_num_seqs")["origin"]
         assert inside.state.pool.models["a"].facts.max_num_seqs == 3
         assert inside.state.pool.models["a"].loads == 2
         assert change(inside, temperature=0.7).status_code == 200
