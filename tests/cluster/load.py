@@ -49,12 +49,12 @@ def client(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120)
 
 
-async def stream(api: openai.AsyncOpenAI, case: Case, chunks: list[str] | None = None) -> str:
-    """The text of one stream, which has to end with a finish reason."""
+async def stream(api: openai.AsyncOpenAI, case: Case, chunks: list[str] | None = None, **more: object) -> str:
+    """The text of one stream, which has to end with a finish reason; `more` are options of ours."""
     chunks = [] if chunks is None else chunks
     finish = None
     async for chunk in await api.completions.create(
-        model="demo", prompt=case.prompt, stream=True, **case.options
+        model="demo", prompt=case.prompt, stream=True, **case.options, extra_body=more
     ):
         for choice in chunk.choices:
             chunks.append(choice.text)
