@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from speculon.proposers import registry
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speculon")
@@ -34,3 +37,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SPECULON_")]:
         monkeypatch.delenv(name)
+
+
+def registered_methods() -> Iterator[None]:
+    """The table of methods is afterwards what it was."""
+    table, before = registry._registered, dict(registry._registered)
+    yield
+    table.clear()
+    table.update(before)
+
+
+methods_of_one_file = pytest.fixture(scope="module", autouse=True)(registered_methods)
+methods_of_one_test = pytest.fixture(autouse=True)(registered_methods)

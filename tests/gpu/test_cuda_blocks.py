@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from speculon.proposers import registry
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks, wrong_blocks
 from tests.tiny.dflash_checkpoints import write_dflash
 from tests.tiny.heads import deep_model
@@ -20,13 +18,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("dflash", None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from speculon.engine.engine import Engine
 from speculon.models.captured import Captured
 from speculon.models.captured_drafts import CapturedDraft
 from speculon.models.load import wrap_model
-from speculon.proposers import registry
 from tests.gpu.test_cuda_capture import captured_target
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
@@ -33,13 +31,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.clear()
 
 
 def drained(engine: Engine, requests: Any, speculation: dict[str, Any]) -> Any:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from speculon.proposers import registry
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.heads import deep_model, folder_of, head_of, watch_heads, wrong_rows
 from tests.tiny.test_eagle3 import KS, SETTINGS, VARIANTS, ask, plain, requests_of, texts_of, whole, write
@@ -18,13 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("eagle3", None)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

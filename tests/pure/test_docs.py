@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,11 @@ def named(path: Path) -> str:
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(registry, "_registered", {})
+def example() -> Any:
     source = blocks(ROOT / "docs" / "proposers.md", "python")[0]
     exec(compile(source, "docs/proposers.md", "exec"), {})
     factory = registry.find_factory(registry.check_method("bigram"))
-    yield factory(SpeculationConfig(options={"at_least": 1}), TargetFacts(vocab_size=10, max_context=64))
+    return factory(SpeculationConfig(options={"at_least": 1}), TargetFacts(vocab_size=10, max_context=64))
 
 
 def test_the_example_of_a_proposer_drafts_what_followed(example: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 from speculon.config import SpeculationConfig
 from speculon.core import NO_DRAFT, Reason
 from speculon.errors import UnknownMethod
-from speculon.proposers import registry
 from speculon.proposers.base import TargetFacts
 from speculon.proposers.compose import Proposers
 from speculon.proposers.registry import known_methods
@@ -77,9 +76,7 @@ def test_a_draft_outside_the_vocabulary_costs_its_sequence_the_speculation_and_n
     assert "outside the vocabulary of 10" in caplog.text
 
 
-def test_names_resolve_to_methods(monkeypatch: pytest.MonkeyPatch):
-    # other tests of the same process register names of their own
-    monkeypatch.setattr(registry, "_registered", {})
+def test_names_resolve_to_methods():
     proposers = Proposers(SpeculationConfig(), FACTS)
     assert [proposers.chain(name) for name in ("off", "auto", "ngram")] == [(), ("suffix",), ("ngram",)]
     assert [proposers.lacking(name) for name in ("auto", "ngram", "draft_model")] == [

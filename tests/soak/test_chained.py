@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 
 from speculon.control.policies import POLICIES
-from speculon.proposers import registry
 from tests.tiny.test_chained import check_lengths
 from tests.tiny.test_parity import MODES, SETTINGS
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

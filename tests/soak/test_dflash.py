@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from speculon.proposers import registry
 from tests.tiny.test_dflash import KS, MARKOV, check_layout
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("dflash", None)
 
 
 @pytest.mark.parametrize("k", KS)

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from speculon.proposers import registry
 from tests.tiny.test_draft_model import METHODS, SETTINGS, check_tokens
 from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 @pytest.mark.parametrize("mode", MODES)

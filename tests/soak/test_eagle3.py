@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from speculon.proposers import registry
 from tests.tiny.checkpoint_formats import FORMATS
 from tests.tiny.test_eagle3 import KS, SETTINGS, check_format, check_setting
 from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("eagle3", None)
 
 
 @pytest.mark.parametrize("k", KS)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from speculon.proposers import registry
 from tests.tiny.mtp_forms import FORMS
 from tests.tiny.test_mtp import BOTH, KS, SETTINGS, check_layout, check_setting
 from tests.tiny.test_parity import MODES
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("mtp", None)
 
 
 @pytest.mark.parametrize("k", KS)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from speculon.proposers import registry
 from tests.tiny.test_parity import MODES
 from tests.tiny.test_policies import (
     CHAINED,
@@ -19,13 +16,6 @@ from tests.tiny.test_policies import (
 )
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -24,7 +24,6 @@ from speculon.kv.states import StateStep
 from speculon.kv.store import View
 from speculon.models import recurrent
 from speculon.models.target import Output
-from speculon.proposers import registry
 from tests.tiny.conftest import tiny_model
 from tests.tiny.recurrent import (
     RECURRENT,
@@ -63,13 +62,6 @@ CASES = (
     Case(sequences=8, batch_tokens=40, pages=64, k=4),
     Case(sequences=8, batch_tokens=512, pages=400, k=16, kept_bytes=0),
 )
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("scripted", None)
 
 
 @cache

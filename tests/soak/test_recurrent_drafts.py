@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from speculon.proposers import registry
-from speculon.proposers.draft_model import NAME
 from tests.tiny.recurrent import DIFFERENT, RECURRENT, TWO
 from tests.tiny.recurrent_drafts import check_accepted, check_estimate, check_states
 from tests.tiny.test_recurrent_drafts import PLANTS, check_lower, check_planted
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 OTHERS = [name for name in RECURRENT if name not in DIFFERENT]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop(NAME, None)
 
 
 @pytest.mark.parametrize("name", OTHERS)

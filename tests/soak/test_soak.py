@@ -18,7 +18,6 @@ from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.errors import InvalidRequest
 from speculon.models.target import Output
-from speculon.proposers import registry
 from speculon.sequence import Event
 from tests.tiny.blocks import watch_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -278,7 +277,6 @@ def test_drafters_over_states_hold_in_a_small_pool(method: str, tmp_path: Path) 
     traffic = Traffic(engine, requests, chance)
     traffic.run()
     drain(engine)
-    registry._registered.pop(method, None)
 
     assert set(traffic.refused) == traffic.spoiled
     for key, result in traffic.results.items():

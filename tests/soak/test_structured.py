@@ -10,7 +10,6 @@ import pytest
 
 from speculon import LLM
 from speculon.outputs import RequestOutput
-from speculon.proposers import registry
 from tests.tiny.demo_forms import report, write, wrong
 from tests.tiny.demo_texts import MISSING
 from tests.tiny.test_structured import MODES, SETTINGS, WAYS, check_drafts, check_forms
@@ -54,21 +53,14 @@ def test_two_hundred_of_two_hundred(
     assert speculation.get("method", "off") in {"off", *drafted}
 
 
-@pytest.fixture
-def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.usefixtures("own_methods")
 def test_drafts_change_no_token(mode: str, way: str, setting: str) -> None:
     check_drafts(mode, way, setting)
 
 
 @pytest.mark.parametrize("seed", range(3, 12))
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-@pytest.mark.usefixtures("own_methods")
 def test_rules_with_q_keep_the_form(acceptance: str, seed: int) -> None:
     check_forms(acceptance, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from speculon.config import EngineConfig
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
-from speculon.proposers import registry
 
 torch.set_num_threads(1)
 
@@ -150,15 +149,6 @@ def tiny_target(name: str, seed: int = 0, fused: bool | None = None) -> Target:
     """Fused into weights of its own, as a loaded checkpoint is, unless SPECULON_FUSE or `fused` says no."""
     fused = EngineConfig().fuse if fused is None else fused
     return wrap_model(tiny_model(name, seed), name=name, fused=fused, share=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def methods_of_one_file() -> Iterator[None]:
-    """A method that a file registers is not the next file's."""
-    before = dict(registry._registered)
-    yield
-    registry._registered.clear()
-    registry._registered.update(before)
 
 
 @pytest.fixture(scope="session")

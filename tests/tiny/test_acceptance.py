@@ -5,7 +5,6 @@ That the distribution is the target's is tested in tests/stat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +14,12 @@ from torch import Tensor
 from speculon import sampling
 from speculon import verify as verifying
 from speculon.config import SamplingParams
-from speculon.proposers import chain, registry
+from speculon.proposers import chain
 from speculon.sampling import Row
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run
 from tests.tiny.test_parity import OFF, Texts
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 def engine() -> Any:

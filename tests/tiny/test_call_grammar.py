@@ -14,7 +14,6 @@ import pytest
 from speculon.config import SamplingParams
 from speculon.grammar import Grammars, Matcher
 from speculon.models.tokenizer import load_tokenizer
-from speculon.proposers import registry
 from speculon.server.tool_calls import CLOSE, OPEN, call_schema, calls_grammar
 from speculon.text import Tokenizer
 from tests.tiny.demo_texts import DEMO
@@ -126,8 +125,7 @@ def plain() -> dict[Key, Result]:
 
 
 @pytest.fixture
-def drafters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+def drafters() -> None:
     noisy_draft()
     script({key: result.tokens for key, result in plain().items()})
 

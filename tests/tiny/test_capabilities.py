@@ -16,18 +16,11 @@ from speculon.config import RequestSpeculation, SamplingParams
 from speculon.engine import capabilities
 from speculon.errors import EngineError, SpeculonError
 from speculon.models.load import wrap_model
-from speculon.proposers import registry
 from speculon.proposers.registry import known_methods, register
 from tests.tiny.capability_rows import ENGINES, OF_MODELS, OF_REQUESTS, ask, check, refusal, with_draft
 from tests.tiny.conftest import tiny_model, tiny_target
 from tests.tiny.forms import engine_of
 from tests.tiny.recurrent import recurrent_target
-
-
-@pytest.fixture(autouse=True)
-def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods that other tests have registered are unknown here."""
-    monkeypatch.setattr(registry, "_registered", {})
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -5,7 +5,6 @@ Here a recorder calls a piece again on the same buffers in place of a CUDA graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from speculon.models.captured_drafts import (
 )
 from speculon.models.drafter_parts import rope_config
 from speculon.models.target import STATES_OF_ROW
-from speculon.proposers import registry
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -43,13 +41,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "another width": {"hidden": 48, "heads": 6, "kv_heads": 3},
     "spark": SPARK,
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.clear()
 
 
 @pytest.fixture

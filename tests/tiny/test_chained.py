@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -30,14 +29,6 @@ from tests.tiny.test_requests import check_account
 
 LLAMA, HEAD, K = "llama", 2, 8
 Runs = list[list[tuple[str, int]]]  # of each draft that was verified: source, tokens
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    for name in ("draft_model", "brief", "knowing"):
-        registry._registered.pop(name, None)
 
 
 class Brief:

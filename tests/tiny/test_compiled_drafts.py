@@ -5,7 +5,7 @@ The layers run in the compiler's terms, as they are. The compiler itself runs in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from speculon.models.load import wrap_model
 from speculon.models.taps import Taps
 from speculon.models.target import Target
 from speculon.models.trial import Trial
-from speculon.proposers import registry
 from speculon.proposers.draft_model import DraftModel
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
@@ -36,13 +35,6 @@ from tests.tiny.scripted import Key, Result, drain, make_engine
 from tests.tiny.test_eagle3 import ask, plain, requests_of, texts_of, whole
 
 LAYOUTS = [Linear, packed]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.clear()
 
 
 @pytest.fixture(autouse=True)

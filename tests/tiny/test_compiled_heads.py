@@ -6,7 +6,6 @@ The layers run in the compiler's terms, as they are. The compiler itself runs in
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from speculon.models import compiled_drafts, compiled_layers, linear, programs
 from speculon.models.compiled_drafts import CompiledBlocks, CompiledHead, RowsLayers
 from speculon.models.dflash_attention import Sight, hidden_keys, visible
 from speculon.models.linear import Layout, Linear, packed
-from speculon.proposers import registry
 from tests.tiny.blocks import ask as ask_for_blocks
 from tests.tiny.blocks import drafter_of, watch_blocks, wrong_blocks
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -34,13 +32,6 @@ METHODS = ("eagle3", "dflash")
 WRONG = "not compiled: it computes something else"
 ASK = {"eagle3": ask, "dflash": ask_for_blocks}
 COMPILED = {"eagle3": CompiledHead, "dflash": CompiledBlocks}
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.clear()
 
 
 @pytest.fixture(autouse=True)

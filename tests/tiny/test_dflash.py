@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from speculon.config import SamplingParams
 from speculon.models import dflash, dflash_load
 from speculon.models.dflash_heads import RecurrentMarkov
 from speculon.models.load import wrap_model
-from speculon.proposers import registry
 from tests.builders import spread
 from tests.tiny.blocks import Watch, ask, drafter_of, folder_of, watch_blocks, wrong_blocks
 from tests.tiny.conftest import build
@@ -52,13 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "confidence": {"format": "deepspec", "confidence": "h"},
     "confidence with Markov": {"format": "specforge", "markov": "vanilla", "confidence": "h and e"},
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("dflash", None)
 
 
 def drafted_with(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import DFlashCache
 
 from speculon.checkpoints.families import read_dflash_config
-from speculon.proposers import registry
 from tests.tiny.blocks import ask, drafter_of, folder_of, watch_blocks
 from tests.tiny.dflash_checkpoints import MASK, Drafter, published, write_dflash
 from tests.tiny.heads import deep_model, true_taps
 from tests.tiny.test_eagle3 import plain, requests_of, texts_of, whole, write
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("dflash", None)
 
 
 def stock(drafter: Drafter) -> transformers.PreTrainedModel:

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from speculon.cli import app
 from speculon.engine import warm_up
-from speculon.proposers import registry
 from tests.documents import GUIDES, ROOT, blocks, calls_in, commands
 
 # What a document takes for granted.
@@ -41,7 +40,6 @@ FILES = {
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(warm_up, "SECONDS", 0.1)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -5,7 +5,6 @@ pages.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from speculon.core import Proposal, Reason, SpanOutcome, Timing
 from speculon.kv.lease import DraftLease
 from speculon.kv.store import View
 from speculon.models.target import Output
-from speculon.proposers import registry
 from speculon.sequence import Event
 from tests.builders import spread
 from tests.tiny.conftest import tiny_target
@@ -33,13 +31,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a small pool": {"num_blocks": 40, "max_num_seqs": 8},
     "no prefix cache": {"prefix_cache": False},
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 def engine(speculation: dict[str, Any] | None = None, **settings: Any) -> Any:

@@ -5,7 +5,6 @@ to their pages.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -20,7 +19,6 @@ from speculon.core import Reason
 from speculon.errors import SpeculonError, UnsupportedModel
 from speculon.models import eagle, eagle_load
 from speculon.models.eagle import EagleHead, FirstLayer
-from speculon.proposers import registry
 from tests.builders import spread
 from tests.tiny.checkpoint_formats import FORMATS, LLAMA3, TAPLESS, write_eagle3
 from tests.tiny.heads import (
@@ -62,13 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
     "stock layers": {"fuse": False},
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("eagle3", None)
 
 
 @cache

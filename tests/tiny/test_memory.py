@@ -22,7 +22,7 @@ from speculon.core import LayerSpec, Needs, Reason
 from speculon.errors import ConfigError, MemoryExceeded
 from speculon.kv import budget
 from speculon.kv.budget import Budget
-from speculon.proposers import model_drafter, registry
+from speculon.proposers import model_drafter
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, NoisyModel, use_draft
 from tests.tiny.folders import make_folder
@@ -112,13 +112,10 @@ def test_fail_says_the_numbers_and_loads_nothing(folder: Path, loaded: list[str]
         assert str(number) in str(raised.value)
 
 
-def test_under_pressure_drafts_give_their_pages_back_and_take_them_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_pressure_drafts_give_their_pages_back_and_take_them_again() -> None:
     """Two texts fill the pool while all drafts are wrong; when one of them makes room, the other drafts
     again.
     """
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     use_draft(NoisyModel(tiny_target("llama"), 1.0))
     engine = make_engine(
         tiny_target("llama"), num_blocks=40, block_size=1, prefix_cache=False, speculation=DRAFT

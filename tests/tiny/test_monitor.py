@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from speculon.check.arms import watched
 from speculon.core import Finish
 from speculon.engine import monitor as monitoring
 from speculon.models.target import Output, Target
-from speculon.proposers import registry
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
@@ -31,14 +29,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "draft_model": {"method": "draft_model", **DRAFT},
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    for name in ("draft_model", "scripted", "eagle3"):
-        registry._registered.pop(name, None)
 
 
 # equal answers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -20,7 +19,6 @@ from speculon.kv.lease import DraftLease
 from speculon.models import mtp_load
 from speculon.models.mtp import Module as MtpModule
 from speculon.models.mtp import MtpHead
-from speculon.proposers import registry
 from speculon.proposers.mtp import Mtp
 from tests.builders import spread
 from tests.tiny.mtp_forms import FORMS, Texts, target_of, true_states, watch_mtp, written, wrong_rows
@@ -36,13 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": False, "max_num_seqs": 3},
     "stock layers": {"fuse": False},
 }
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("mtp", None)
 
 
 @pytest.fixture(autouse=True)

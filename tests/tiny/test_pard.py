@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from speculon.checkpoints.families import family_of
 from speculon.config import SamplingParams
 from speculon.core import Reason
 from speculon.errors import ConfigError, ModelError, UnsupportedModel
-from speculon.proposers import pard, registry
+from speculon.proposers import pard
 from speculon.proposers.chain import Piece, mark
 from speculon.proposers.pard import Pard
 from tests.tiny.conftest import VOCAB, build, tiny_target
@@ -50,13 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pard(tmp_path_factory.mktemp("pard"))
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("pard", None)
 
 
 def drafts(folder: Path) -> dict[str, Any]:

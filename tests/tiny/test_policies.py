@@ -4,7 +4,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from time import sleep
@@ -19,7 +19,6 @@ from speculon.core import Reason
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import warm_up
 from speculon.errors import InvalidParameter
-from speculon.proposers import registry
 from speculon.sequence import Sequence
 from speculon.text import Tokenizer
 from tests.builders import spread
@@ -37,13 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_batch_tokens": 7},
 }
 NAMES = list(POLICIES)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 def under(policy: str | list[str], mode: str, method: str | None = None) -> list[Request]:

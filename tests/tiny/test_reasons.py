@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 from speculon.config import SamplingParams
 from speculon.core import Needs, Reason
 from speculon.engine.engine import Engine
-from speculon.proposers import registry
 from speculon.proposers.registry import register
 from speculon.sequence import Sequence
 from speculon.telemetry import RequestStats
@@ -27,12 +26,6 @@ TOKENS = 8  # of which the first comes with the prompt, and the last needs no dr
 LAST = {"max_tokens": 1}
 OF_POLICIES = {Reason.COLD, Reason.COOLDOWN, Reason.LOW_ACCEPTANCE, Reason.COST, Reason.LOAD}
 Reasons = dict[str, int]
-
-
-@pytest.fixture(autouse=True)
-def drafters_of_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_registered", {})
-    yield
 
 
 def greedy(max_tokens: int = TOKENS, **params: Any) -> SamplingParams:

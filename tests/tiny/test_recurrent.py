@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from speculon.kv.states import StateSpan, StateStep
 from speculon.models import convolution, recurrent
 from speculon.models.fuse import Fused
 from speculon.models.load import context_limit, wrap_model
-from speculon.proposers import registry
 from speculon.sequence import Plan
 from tests.tiny.checkpoint import byte_tokenizer
 from tests.tiny.checkpoint_formats import write_eagle3
@@ -48,15 +46,6 @@ from tests.tiny.recurrent import (
 )
 from tests.tiny.scripted import Key, Result, drain, make_engine, run, script
 from tests.tiny.test_parity import accepted_lengths, drafting, row_error
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("scripted", None)
-    registry._registered.pop("eagle3", None)
-
 
 ZAMBA2 = {
     "num_hidden_layers": 4,

@@ -5,7 +5,6 @@ were accepted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
@@ -26,7 +25,7 @@ from speculon.kv.draft_slots import PER_SEQUENCE, DraftSlots
 from speculon.kv.lease import DraftStates
 from speculon.kv.states import StateStep
 from speculon.models.recurrent import Mixer
-from speculon.proposers import model_drafter, registry
+from speculon.proposers import model_drafter
 from speculon.proposers.draft_model import NAME
 from speculon.sequence import Sequence
 from tests.tiny.checkpoint import byte_tokenizer
@@ -53,13 +52,6 @@ from tests.tiny.scripted import Key, Request, Result, make_engine
 OFF = {"method": "off"}
 # without slots for states after each draft: tokens are read again
 AGAIN = [(name, False) for name in ("mamba", "mamba2", *TWO)]
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop(NAME, None)
 
 
 # a draft that is the target itself

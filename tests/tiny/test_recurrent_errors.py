@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,9 @@ from speculon.kv.states import StateStep
 from speculon.models import recurrent
 from speculon.models.load import wrap_model
 from speculon.models.recurrent import Mixer
-from speculon.proposers import registry
 from tests.tiny.recurrent import TWO, generated, recurrent_model, recurrent_target, requests, wrong
 from tests.tiny.scripted import Key, Result, drain, make_engine, script
 from tests.tiny.test_parity import drafting
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("scripted", None)
-
 
 # errors inside a step
 

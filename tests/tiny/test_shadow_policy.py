@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,20 +9,12 @@ import pytest
 
 from speculon.config import SamplingParams
 from speculon.control import shadow as shadow_module
-from speculon.proposers import registry
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, noisy_draft, use_draft
 from tests.tiny.scripted import Key, Request, Result, drain, make_engine, run, script
 from tests.tiny.test_parity import MODES, plain
 from tests.tiny.test_policies import LLAMA, texts, under, unknown_to
 from tests.tiny.test_requests import check_account
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 def verified(mode: str, method: str, **settings: Any) -> dict[Key, Result]:

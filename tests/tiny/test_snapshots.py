@@ -4,7 +4,6 @@ planted in the snapshots show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from speculon.kv import slots
 from speculon.kv.blocks import BlockPool
 from speculon.kv.slots import StateSlots
 from speculon.models.recurrent import Mixer
-from speculon.proposers import registry
 from speculon.sequence import Sequence
 from tests.tiny.conftest import tiny_model
 from tests.tiny.recurrent import (
@@ -39,11 +37,9 @@ SIZE = 4  # tokens of a page, in make_engine
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table of methods as it was; every prefix is used, whatever the speed of small mixers."""
+def every_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prefix is used, whatever the speed of small mixers."""
     monkeypatch.setattr(slots, "ALONE", 1)
-    yield
-    registry._registered.pop("scripted", None)
 
 
 def wave(engine: Engine, batch: list[Request]) -> dict[Key, Result]:

@@ -20,7 +20,7 @@ from speculon import verify as verify_module
 from speculon.config import SamplingParams
 from speculon.engine import engine as engine_module
 from speculon.grammar import Matcher
-from speculon.proposers import compose, registry
+from speculon.proposers import compose
 from tests.tiny import demo_forms
 from tests.tiny.conftest import tiny_model
 from tests.tiny.demo_texts import MISSING
@@ -97,11 +97,6 @@ def plain(mode: str) -> dict[Key, Result]:
     for request in requests_of(mode):
         texts |= write([request])
     return texts
-
-
-@pytest.fixture(autouse=True)
-def drafters_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
 
 
 @pytest.fixture(params=list(MODES))

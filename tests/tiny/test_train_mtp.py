@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from speculon.cli import app
 from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter, ModelError, UnsupportedModel, WrongPair
 from speculon.models.tokenizer import load_tokenizer
-from speculon.proposers import registry
 from speculon.text import Tokenizer
 from speculon.train import mtp as training
 from speculon.train.data import Rows
@@ -44,13 +43,6 @@ from tests.tiny.training import QUICK, Interrupted, Silent, make_mtp_world, make
 K = 4  # drafts of a round: more than any of the forms has modules
 PROMPT = [5, 17, 80, 9, 33, 60, 21, 4, 77]
 NO_ROWS: Any = None  # modules do not depend on the data
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """The table of methods as it was."""
-    yield
-    registry._registered.pop("mtp", None)
 
 
 @pytest.fixture(scope="module")

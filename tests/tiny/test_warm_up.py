@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from speculon.core import Reason
 from speculon.engine import warm_up as warming
 from speculon.engine.engine import Engine
 from speculon.engine.warm_up import NAME, warm_up
-from speculon.proposers import registry
 from tests.tiny.conftest import tiny_target
 from tests.tiny.drafting import DRAFT, use_draft
 from tests.tiny.scripted import drain, make_engine
@@ -23,10 +21,8 @@ PROMPT, GREEDY = [1, 2, 3, 1, 2, 3], SamplingParams(temperature=0.0, max_tokens=
 
 
 @pytest.fixture(autouse=True)
-def drafting() -> Iterator[None]:
+def drafting() -> None:
     use_draft(tiny_target("llama", seed=1))
-    yield
-    registry._registered.pop("draft_model", None)
 
 
 def engine(**settings: Any) -> Engine:

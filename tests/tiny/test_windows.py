@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,6 @@ from speculon.errors import NeverFits
 from speculon.kv.store import SpanView, tail_of
 from speculon.models.load import wrap_model
 from speculon.models.target import Target
-from speculon.proposers import registry
 from tests.tiny import heads
 from tests.tiny.checkpoint_formats import write_eagle3
 from tests.tiny.conftest import CHUNK, MIXED, WINDOW, build
@@ -64,13 +62,6 @@ DRAFTED = {**SMALL, "num_blocks": 24}
 LENGTHS = (5, 110, 1, 33)  # of the prompts; the second is longer than the small pool
 OFF, SUFFIX = {"method": "off"}, {"method": "suffix", "num_speculative_tokens": 4}
 Texts = dict[Key, list[int]]
-
-
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table of methods as it was."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    yield
 
 
 @cache
