@@ -53,12 +53,13 @@ docs: $(VENV)/.docs ## the documentation as a site, in build/site
 
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## all tests that take minutes, pure ones first, in two processes of one thread
+test: $(STAMP) ## all tests but the long ones, pure ones first, in two processes of one thread
 	$(BIN)/python -m pytest $(SUITES) -m "not soak and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: export HF_HUB_OFFLINE := 1
 soak: export OMP_NUM_THREADS := 1
-soak: $(STAMP) clients cluster-test ## long tests: foreign clients, replicas, many requests, small pools, aborts
+soak: $(STAMP) ## long tests: foreign clients, replicas, many requests, small pools, aborts
+	$(MAKE) clients cluster-test ARGS=
 	$(BIN)/python -m pytest tests/soak $(SUITES) -m "soak and not gpu and not alone" -n 2 --dist loadfile --no-loadscope-reorder --timeout 1800 $(ARGS)
 	$(BIN)/python -m pytest tests/soak -m "alone" --timeout 1800
 

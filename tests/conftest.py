@@ -39,13 +39,10 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
 def registered_methods() -> Iterator[None]:
-    """The table of methods is afterwards what it was."""
+    """A method that a test registers is not the next test's."""
     table, before = registry._registered, dict(registry._registered)
     yield
     table.clear()
     table.update(before)
-
-
-methods_of_one_file = pytest.fixture(scope="module", autouse=True)(registered_methods)
-methods_of_one_test = pytest.fixture(autouse=True)(registered_methods)

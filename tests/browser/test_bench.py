@@ -58,7 +58,7 @@ def test_a_benchmark_ends_with_a_chart_and_its_cells(browser: Browser, server: O
     page = opened(browser, server)
     start(page)
     expect(page.get_by_role("status")).to_contain_text("done", timeout=WHOLE_RUN)
-    expect(page.get_by_label("Speed, times plain decoding").locator("canvas")).to_be_visible()
+    expect(page.get_by_label("Speed, times plain decoding").locator("svg")).to_be_visible()
     for mode in ("off", "ngram:4", "off again"):
         row = page.get_by_role("row").filter(has=page.get_by_role("cell", name=mode, exact=True))
         assert float(row.get_by_role("cell").nth(3).inner_text()) > 0

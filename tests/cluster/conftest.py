@@ -24,6 +24,7 @@ from ray import serve
 
 from speculon.cluster import app
 from tests.cluster.load import Case, cases
+from tests.server.outside import LOCAL_HTTP
 
 SETTINGS: dict[str, Any] = {"model": "demo", "threads": 1, "cpus": 0.5, "num_blocks": 1024}
 SETTINGS["batch_invariant"] = True  # a text alone and in any batch is the same, bit for bit
@@ -60,7 +61,7 @@ class Cluster:
 
     def metric(self, name: str) -> dict[tuple[str, ...], float]:
         """Samples by the values of their labels."""
-        page = httpx.get(self.url + "/metrics", trust_env=False).text
+        page = httpx.get(self.url + "/metrics", timeout=30, **LOCAL_HTTP).text
         lines = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", page, re.MULTILINE)
         return {tuple(re.findall(r'="(.*?)"', labels)): float(value) for labels, value in lines}
 

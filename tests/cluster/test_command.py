@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from speculon.cluster import app
-from tests.server.outside import REAL, Outside, started
+from tests.server.outside import LOCAL_HTTP, REAL, Outside, started
 
 LISTENING = "0A"  # as the kernel writes it
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -28,12 +28,12 @@ def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
         assert url.startswith("http://127.0.0.1:")
         check_listens_on_loopback(server)
         body: dict[str, Any] = {"prompt": "def f(", "max_tokens": 300, "temperature": 0, "stream": True}
-        assert httpx.post(url + "/v1/completions", json=body, trust_env=False).status_code == 401
+        assert httpx.post(url + "/v1/completions", json=body, **LOCAL_HTTP).status_code == 401
         began, lines = threading.Event(), list[str]()
 
         def read() -> None:
             with httpx.stream(
-                "POST", url + "/v1/completions", json=body, headers=key, timeout=60, trust_env=False
+                "POST", url + "/v1/completions", json=body, headers=key, timeout=60, **LOCAL_HTTP
             ) as reply:
                 for line in reply.iter_lines():
                     lines.append(line)

@@ -21,6 +21,7 @@ import yaml
 
 from tests.cluster.conftest import SETTINGS, Cluster, free_port, until
 from tests.cluster.load import Case, under_load
+from tests.server.outside import LOCAL_HTTP
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "cluster.md").read_text()
 FILE, SCALED, AUTOSCALED = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL))
@@ -66,7 +67,8 @@ class Head(Cluster):
             return False
 
     def _applications(self) -> dict[str, Any] | None:
-        reply = httpx.get(self._api + "/api/serve/applications/", headers=self._headers, trust_env=False)
+        url = self._api + "/api/serve/applications/"
+        reply = httpx.get(url, headers=self._headers, timeout=30, **LOCAL_HTTP)
         return reply.json()["applications"] if reply.status_code == 200 else None
 
     def deploy(self, *, engine: dict[str, Any] | None = None, **args: Any) -> None:
@@ -108,7 +110,7 @@ def head(mixed: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def ready(url: str) -> Callable[[], bool]:
     def asked() -> bool:
         try:
-            return httpx.get(url + "/ready", trust_env=False).status_code == 200
+            return httpx.get(url + "/ready", **LOCAL_HTTP).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -199,7 +201,7 @@ def test_a_second_model_runs_beside_it(head: Head, mixed: list[Case]) -> None:
     try:
         until(ready(head.url + "/second"), 120)
         assert write(head.url, mixed[0]) == mixed[0].text
-        names = httpx.get(head.url + "/second/v1/models", trust_env=False).json()["data"]
+        names = httpx.get(head.url + "/second/v1/models", **LOCAL_HTTP).json()["data"]
         assert [one["id"] for one in names] == ["other"]
     finally:
         process.send_signal(signal.SIGINT)

@@ -22,14 +22,15 @@ from recipes.serving.server import Server, read_metrics
 
 pytestmark = [
     pytest.mark.soak,
+    pytest.mark.alone,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc"),
 ]
 
-SECONDS = float(os.environ.get("SPECULON_CHAOS_SECONDS", 90))
+SECONDS = float(os.environ.get("SPECULON_CHAOS_SECONDS", 90))  # at least
 CLIENTS, GONE = 32, 0.1
 TIMEOUT = 3.0  # the server's engine_timeout
-MINUTE = min(60.0, SECONDS / 2)  # each has one round of faults
+MINUTE = min(60.0, SECONDS / 2)  # or more: each has one round of faults
 PATIENCE = 120.0  # seconds for an answer, over a restart of the engine
 GROWTH = 1.1  # of memory, from the end of the first round of faults to the end
 # How a request may be refused: the engine is lost or loads, or the queue is full.
@@ -103,8 +104,9 @@ class Chaos:
         self.wrong: list[Any] = []
         self.memory: list[int] = []
         self.truth: dict[int, dict[int, list[Any]]] = {}
+        self.over = False
 
-    async def run(self, seconds: float) -> None:
+    async def run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
             base_url=self.server.url, timeout=PATIENCE, limits=limits, trust_env=False
@@ -113,15 +115,14 @@ class Chaos:
                 body = {**body, "speculation": {"method": "off"}}
                 answer = (await http.post(f"/v1/{route}", json=body)).raise_for_status().json()
                 self.truth[number] = {choice["index"]: parts_of(choice) for choice in answer["choices"]}
-            until = time.monotonic() + seconds
             async with asyncio.TaskGroup() as group:
                 for i in range(CLIENTS):
-                    group.create_task(self.client(http, i, until))
-                await self.trouble(http, until)
+                    group.create_task(self.client(http, i))
+                await self.trouble(http)
 
-    async def client(self, http: httpx.AsyncClient, number: int, until: float) -> None:
+    async def client(self, http: httpx.AsyncClient, number: int) -> None:
         chance = random.Random(number)
-        while time.monotonic() < until:
+        while not self.over:
             which = chance.randrange(len(KINDS))
             route, body = KINDS[which]
             if chosen := chance.choice(SPECULATION):
@@ -165,9 +166,9 @@ class Chaos:
         if found != self.truth[which]:
             self.wrong.append((KINDS[which], found, self.truth[which]))
 
-    async def trouble(self, http: httpx.AsyncClient, until: float) -> None:
+    async def trouble(self, http: httpx.AsyncClient) -> None:
         """Each minute: stopped and continued, stopped for good, killed."""
-        while time.monotonic() + MINUTE <= until + 1:
+        for _ in range(round(SECONDS / MINUTE)):
             began = time.monotonic()
             self.signal(signal.SIGSTOP, "stopped")
             await asyncio.sleep(TIMEOUT / 2)
@@ -180,6 +181,7 @@ class Chaos:
             await self.restarted(http)
             await asyncio.sleep(max(0.0, MINUTE - (time.monotonic() - began)))
             self.memory.append(resident(self.server.process.pid))
+        self.over = True
 
     def signal(self, number: signal.Signals, name: str) -> None:
         os.kill(self.server.pids["engine"], number)
@@ -205,7 +207,7 @@ def resident(pid: int) -> int:
 
 def test_every_request_is_answered_rightly_or_refused_by_name(server: Server) -> None:
     chaos = Chaos(server)
-    asyncio.run(chaos.run(SECONDS))
+    asyncio.run(chaos.run())
     print(
         f"\n{dict(chaos.ends)}, {dict(chaos.faults)}, resident {[size // 2**20 for size in chaos.memory]} MB"
     )

@@ -163,6 +163,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
 def test_traffic_for_minutes(server: Server, llm: LLM) -> None:
     prompts = [case.prompt for case in build("code", llm.tokenizer, Size(16, 128, 2048))]

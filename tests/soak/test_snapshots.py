@@ -10,7 +10,7 @@ from tests.tiny.test_snapshots import check_batches, check_found_again
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 OTHERS = [name for name in RECURRENT if name not in DIFFERENT]
-found, restored = test_snapshots.found, test_snapshots.restored
+found, every_prefix = test_snapshots.found, test_snapshots.every_prefix
 
 
 @pytest.mark.parametrize("name", OTHERS)

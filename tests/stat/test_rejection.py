@@ -5,7 +5,7 @@ verify.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -199,6 +199,13 @@ def keyed(stream: int) -> list[Row]:
 @cache
 def sequences() -> list[Sequence]:
     return [make_sequence([1], seed=seed) for seed in SEEDS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed() -> Iterator[None]:
+    yield
+    keyed.cache_clear()
+    sequences.cache_clear()
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.2, 0.8), (0.7, 0.9), (1e-3, 1.0), (0.5, 0.5), (0.9, 0.1)])

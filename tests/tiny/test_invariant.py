@@ -233,7 +233,7 @@ def test_keys_that_are_not_padded_are_seen() -> None:
 
 def test_a_padding_with_which_attention_differs_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariant, "PADDINGS", (Padding(1, 1), Padding(1, 4)))
-    monkeypatch.setattr(batch_check, "KEY_STEP", 99)  # few numbers of keys: with steps of one there are many
+    monkeypatch.setattr(batch_check, "KEY_STEP", 99)  # quicker than every number of keys
     with pytest.raises(CannotBeInvariant, match="attention of heads 8 x 2 differs"):
         make_invariant(stock("llama"))
 

@@ -195,9 +195,10 @@ class Admin:
     async def unload(self, name: str) -> ModelView:
         """Raises `InvalidRequest` for the only model, `ConfigError` for a faulty file: nothing is done."""
         model = self._pool.find(name)
-        found = await asyncio.to_thread(self._settings_of, model)
-        await self._pool.unload(model)
-        return self._view(model, found)
+        async with self._changing:
+            found = await asyncio.to_thread(self._settings_of, model)
+            await self._pool.unload(model)
+            return self._view(model, found)
 
     def requests(self) -> list[RequestView]:
         """Those that run, then the latest 200 that have ended, without texts."""

@@ -134,7 +134,7 @@ def figures(now: BenchView, words: Words) -> None:
     cells = (now.result or {})["cells"]
     with ui.card().classes("sp-card").props("flat bordered"):
         ui.label(words("bench.chart")).props("role=heading aria-level=2")
-        chart = ui.echart(chart_of(cells, words)).classes("w-full h-64").props("role=img")
+        chart = ui.echart(chart_of(cells, words), renderer="svg").classes("w-full h-64").props("role=img")
         chart.props["aria-label"] = words("bench.chart")
         ui.label(words("bench.noise")).classes("text-sm opacity-80")
     columns = [

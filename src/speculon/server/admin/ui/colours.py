@@ -19,7 +19,8 @@ METHODS = (
 )
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a8a8a", "#b8a800")
 SYMBOLS = ("circle", "rect", "triangle", "diamond", "pin", "arrow", "roundRect")
-GREY = "#808080"  # axes: enough contrast on white and on dark
+GREY = "#808080"  # lines: enough contrast on white and on dark
+TEXT = "currentColor"  # the page's own, in either theme; only SVG has it
 
 
 def colour_of(method: str) -> str:
@@ -39,8 +40,8 @@ def place_of(method: str) -> int:
 def axes(kind: str) -> dict[str, Any]:
     return {
         "type": kind,
-        "axisLabel": {"color": GREY, "hideOverlap": True},
-        "nameTextStyle": {"color": GREY},
+        "axisLabel": {"color": TEXT, "hideOverlap": True},
+        "nameTextStyle": {"color": TEXT},
         "splitLine": {"lineStyle": {"color": "rgba(128,128,128,.25)"}},
     }
 
@@ -50,7 +51,7 @@ def options(x: str, series: list[dict[str, Any]], **y: Any) -> dict[str, Any]:
         "animation": False,
         "color": list(PALETTE),
         "grid": {"left": 48, "right": 16, "top": 36, "bottom": 28},
-        "legend": {"top": 0, "type": "scroll", "textStyle": {"color": GREY}},
+        "legend": {"top": 0, "type": "scroll", "textStyle": {"color": TEXT}},
         "tooltip": {"trigger": "axis"},
         "xAxis": axes(x),
         "yAxis": axes("value") | y,

@@ -66,7 +66,7 @@ def number(title: str) -> ui.label:
 def chart(title: str, content: dict[str, Any]) -> ui.echart:
     with ui.card().classes("sp-card").props("flat bordered"):
         ui.label(title).props("role=heading aria-level=2")
-        shown = ui.echart(content).classes("w-full h-56").props("role=img")
+        shown = ui.echart(content, renderer="svg").classes("w-full h-56").props("role=img")
     shown.props["aria-label"] = title
     return shown
 

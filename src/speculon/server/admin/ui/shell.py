@@ -35,6 +35,8 @@ body.body--dark { --q-primary: #56b4e9 !important; --q-negative: #ff8a80 !import
 .body--dark .q-badge.bg-primary, .body--dark .q-checkbox__svg { color: #121212 }
 /* in a layer, or that of Quasar would win */
 @layer overrides { .body--dark .bg-primary.text-white { color: #121212 !important } }
+/* a darker helper would take the contrast of the text below 4.5 */
+body.desktop .q-hoverable:hover > .q-focus-helper { opacity: .08 !important }
 .sp-bar { position: sticky; top: -1rem; z-index: 2; background: inherit }
 """
 
