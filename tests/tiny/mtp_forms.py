@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -193,9 +195,9 @@ def shorten(path: Path, form: Form) -> None:
 @cache
 def written(name: str) -> Written:
     """One folder for all tests; treat it as read-only."""
-    import tempfile
-
-    return write_mtp(Path(tempfile.mkdtemp(prefix="mtp-")), FORMS[name])
+    folder = TemporaryDirectory(prefix="mtp-")
+    atexit.register(folder.cleanup)
+    return write_mtp(Path(folder.name), FORMS[name])
 
 
 @cache
