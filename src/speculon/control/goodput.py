@@ -93,6 +93,8 @@ class Running:
     missing: int  # continuations that must match before a lookup's drafts are verified
     # by method
     own: defaultdict[str, SequenceAcceptance] = field(default_factory=lambda: defaultdict(SequenceAcceptance))
+    mean: Added = field(default_factory=lambda: Added(gain=0.0))  # of its rounds
+    rounds: int = 0
     looked: bool = False  # whether lookups were asked in this round
     rate: float = 0.0  # the highest r of its rounds, until r is less than half of it
 
@@ -113,6 +115,11 @@ class Running:
         if 2 * rate < self.rate:
             self.rate, self.added.gain = rate, max(OF_LATE, self.added.gain)
         self.rate = max(rate, self.rate)
+
+    def book(self, added: Added) -> None:
+        self.rounds += 1
+        self.added.move(added)
+        self.mean.move(added, 1 / self.rounds)
 
     def learn(self, method: str, judged: int, accepted: int) -> None:
         self.own[method].observe(self.cls.of(method), judged, accepted)
@@ -367,19 +374,19 @@ class Goodput(Policy):
         """What drafting has added to the round for one sequence."""
         now, gain = self._now, 0.0 if one.looked else one.added.gain
         if not draft.tokens:
-            return one.added.move(Added(0.0, 0.0, 0.0, gain))
+            return one.book(Added(0.0, 0.0, 0.0, gain))
         rows, method = now.first + len(draft.tokens) * now.row, now.kept.get(one.seq.id, draft.sources[0])
         ms, lookup = rows / now.rate, method in now.lookups
         if not lookup and (call := timing.proposals.get(method)):
             ms += self.costs.proposal(method, call.sequences, call.k) / call.sequences
         gained = max(0, gained)  # -1: it ended with this round
-        one.added.move(Added(gained, ms, (1 + gained) * lookup, gained - rows if lookup else gain))
+        one.book(Added(gained, ms, (1 + gained) * lookup, gained - rows if lookup else gain))
 
     def forget(self, seq: Sequence) -> None:
         if one := self._running.pop(seq.id, None):
             one.cls.ended += 1
             weight = max(OF_LATE, 1 / one.cls.ended)
-            one.cls.added.move(one.added, weight)
+            one.cls.added.move(one.mean if one.rounds else one.added, weight)
             one.cls.length += weight * (seq.num_output - one.cls.length)
         self._shadow.forget(seq)
 
