@@ -239,6 +239,17 @@ def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
     assert played.rate(600) > 0.99 * plain(8)
 
 
+def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
+    """Not with the last rounds of those before it, in which more was copied."""
+    policy, (first, second) = Goodput(Costs()), (make_sequence([1], seed=seed) for seed in range(2))
+    one = policy._of(first)
+    for gained in (*(0.0,) * 30, *(8.0,) * 10):
+        one.book(module.Added(tokens=gained, gain=gained))
+    assert one.added.tokens > 5.0
+    policy.forget(first)
+    assert policy._of(second).added.tokens == pytest.approx(2.0)
+
+
 def drafted_after_a_full_batch() -> int:
     """Of 30 rounds: a sequence whose drafts were rejected beside seven good ones is alone, and copies."""
 

@@ -54,7 +54,7 @@ MATCHES = 3, 8
 
 @dataclass(slots=True)
 class Added:
-    """What drafting adds to a round for one sequence, of late."""
+    """What drafting adds to a round for one sequence: of late, or on average."""
 
     tokens: float = 0.0
     ms: float = 0.0
@@ -169,7 +169,7 @@ class Goodput(Policy):
         return [self._decision(now, one, plain) for one in running]
 
     def _of(self, seq: Sequence) -> Running:
-        """A sequence begins where those of its class ended."""
+        """A sequence begins with what its class had on average: the last rounds of a text are its best."""
         if one := self._running.get(seq.id):
             return one
         cls = self._classes.setdefault(seq.request.shape.name, PromptClass(self._methods))
@@ -386,7 +386,8 @@ class Goodput(Policy):
         if one := self._running.pop(seq.id, None):
             one.cls.ended += 1
             weight = max(OF_LATE, 1 / one.cls.ended)
-            one.cls.added.move(one.mean if one.rounds else one.added, weight)
+            if one.rounds:
+                one.cls.added.move(one.mean, weight)
             one.cls.length += weight * (seq.num_output - one.cls.length)
         self._shadow.forget(seq)
 
