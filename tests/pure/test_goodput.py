@@ -239,50 +239,6 @@ def test_lookups_that_find_nothing_are_asked_ever_more_rarely() -> None:
     assert played.rate(600) > 0.99 * plain(8)
 
 
-def test_a_sequence_begins_with_the_mean_of_its_class() -> None:
-    """Not with the last rounds of those before it, in which more was copied."""
-    policy, (first, second) = Goodput(Costs()), (make_sequence([1], seed=seed) for seed in range(2))
-    one = policy._of(first)
-    for gained in (*(0.0,) * 30, *(8.0,) * 10):
-        one.book(module.Added(tokens=gained, gain=gained))
-    assert one.added.tokens > 5.0
-    policy.forget(first)
-    assert policy._of(second).added.tokens == pytest.approx(2.0)
-
-
-def drafted_after_a_full_batch() -> int:
-    """Of 30 rounds: a sequence whose drafts were rejected beside seven good ones is alone, and copies."""
-
-    def accept(number: int, text: int) -> float:
-        return 0.95 if text else 0.6 * (number >= 80)
-
-    lookup = SimulatedMethod(accept, LOOKUP, lookup=True)
-    played = run(SyntheticEnvironment(STEP, {"lookup": lookup}, lambda number: 8 if number < 80 else 1), 110)
-    return sum(map(bool, played.drafted[80:]))
-
-
-def test_lookups_are_asked_anew_when_the_batch_has_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drafted_after_a_full_batch() > 22
-    monkeypatch.setattr(module.Running, "price", lambda *_: None)
-    assert drafted_after_a_full_batch() < 18, "without it they stay in back-off"
-
-
-class Matched(SyntheticEnvironment):
-    """Drafts of long matches are accepted, those of short ones are not."""
-
-    def draft(self, number: int, text: SimulatedSequence, method: str, k: int, random: Random) -> Draft:
-        long = (number + text.id) % 2
-        fate = tuple(int(random.random() < (0.95 if long else 0.05)) for _ in range(k))
-        return Draft(fate, (method,) * k, match=20 if long else 2)
-
-
-def test_drafts_of_long_and_short_matches_are_learned_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookup = SimulatedMethod(lambda *_: 0.0, LOOKUP, lookup=True)
-    separate = run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
-    monkeypatch.setattr(module, "MATCHES", ())
-    assert separate > 1.05 * run(Matched(STEP, {"lookup": lookup}, lambda _: 8), 600).rate(200)
-
-
 class Gaps(SyntheticEnvironment):
     """Where the lookup has nothing the model is right, and the lookup has something behind its draft."""
 
