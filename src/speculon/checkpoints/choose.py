@@ -1,4 +1,4 @@
-"""The drafters of an engine: those in its settings, those found next to the model, and that of `demo`."""
+"""The drafters of an engine: those in its settings, and those found next to the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
-from speculon.checkpoints.locate import SHIPPED, locate, refuse_missing
+from speculon.checkpoints.locate import locate, refuse_missing, usual_drafters
 from speculon.checkpoints.mtp import MTP, find_mtp
 from speculon.checkpoints.pairing import AUTO, around, examine, is_search, search
 from speculon.config import EngineConfig, ModelObject
@@ -19,10 +19,14 @@ log = logging.getLogger("speculon")
 
 
 def with_drafts(config: EngineConfig) -> EngineConfig:
-    """The settings with each drafter under its method. Raises `ModelError` for an unsupported one."""
-    draft = config.speculation.draft
+    """The settings with each drafter under its method. Raises `ModelError` for an unsupported one.
+
+    Where none is set, the model's own ones are taken, as far as the method uses them.
+    """
+    draft, method = config.speculation.draft, config.speculation.method
     if draft is None:
-        return set_drafts(config, "demo-draft") if config.model == "demo" else config
+        usual = {one: path for one, path in usual_drafters(config.model).items() if method in (AUTO, one)}
+        return set_drafts(config, {**usual}) if usual else config
     if not isinstance(draft, str):
         return config
     if is_search(draft):
@@ -55,7 +59,7 @@ def find_drafts(config: EngineConfig, draft: str) -> dict[str, str | ModelObject
     for line in found.lines:
         log.info("draft %s: %s", AUTO, line)
     own = {} if MTP in found.drafts else own_layers(folder)
-    drafts: dict[str, str | ModelObject] = {**own, **found.drafts}
+    drafts: dict[str, str | ModelObject] = {**usual_drafters(config.model), **own, **found.drafts}
     if not drafts:
         log.info("draft %s: no drafter for %s: lookups only", AUTO, folder)
     return drafts
@@ -77,8 +81,8 @@ def fits(config: EngineConfig, drafts: Iterable[str]) -> list[Fit]:
     Raises `ModelError` for a target that is not here or cannot be read.
     """
     target = read_checkpoint(locate(config.model, fetch=False))
-    shipped = {path: name for name, path in SHIPPED.items()}
-    around_it = [fit(shipped.get(path, str(path)), target) for path, _ in around(AUTO, target.path)]
+    usual = usual_drafters(config.model).values()
+    around_it = [fit(one, target) for one in (*usual, *(str(path) for path, _ in around(AUTO, target.path)))]
     fitting = [one for one in around_it if one.refusal is None]
     return [*own_fit(target), *fitting, *(fit(one, target) for one in drafts)]
 

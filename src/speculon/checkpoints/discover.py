@@ -1,4 +1,4 @@
-"""Models by name: those that are given, and those in the subfolders of a folder, drafters apart."""
+"""Models by name: those that are given, and the subfolders and GGUF files of a folder, drafters apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from speculon.checkpoints.families import DRAFT_MODEL, family_of
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.gguf import is_gguf
 from speculon.errors import ConfigError, ModelError
 
 log = logging.getLogger("speculon")
@@ -39,14 +39,14 @@ def find_models(
     drafters: dict[str, str] = {}
     for one in given:
         add(found, one if one in named else name_of(one), named.get(one, one))
-    for inner in subfolders(folder) if folder is not None else ():
+    for inner in inside(folder) if folder is not None else ():
         try:
             family = family_of(inner)
         except ModelError as error:
             log.warning("%s is left out: %s", inner, error)
             continue
         if family.method == DRAFT_MODEL:
-            add(found, inner.name, str(inner))
+            add(found, name_of(str(inner)), str(inner))
         elif family.method is not None:
             drafters[inner.name] = family.method
         else:
@@ -61,16 +61,20 @@ def find_models(
     return Models(found, {name: method for name, method in drafters.items() if name not in found})
 
 
-def subfolders(folder: Path) -> list[Path]:
+def inside(folder: Path) -> list[Path]:
+    """Subfolders with a config, and GGUF files. Raises `ConfigError` where the folder is not there."""
     if not folder.is_dir():
         raise ConfigError(f"models_dir = {str(folder)!r}: no such folder")
-    return sorted(path for path in folder.iterdir() if (path / "config.json").is_file())
+    return sorted(path for path in folder.iterdir() if (path / "config.json").is_file() or is_gguf(path))
 
 
 def name_of(path: str) -> str:
-    """A folder's own name; the name of a shipped model and a hub id as they are."""
+    """A folder's own name, a GGUF file's without its suffix; other names and a hub id as they are."""
     folder = Path(path).expanduser()
-    return path if path in SHIPPED or not folder.exists() else Path(os.path.abspath(folder)).name
+    if not folder.exists():
+        return path
+    whole = Path(os.path.abspath(folder))
+    return whole.stem if is_gguf(whole) else whole.name
 
 
 def add(found: dict[str, str], name: str, path: str) -> None:

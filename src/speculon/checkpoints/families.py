@@ -12,6 +12,7 @@ from speculon.checkpoints.dflash_formats import read_dflash
 from speculon.checkpoints.dflash_shapes import CONTEXT_NORM, is_dflash
 from speculon.checkpoints.eagle3_config import Eagle3Config
 from speculon.checkpoints.eagle3_formats import read_eagle3
+from speculon.checkpoints.gguf import is_gguf
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint
 from speculon.checkpoints.mtp import MTP, MtpConfig, mtp_alone
 from speculon.checkpoints.names import DTYPE_NAMES
@@ -211,6 +212,9 @@ def family_of(path: str | Path) -> Family:
 
 
 def classify(folder: Path) -> Family:
+    if is_gguf(folder):  # drafters of other methods have no GGUF form that is read here
+        checkpoint = read_checkpoint(folder)
+        return Family(folder, DRAFT_MODEL, model_summary(checkpoint), checkpoint=checkpoint)
     source = open_source(folder)
     # the layout of speculators has MiMo's names, but another order
     modules = None if named(MTP)(source) else mtp_alone(folder, source.names.values())

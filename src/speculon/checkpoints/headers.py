@@ -1,4 +1,4 @@
-"""What a model folder holds, from config.json and the headers of its weight files. Nothing is loaded."""
+"""What a model folder or a GGUF file holds, from its config and headers. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speculon.checkpoints.gguf import is_gguf, read_gguf
 from speculon.errors import (
     CorruptWeights,
     MissingWeights,
@@ -33,7 +34,7 @@ HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Facts about a model folder. Numbers are None where neither config nor headers have them."""
+    """Facts about a model folder or a GGUF file. Numbers are None where config and headers have none."""
 
     path: Path
     architecture: str
@@ -42,18 +43,21 @@ class Checkpoint:
     hidden_size: int | None
     vocab_size: int | None
     max_context: int | None
-    dtype: str | None  # of most parameters
+    dtype: str | None  # that the config names, else of most parameters; of a GGUF file: of most
     num_parameters: int | None  # None for pickles, whose headers are not read
     num_bytes: int  # of the weight files
     files: tuple[Path, ...]
     pickled: bool
     remote_code: bool  # the config names Python code that comes with the checkpoint
     quantization: str | None
+    tensor_types: str | None = None  # of a GGUF file: each type, and the number of its tensors
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Reads a model folder. Raises `ModelError` with the path and the reason."""
+    """Reads a model folder or a GGUF file. Raises `ModelError` with the path and the reason."""
     folder = Path(path).expanduser()
+    if is_gguf(folder):
+        return gguf_checkpoint(folder)
     config = read_config(folder)
     files, pickled = weight_files(folder)
     sizes: Counter[str] = Counter()
@@ -73,13 +77,45 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         hidden_size=number("hidden_size", "n_embd", "d_model"),
         vocab_size=number("vocab_size"),
         max_context=number("max_position_embeddings", "n_positions", "max_sequence_length"),
-        dtype=sizes.most_common(1)[0][0] if sizes else config.get("dtype") or config.get("torch_dtype"),
+        dtype=config_dtype(config) or (sizes.most_common(1)[0][0] if sizes else None),
         num_parameters=sum(sizes.values()) or None,
         num_bytes=sum(file.stat().st_size for file in files),
         files=files,
         pickled=pickled,
         remote_code="auto_map" in config,
         quantization=(config.get("quantization_config") or {}).get("quant_method"),
+    )
+
+
+def config_dtype(config: dict[str, Any]) -> str | None:
+    """What the weights are computed in, which need not be what they are stored in."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in DTYPES.values() else None
+
+
+def gguf_checkpoint(file: Path) -> Checkpoint:
+    """The same of a GGUF file. Its weights are dequantised, so it counts as not quantised.
+
+    Raises `ModelError` for one that is damaged, or a part of several.
+    """
+    header = read_gguf(file)
+    vocab = header.metadata.get("tokenizer.ggml.tokens")
+    return Checkpoint(
+        path=file,
+        architecture=header.architecture,
+        model_type=header.architecture,
+        num_layers=header.number("block_count"),
+        hidden_size=header.number("embedding_length"),
+        vocab_size=vocab if isinstance(vocab, int) else header.number("vocab_size"),
+        max_context=header.number("context_length"),
+        dtype=header.dtype,
+        num_parameters=header.num_parameters,
+        num_bytes=file.stat().st_size,
+        files=(file,),
+        pickled=False,
+        remote_code=False,
+        quantization=None,
+        tensor_types=", ".join(f"{count} {name}" for name, count in header.types.most_common()),
     )
 
 
@@ -131,8 +167,8 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], bool]:
         file for pattern in PICKLES for file in folder.glob(pattern) if file.name != "training_args.bin"
     ):
         return tuple(pickles), True
-    if sorted(folder.glob("*.gguf")):
-        raise UnsupportedModel(f"{folder}: GGUF weights; convert them to safetensors")
+    if found := sorted(folder.glob("*.gguf")):
+        raise UnsupportedModel(f"{folder}: GGUF weights; name the file itself, as {found[0]}")
     raise MissingWeights(f"{folder}: no safetensors file")
 
 

@@ -12,7 +12,7 @@ from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_uns
 from speculon.checkpoints.locate import locate
 from speculon.core import LayerSpec, Needs, StateSpec
 from speculon.models.captured import RECORDERS, capture_bytes
-from speculon.models.linear import head_is_copied
+from speculon.models.linear import head_is_packed
 from speculon.models.load import load_config
 from speculon.models.mixers import expected_states
 from speculon.models.probe import RECURRENT_LAYERS
@@ -47,7 +47,7 @@ def model_needs(
         config = load_config(checkpoint, trust_remote_code).get_text_config()
     weights = weight_bytes(checkpoint, dtype)
     if fused:
-        weights += fused_bytes(config, weights, dtype, device)
+        weights += fused_bytes(config, dtype, device)
     scratch = scratch_bytes(config, dtype, device, rows, scored)
     if fused and compile:
         more, of_row = compiled_bytes(config, weights, dtype, device)
@@ -80,10 +80,10 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return checkpoint.num_parameters * dtype.itemsize
 
 
-def fused_bytes(config: PreTrainedConfig, weights: int, dtype: torch.dtype, device: torch.device) -> int:
+def fused_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
     """What fusing adds: a packed copy of a head that is tied to the embedding."""
     head: int = config.vocab_size * config.hidden_size * dtype.itemsize
-    return head if config.tie_word_embeddings and head_is_copied(head, weights, dtype, device) else 0
+    return head if config.tie_word_embeddings and head_is_packed(dtype, device) else 0
 
 
 def compiled_bytes(

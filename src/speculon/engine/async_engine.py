@@ -48,7 +48,7 @@ log = logging.getLogger("speculon")
 class AsyncEngine:
     """One model in a process of its own, for one event loop.
 
-    >>> engine = AsyncEngine({"model": "demo"})
+    >>> engine = AsyncEngine({"model": "smollm2"})
     >>> await engine.start()
     >>> outputs = await engine.submit([Add("r-1", ids, SamplingParams(max_tokens=16))])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculon.batch import Batch
 from speculon.core import LayerSpec, Padding, ceil_div
 from speculon.kv.store import PageStore, SpanView
 from speculon.models.attention import attend_written, eager_attention
@@ -20,7 +17,6 @@ from speculon.models.load_check import Piece, run_pieces
 from speculon.models.target import Target
 
 PAGE = 16
-SPARE = 512  # slots behind the last sequence, which padding reads in a large pool
 LONGEST = 1200  # keys of the compared attention; SDPA reads them in blocks of 512
 CONTEXTS = (*range(1, 70, 7), *range(100, 600, 61), 505, 510, 511, 512, 513, 700, 1000, 1023, 1024, 1100)
 BEYOND = (1, 63, 64, 130, 300, 511, 513, 600)  # a window
@@ -30,8 +26,7 @@ BESIDE = ((1, 0, 0), (0, 1, 90), (0, 0, 1100), (3, 1, 600), (16, 3, 0), (0, 8, 0
 ALL_ROWS, ALL_ROWS_AT = 67, 150
 LENGTH = 150  # tokens of the sequence whose logits are compared; its keys cross two steps of padding
 PROMPT = 100  # of them, which run as a prompt
-AT = (64, 1, 129, 15, 2, 16, 17, 63, 65, 127, 128, 149)  # compared positions, as many as time allows
-FEWEST_AT, SECONDS = 4, 10.0  # guess: a large model takes a second for each of 8 steps of a position
+AT = (64, 1, 129, 15, 2, 16)  # compared positions: each takes eight forwards
 # rows before the compared one in its span, rows after it, whether another sequence is beside it
 COMPANIES = (
     (0, 0, True),
@@ -182,10 +177,7 @@ def differing(target: Target) -> int | None:
     two = TwoSequences.of(target, min(LENGTH, target.max_context))
     length = two.length
     two.run((0, 0, length), (1, 0, length))
-    until = time.perf_counter() + SECONDS
-    for number, at in enumerate(at for at in AT if at < length):
-        if number >= FEWEST_AT and time.perf_counter() > until:
-            break
+    for at in (at for at in AT if at < length):
         alone = two.run((0, at, at + 1))[0][0]
         for before, after, beside in COMPANIES:
             span = 0, max(0, at - before), min(length, at + 1 + after)
@@ -193,27 +185,3 @@ def differing(target: Target) -> int | None:
             if not torch.equal(logits[at - span[1]], alone):
                 return at
     return None
-
-
-def plain_step(target: Target, sequences: int, length: int) -> Callable[[], object]:
-    """A decode step of so many sequences of up to `length` tokens, to be timed.
-
-    Their lengths differ: without padding, equal ones would need no mask.
-    """
-    pages, spare = ceil_div(length, PAGE), ceil_div(SPARE, PAGE)
-    store = PageStore(target.layers, sequences * pages + spare, PAGE, target.device)
-    ids = torch.zeros(length, dtype=torch.long, device=target.device)
-    tables = [list(range(i * pages, (i + 1) * pages)) for i in range(sequences)]
-    lengths = [max(1, length - 5 * i) for i in range(sequences)]
-    pieces: list[Piece] = [(ids, table, n - 1, n) for table, n in zip(tables, lengths, strict=True)]
-    return lambda: run_pieces(target, store, pieces)
-
-
-def prompt_step(target: Target, length: int) -> Callable[[], object]:
-    """The forward of one prompt of `length` tokens, of which the last row is scored; to be timed."""
-    store = PageStore(target.layers, ceil_div(length + SPARE, PAGE), PAGE, target.device)
-    ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
-    positions = torch.arange(length, device=target.device)[None]
-    batch = Batch([], ids, positions, positions[0, -1:], ((0, length),))
-    span = SpanView(0, length, slice(0, length), length)
-    return lambda: target.forward(batch, store.view_of([span]))

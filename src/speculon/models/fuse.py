@@ -6,6 +6,7 @@ The blocks are in models/block and models/linear, the loop over them in models/l
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,8 +22,9 @@ from speculon.models.captured import RECORDERS, Captured, alike, capture_bytes, 
 from speculon.models.compare import close, nearly
 from speculon.models.fusion import Fusion
 from speculon.models.grouping import FOLD_ROWS
-from speculon.models.linear import head_is_copied, hooked, joined, plain
+from speculon.models.linear import head_is_packed, hooked, joined, plain
 from speculon.models.loop import Loop
+from speculon.models.remembered import passed, passes
 from speculon.models.target import Target, stock_forward
 from speculon.models.trial import Trial
 
@@ -78,10 +80,12 @@ def fuse(target: Target, *, share: bool, compile: bool = False) -> None:
     with torch.inference_mode():
         fuse_layers(target, trial, fusion, share)
         replace_norms(target)
+        if not share:
+            pack_head(target, trial)
         if not share and fusion.blocks == fusion.layers:
             unmap_file(target.model)  # before compiling, which keeps references to the tensors
         try:
-            fuse_loop(target, trial, fusion, share=share, compile=compile)
+            fuse_loop(target, trial, fusion, compile=compile)
         except CannotReplace as reason:
             fusion.refused[str(reason)] += 1
     target.fusion = fusion
@@ -105,10 +109,12 @@ def fuse_layers(target: Target, trial: Trial, fusion: Fusion, share: bool) -> No
             fusion.blocks += 1
 
 
-def fuse_loop(target: Target, trial: Trial, fusion: Fusion, *, share: bool, compile: bool) -> None:
+def fuse_loop(target: Target, trial: Trial, fusion: Fusion, *, compile: bool) -> None:
     """Replaces the forward by a loop, compiled or captured if asked for. Raises `CannotReplace`."""
-    target.run = loop = loop_of(target, trial, share)
+    target.run = loop = loop_of(target, trial)
     fusion.one_loop = True
+    if compile and len({*loop.kinds}) > 1:
+        raise CannotReplace("not compiled: several rotary tables")
     if compile and target.device.type in RECORDERS:
         target.run = captured_loop(loop, target)
         target.num_bytes += capture_bytes(target.model.config.get_text_config(), target.layers, target.dtype)
@@ -155,14 +161,26 @@ def check(stock: nn.Module, fused: nn.Module, trial: Trial, number: int) -> None
     """Raises `CannotReplace` where the stock layer has hooks, or is more exact than the fused one."""
     if any(map(hooked, stock.modules())):
         raise CannotReplace(f"{type(stock).__name__} has hooks")
+    if passed(name := f"layer {number}"):
+        return
     expected, found = trial.run_layer(stock, number), trial.run_layer(fused, number)
-    if trial.target.dtype is torch.float32:
+    truth = finer_layer(stock, trial, number)
+    if truth is None:
         differ = any(not close(a, b) for a, b in zip(found, expected, strict=True))
     else:
-        truth = trial.run_layer(copy.deepcopy(stock).float(), number, dtype=torch.float32)
         differ = any(not nearly(a, b, t) for a, b, t in zip(found, expected, truth, strict=True))
     if differ:
         raise CannotReplace(f"{type(stock).__name__} computes something else")
+    passes(name)
+
+
+def finer_layer(stock: nn.Module, trial: Trial, number: int) -> list[Tensor] | None:
+    """The layer in fp32, or where it is in fp32 in fp64; None where it cannot run in that, as on MPS."""
+    finer = torch.float64 if trial.target.dtype is torch.float32 else torch.float32
+    try:
+        return trial.run_layer(copy.deepcopy(stock).to(finer), number, dtype=finer)
+    except UNKNOWN:
+        return None
 
 
 @torch.inference_mode()
@@ -197,10 +215,24 @@ def replace_norms(target: Target) -> list[tuple[Place, nn.Module]]:
             except CannotReplace:
                 continue
             # in another dtype than the model's it was compared on rows that it never gets
-            if norm.weight.dtype is target.dtype:
+            if child.weight.dtype is target.dtype:
                 setattr(parent, name, Fused(norm))
                 replaced.append(((parent, name), child))
     return replaced
+
+
+def pack_head(target: Target, trial: Trial) -> None:
+    """Copies a plain output head into the packed layout, where that is faster and the model only calls it."""
+    head: Any = target.model.get_output_embeddings()
+    if not plain(head) or not head_is_packed(target.dtype, target.device):
+        return
+    target.model.set_output_embeddings(Fused(joined([head], share=False)))
+    try:
+        stock_forward(target.model, trial.batch, trial.view)
+    except UNKNOWN:  # it reads the head's weight
+        return target.model.set_output_embeddings(head)
+    if head.weight is target.model.get_input_embeddings().weight:
+        target.num_bytes += head.weight.nbytes
 
 
 def unmap_file(model: nn.Module) -> None:
@@ -213,25 +245,26 @@ def unmap_file(model: nn.Module) -> None:
             setattr(module, name, copies[weight])
 
 
-def loop_of(target: Target, trial: Trial, share: bool) -> Loop:
+def loop_of(target: Target, trial: Trial) -> Loop:
     """The whole forward as one loop. Raises `CannotReplace` where the stock model does anything else."""
     model, base = target.model, target.model.base_model
     loop = uncompared_loop(model, base)
+    if not passed("loop"):
+        check_loop(model, loop, trial)
+        passes("loop")
+    return loop
+
+
+def check_loop(model: Any, loop: Loop, trial: Trial) -> None:
+    """Raises `CannotReplace` where the stock model and the loop differ."""
     try:
         expected, found = stock_forward(model, trial.batch, trial.view), loop(trial.batch, trial.view)
     except UNKNOWN as error:
-        reason = f"{type(base).__name__} has another structure ({type(error).__name__})"
+        reason = f"{type(model.base_model).__name__} has another structure ({type(error).__name__})"
         raise CannotReplace(f"no loop: {reason}") from error
     assert expected is not None and found is not None  # all rows are scored
     if not close(found.float(), expected.float()):  # in any dtype: the operations are the same
         raise CannotReplace(f"no loop: {type(model).__name__} does more than its layers")
-    head: Any = model.get_output_embeddings()
-    if not share and head_is_copied(head.weight.nbytes, target.num_bytes, target.dtype, target.device):
-        if head.weight is base.embed_tokens.weight:
-            target.num_bytes += head.weight.nbytes
-        loop.head = joined([head], share)
-        model.set_output_embeddings(Fused(loop.head))
-    return loop
 
 
 def uncompared_loop(model: Any, base: Any) -> Loop:
@@ -241,11 +274,20 @@ def uncompared_loop(model: Any, base: Any) -> Loop:
     if not (layers and all(isinstance(layer, FusedLayer) for layer in layers)):
         raise CannotReplace("no loop: layers of the stock model are left")
     fused_norm = isinstance(norm, Fused) and isinstance(norm.inner, Norm)
-    if not fused_norm or not plain(head) or not hasattr(base, "rotary_emb"):
+    if not fused_norm or not (plain(head) or isinstance(head, Fused)) or not hasattr(base, "rotary_emb"):
         raise CannotReplace(f"no loop: {type(base).__name__} has another norm, head or rotary table")
     if hooked(model) or hooked(base):
         raise CannotReplace(f"no loop: {type(model).__name__} has hooks")
-    return Loop(base.embed_tokens, base.rotary_emb, [x.block for x in layers], norm.inner, head)
+    blocks, types = [x.block for x in layers], rotary_types(base)
+    product = head.inner if isinstance(head, Fused) else head
+    return Loop(base.embed_tokens, base.rotary_emb, blocks, norm.inner, product, types)
+
+
+def rotary_types(base: Any) -> tuple[str, ...]:
+    """The type of each layer where each type has a rotary table of its own, as in Gemma 3; else none."""
+    if "layer_type" not in inspect.signature(base.rotary_emb.forward).parameters:
+        return ()
+    return tuple(base.config.layer_types)
 
 
 def compiled_loop(loop: Loop, target: Target) -> Compiled:

@@ -7,8 +7,7 @@ Kernels choose their order of addition by the number of rows and keys. Here prod
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,8 +25,6 @@ from speculon.models.batch_check import (
     Attending,
     RandomLayer,
     differing,
-    plain_step,
-    prompt_step,
     uneven_keys,
 )
 from speculon.models.block import Block, CannotReplace, Gated
@@ -37,17 +34,14 @@ from speculon.models.grouping import PlanKey
 from speculon.models.linear import Product
 from speculon.models.loop import Loop
 from speculon.models.pieces import CannotBeInvariant, InPieces, InvariantProducts, Pieces, PromptsApart
+from speculon.models.remembered import once, passed, passes
 from speculon.models.target import Run, Target, no_context
 
-ALLOWED = 1.05  # up to this relative time of a plain request it is on unless the user says no
 # of attention, the cheapest first; 512 is SDPA's block of keys
 PADDINGS = (
     *(Padding(keys, rows, piece) for keys in (64, 512) for rows in (4, 8) for piece in (64, 32)),
     Padding(512, 16),
 )
-# guess: a usual request, alone and for eight sequences; tokens of its prompt and of its answer
-TIMED, TIMED_LENGTH, TIMED_TOKENS = (1, 8), 200, 200
-TIMED_SECONDS, LEAST_STEPS = 0.5, 5  # of each measurement
 
 log = logging.getLogger("speculon")
 
@@ -122,7 +116,7 @@ class Invariance:
 
 
 def decide(target: Target, setting: bool | None) -> None:
-    """Makes a target batch-invariant if the setting says so, or if it is None and the cost is small.
+    """Makes a target batch-invariant if the setting says so; if it is None, where it can be in bf16 and fp16.
 
     Raises `UnsupportedModel` if the setting says so and it cannot be. `target.invariance` has the decision.
     """
@@ -131,7 +125,7 @@ def decide(target: Target, setting: bool | None) -> None:
     try:
         if setting is None and target.dtype is torch.float32:
             raise CannotBeInvariant("near-ties are rare in fp32, where it is tried only if asked for")
-        cost = make_invariant(target, None if setting else ALLOWED)
+        make_invariant(target)
     except CannotBeInvariant as reason:
         if setting:
             raise UnsupportedModel(f"batch_invariant: {target.name}: {reason}") from reason
@@ -143,34 +137,27 @@ def decide(target: Target, setting: bool | None) -> None:
         log.warning("batch_invariant: %s: %s", target.name, target.invariance)
     else:
         note = "; prompts find no generated tokens in the prefix cache" if target.prompts_apart else ""
-        target.invariance = f"yes: a plain request takes {cost:.2f} of its time without{note}"
+        target.invariance = f"yes: a row has the same logits in every batch{note}"
 
 
 @torch.inference_mode()
-def make_invariant(target: Target, allowed: float | None = None) -> float:
-    """Returns the time of a plain request, relative to one before.
-
-    Raises `CannotBeInvariant` with the reason, such as a time above `allowed`; the target is as it was.
-    """
+def make_invariant(target: Target) -> None:
+    """Raises `CannotBeInvariant` with the reason; the target is as it was."""
     if reason := obstacle(target):
         raise CannotBeInvariant(reason)
     invariance = in_pieces(target)
     try:
         invariance.padded = padded(target)
         invariance.capture()
-        cost = cost_of(invariance)
-        if allowed is not None and cost > allowed:
-            raise CannotBeInvariant(
-                f"a plain request would take {cost:.2f} of its time, {allowed:g} is allowed"
-            )
         invariance.switch(True)
-        if (at := differing(target)) is not None:
-            raise CannotBeInvariant(f"logits at position {at} depend on their batch")
+        if not passed("batches"):
+            if (at := differing(target)) is not None:
+                raise CannotBeInvariant(f"logits at position {at} depend on their batch")
+            passes("batches")
     except BaseException:
         invariance.switch(False)
         raise
     invariance.runs.clear()  # the first capture takes memory
-    return cost
 
 
 def obstacle(target: Target) -> str | None:
@@ -214,8 +201,14 @@ def padded(target: Target) -> tuple[LayerSpec, ...]:
     """Its layers with the cheapest padding with which a row attends alike in every batch."""
     found: dict[LayerSpec, Padding] = {}
     for layer in layers_of(target):
-        found[layer.spec] = max(padding_of(layer, target), found.get(layer.spec, NO_PADDING))
+        padding = once(f"padding {layer}", partial(padding_of, layer, target), padding_from)
+        found[layer.spec] = max(padding, found.get(layer.spec, NO_PADDING))
     return tuple(replace(spec, padding=found[spec]) for spec in target.layers)
+
+
+def padding_from(kept: list[Any]) -> Padding:
+    keys, rows, piece, uneven = kept
+    return Padding(keys, rows, piece, tuple(uneven))
 
 
 def padding_of(layer: Attending, target: Target) -> Padding:
@@ -237,36 +230,3 @@ def layers_of(target: Target) -> list[Attending]:
     keys = [key for key in view.memo if isinstance(key, PlanKey)]
     shapes = set(zip(store.layer_kinds, target.layers, strict=True))
     return [Attending(spec, group, plain) for a, group, plain in keys for b, spec in shapes if a == b]
-
-
-def cost_of(invariance: Invariance) -> float:
-    """The time of a request with it over that without; the larger one, alone and in a batch."""
-    target, length = invariance.target, min(TIMED_LENGTH, invariance.target.max_context)
-    prompt = least_times(invariance, partial(prompt_step, target, length))
-
-    def cost(sequences: int) -> float:
-        step = least_times(invariance, partial(plain_step, target, sequences, length))
-        without, invariant = (sequences * prompt[on] + TIMED_TOKENS * step[on] for on in (False, True))
-        return invariant / without
-
-    try:
-        return max(map(cost, TIMED))
-    finally:
-        invariance.switch(False)
-
-
-def least_times(invariance: Invariance, make: Callable[[], Callable[[], object]]) -> dict[bool, float]:
-    """The least seconds of what `make` returns, without it and with it, in turns: other load only adds."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    runs = {}
-    for on in seconds:
-        invariance.switch(on)
-        runs[on] = make()
-    until = time.perf_counter() + TIMED_SECONDS
-    while len(seconds[True]) < LEAST_STEPS or time.perf_counter() < until:
-        for on, taken in seconds.items():
-            invariance.switch(on)
-            began = time.perf_counter()
-            runs[on]()
-            taken.append(time.perf_counter() - began)
-    return {on: min(taken) for on, taken in seconds.items()}

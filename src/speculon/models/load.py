@@ -1,4 +1,4 @@
-"""A checked Target from a folder, a hub id or a model in memory."""
+"""A checked Target from a folder, a GGUF file, a hub id or a model in memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from speculon.checkpoints.gguf import from_file
 from speculon.checkpoints.headers import Checkpoint, read_checkpoint, refuse_unsafe
 from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import (
@@ -30,10 +32,11 @@ from speculon.errors import (
 from speculon.models import attention
 from speculon.models.fuse import fuse, fuse_norms
 from speculon.models.invariant import decide
-from speculon.models.load_check import check_logits, stock_logits
+from speculon.models.load_check import check_logits, logits_in_fp32, stock_logits
 from speculon.models.probe import discover, use_attention
 from speculon.models.quiet import quiet
 from speculon.models.recurrent import decide as decide_continuation
+from speculon.models.remembered import passed, passes, remembering
 from speculon.models.target import Target
 
 # elements; smaller buffers (rotary tables) are copied, larger ones (packed weights) shared
@@ -59,7 +62,10 @@ def load_target(
     batch_invariant: bool | None = False,
     progress: Progress | None = None,
 ) -> Target:
-    """A checked Target from a folder, a hub id or `demo`. Raises `ModelError` with path and reason."""
+    """A checked Target from a folder, a GGUF file, a hub id or a name.
+
+    Raises `ModelError` with path and reason.
+    """
     report = progress or (lambda stage: None)
     report("reading the checkpoint")
     folder = locate(path, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
@@ -68,18 +74,23 @@ def load_target(
     with quiet():
         config = load_config(checkpoint, trust_remote_code)
         place = pick_device(device)
-        # the demo is run in fp32: in bf16 near-ties would break its equal output
-        exact = (str(path), dtype) == ("demo", "auto")
-        precision = torch.float32 if exact else pick_dtype(dtype, checkpoint.dtype, place)
+        precision = pick_dtype(dtype, checkpoint.dtype, place)
         report("loading the weights")
         model = load_model(checkpoint, config, precision, place, trust_remote_code)
-        report("checking the model against its stock forward")
-        target = make_target(model, str(path), max_context, fused=fused, compile=compile)
-        target.source = str(folder)
-        if batch_invariant is not False:
-            report("checking that logits do not depend on the batch")
-            decide(target, batch_invariant)
+        settings = precision, place, max_context, fused, compile, batch_invariant
+        with remembering([*checkpoint.files, *configs(folder)], *settings):
+            report("checking the model against its stock forward")
+            target = make_target(model, str(path), max_context, fused=fused, compile=compile)
+            target.source = str(folder)
+            if batch_invariant is not False:
+                report("checking that logits do not depend on the batch")
+                decide(target, batch_invariant)
         return target
+
+
+def configs(folder: Path) -> list[Path]:
+    """Files that say what the weights mean, with a model's own code; a GGUF file says it itself."""
+    return sorted([*folder.glob("*config.json"), *folder.glob("*.py")]) if folder.is_dir() else []
 
 
 def wrap_model(
@@ -136,7 +147,8 @@ def make_target(
         notes=(*notes, *([RECURRENT] if mixers else [])),
         mixers=mixers,
     )
-    expected = stock_logits(target)
+    known = passed("logits")
+    expected, truth = (None, None) if known else (stock_logits(target), logits_in_fp32(target))
     use_attention(model, attention.NAME)
     for mixer in mixers:
         mixer.install()
@@ -146,7 +158,9 @@ def make_target(
         fuse_norms(target)
     elif fused:
         fuse(target, share=share, compile=compile)
-    check_logits(target, expected)
+    if expected is not None:
+        check_logits(target, expected, truth)
+        passes("logits")
     return target
 
 
@@ -154,17 +168,26 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> PreTrainedCo
     if checkpoint.remote_code and checkpoint.model_type not in CONFIG_MAPPING and not trust_remote_code:
         advice = "read it, then pass trust_remote_code=True"
         raise UnsafeCheckpoint(f"{checkpoint.path}: needs Python code that comes with it; {advice}")
+    place, options = from_file(checkpoint.path)
+    if options:
+        from speculon.models.gguf import complete_config, refuse_unread  # imports transformers' GGUF reader
+
+        refuse_unread(checkpoint)
     try:
         config = AutoConfig.from_pretrained(
-            checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
+            place, trust_remote_code=trust_remote_code, local_files_only=True, **options
         )
     except Exception as error:
+        if options:
+            raise UnsupportedModel(f"{checkpoint.path}: {first_line(error)}") from error
         if checkpoint.model_type not in CONFIG_MAPPING and not checkpoint.remote_code:
             known = f"this transformers does not know model_type {checkpoint.model_type!r}"
             raise UnsupportedModel(f"{checkpoint.path}: {known}") from error
         raise ModelError(f"{checkpoint.path / 'config.json'}: {first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{checkpoint.path}: {checkpoint.architecture} is an encoder-decoder")
+    if options:
+        complete_config(checkpoint, config)
     return config
 
 
@@ -175,9 +198,11 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
+    place, options = from_file(checkpoint.path)
+    more: dict[str, Any] = {**options, "quantization_config": GgufConfig(dequantize=True)} if options else {}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
+            place,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -185,6 +210,7 @@ def load_model(
             weights_only=True,
             local_files_only=True,
             output_loading_info=True,
+            **more,
         )
     except Exception as error:
         raise loading_error(checkpoint, error) from error
@@ -193,6 +219,10 @@ def load_model(
     if wrong := sorted(info["mismatched_keys"]):
         count = f"{len(wrong)} tensors have another shape than the config says"
         raise CorruptWeights(f"{checkpoint.path}: {count}, first {wrong[0][0]}")
+    if options:
+        from speculon.models.gguf import complete_model
+
+        complete_model(checkpoint, model)
     return model.to(device)
 
 

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from speculon.batch import Runs
 from speculon.core import ceil_div
 from speculon.models.linear import Linear, Packed, Product, SideBySide, packed
+from speculon.models.remembered import once
 
 MOST = (64, 32, 16, 8)  # rows of a small piece
 # those that cost about the same are together: on an AMD EPYC four rows took 0.8 times as long as two
@@ -144,8 +145,19 @@ class Pieces:
         key = *layout_of(product), dtype, outputs, width
         rows = self.known.get(key)
         if rows is None:
-            rows = self.known[key] = measured(product, outputs, width, dtype)
+            rows = self.known[key] = once(
+                f"rows {key_name(key)}", lambda: measured(product, outputs, width, dtype), rows_from
+            )
         return InPieces(product, rows)
+
+
+def key_name(key: tuple[Any, ...]) -> str:
+    return " ".join(part.__name__ if isinstance(part, type) else str(part) for part in key)
+
+
+def rows_from(kept: list[Any]) -> Rows:
+    fewest, most, sizes, prompts = kept
+    return Rows(fewest, most, tuple(sizes), tuple(prompts))
 
 
 def layout_of(product: Product) -> tuple[Any, ...]:

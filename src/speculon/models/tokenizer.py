@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from speculon.checkpoints.gguf import from_file
 from speculon.checkpoints.locate import first_line, locate
 from speculon.errors import ModelError
 from speculon.models.quiet import quiet
@@ -14,12 +15,13 @@ NEEDLESS = "for token ids alone, LLM(..., tokenizer=None) needs none"
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's folder. Raises `ModelError` where there is none."""
+    """The tokenizer in the model's folder or GGUF file. Raises `ModelError` where there is none."""
     folder = locate(path, trust_remote_code=trust_remote_code)
+    place, options = from_file(folder)
     with quiet():
         try:
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                place, trust_remote_code=trust_remote_code, local_files_only=True, **options
             )
         except Exception as error:
             raise ModelError(f"{folder}: no usable tokenizer ({first_line(error)}; {NEEDLESS})") from error

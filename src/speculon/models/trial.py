@@ -54,7 +54,7 @@ class Trial:
         return Batch([], ids, positions, self.batch.score_rows[: len(taken)]), self.store.view_of(spans)
 
     def run_layer(self, layer: nn.Module, number: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """States, keys and values [T, ...] in float32 of a layer on random rows, run in `dtype` if given."""
+        """States, keys and values [T, ...] of a layer on random rows, run in `dtype` if given."""
         arguments, store, view = self.arguments[number], self.store, self.view
         width = self.target.model.get_input_embeddings().weight.shape[1]
         generator = torch.Generator().manual_seed(number)
@@ -70,7 +70,8 @@ class Trial:
         with running(view):
             out = layer(x, **arguments)
         states = (out[0] if isinstance(out, tuple) else out)[0]
-        return [t.float() for t in (states, *(pool[self.view.slots].flatten(1) for pool in pages))]
+        found = (states, *(pool[self.view.slots].flatten(1) for pool in pages))
+        return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in found]
 
 
 def store_in(store: PageStore, dtype: torch.dtype) -> PageStore:
