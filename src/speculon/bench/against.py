@@ -9,7 +9,7 @@ from math import exp, log
 from statistics import fmean
 
 from speculon.bench.cell import Cell
-from speculon.bench.plan import AGAIN, FIXED, TRANSFORMERS
+from speculon.bench.plan import AGAIN, BASELINES, FIXED
 from speculon.bench.quantiles import quantile
 from speculon.proposers.registry import OFF
 
@@ -52,7 +52,7 @@ def against_best_fixed(cells: list[Cell]) -> list[Against]:
     found: list[Against] = []
     samples: dict[str, list[tuple[Logs, Logs, Logs]]] = {}
     for (workload, concurrency), group in groupby(cells, key=lambda cell: (cell.workload, cell.concurrency)):
-        speeds = {cell.mode: cell for cell in group if cell.mode != TRANSFORMERS}
+        speeds = {cell.mode: cell for cell in group if cell.mode not in BASELINES}
         plain, again = speeds[OFF], logs_of(speeds[AGAIN], speeds[OFF])
         fixed = [cell for name, cell in speeds.items() if cell.policy == FIXED and name != AGAIN]
         for cell in speeds.values():

@@ -1,4 +1,6 @@
-"""The baseline: transformers' generate, with the same checkpoint, dtype and threads."""
+"""Baselines, with the same checkpoint, dtype and threads: transformers' generate, and plain decoding without
+batch invariance.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculon.bench.measure import Measurement
+from speculon.bench.measure import Measurement, measure
+from speculon.bench.plan import VARIANT, parse_mode
 from speculon.bench.widen import widen
 from speculon.bench.workloads import Case
 from speculon.checkpoints.locate import locate
 from speculon.llm import LLM
 from speculon.models.quiet import quiet
+from speculon.proposers.registry import OFF
 from speculon.text import Tokenizer
 
 
@@ -60,3 +64,15 @@ class TransformersBaseline:
 
     def _without_stop(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens
+
+
+class BatchVariant:
+    """A second engine with the same settings and drafters, and `batch_invariant` = false."""
+
+    def __init__(self, llm: LLM):
+        settings = {name: getattr(llm.config, name) for name in llm.config.model_fields_set}
+        own = {"batch_invariant": False, "warmup": False, "state": None, "events": None}
+        self.llm = LLM(**{**settings, **own})
+
+    def measure(self, cases: list[Case]) -> Measurement:
+        return measure(self.llm, cases, parse_mode(OFF).speculation, VARIANT)

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from speculon.bench import workloads
-from speculon.bench.workloads import Size
+from speculon.bench.data import PromptFile
+from speculon.bench.workloads import Known, Size
 from speculon.config import MAX_DRAFTS, USUAL_DRAFTS
 from speculon.errors import InvalidParameter
 from speculon.proposers.registry import OFF, check_method
 
 AGAIN = "off again"  # the same as `off`: how far its ratio is from 1 is the noise
 TRANSFORMERS = "transformers"
+VARIANT = "batch-variant"  # `off` with batch_invariant = false: its ratio is what batch invariance costs
+BASELINES = frozenset({TRANSFORMERS, VARIANT})  # not modes of the engine
 FIXED = "fixed"  # the policy that others are compared with
 FIXED_MODES = (
     OFF,
@@ -38,7 +41,7 @@ class Mode:
 
     @property
     def speculates(self) -> bool:
-        return self.label not in (OFF, AGAIN, TRANSFORMERS)
+        return self.label not in {OFF, AGAIN, *BASELINES}
 
     def policy(self, default: str) -> str:
         """The policy of its requests in an engine that is set to `default`."""
@@ -56,8 +59,10 @@ class BenchPlan:
     max_tokens: int = 128
     repeats: int = 1
     with_transformers: bool = False
+    with_variant: bool = False  # plain decoding without batch invariance, too
     widen: int | None = None  # the target, to about this many million parameters
     fuse: bool = True  # the widened target; any other is loaded fused, or not
+    data: PromptFile | None = None  # whose categories are workloads, too
 
     def __post_init__(self) -> None:
         for name in ("workloads", "modes", "concurrency"):
@@ -70,13 +75,16 @@ class BenchPlan:
                 raise InvalidParameter(name, getattr(self, name), "must be at least 1")
         if self.widen is not None and self.widen < 1:
             raise InvalidParameter("widen", self.widen, "must be at least 1 (million parameters)")
+        if self.widen is not None and self.with_variant:
+            raise InvalidParameter("widen", self.widen, "is not possible with with_variant")
         for count in self.concurrency:
             if not 1 <= count <= self.prompts:
                 raise InvalidParameter(
                     "concurrency", count, f"must be from 1 to the number of prompts, {self.prompts}"
                 )
         for name in self.workloads:
-            workloads.parse(name)
+            workloads.parse(name, self.more)
+            self.check_enough(name)
             if workloads.in_loops(name) and self.prompts < 2 * max(self.concurrency):
                 most = max(self.concurrency)
                 raise InvalidParameter(
@@ -85,24 +93,43 @@ class BenchPlan:
         for mode in self.modes:
             parse_mode(mode)
 
-    def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
-        """Plain decoding twice, the modes of the plan, and transformers where it is comparable.
+    def check_enough(self, workload: str) -> None:
+        """Raises where a workload of the file has fewer prompts than run at once."""
+        available, most = self.cases(workload), max(self.concurrency)
+        if most > available:
+            reason = f"{workload} has {available} prompts in {self.data and self.data.path}"
+            raise InvalidParameter("concurrency", most, reason)
 
-        That is: greedy, at concurrency 1.
+    @property
+    def more(self) -> Known:
+        """The workloads that are not built in."""
+        return self.data.workloads if self.data else {}
+
+    def cases(self, workload: str) -> int:
+        """How many there are: of a file's workload no more than it has."""
+        own = self.data.prompts.get(workload.partition("@")[0]) if self.data else None
+        return self.prompts if own is None else min(self.prompts, len(own))
+
+    def modes_of(self, workload: str, concurrency: int) -> list[Mode]:
+        """Plain decoding twice, the modes of the plan, and the baselines that were asked for.
+
+        transformers is comparable where it is greedy, at concurrency 1.
         """
         modes = [parse_mode(mode) for mode in self.modes if mode != OFF]
-        _, temperature = workloads.parse(workload)
+        _, temperature = workloads.parse(workload, self.more)
         if self.with_transformers and concurrency == 1 and temperature == 0:
             modes.append(Mode(TRANSFORMERS))
+        if self.with_variant:
+            modes.append(Mode(VARIANT))
         return [parse_mode(OFF), *modes, Mode(AGAIN, parse_mode(OFF).speculation)]
 
-    def size(self, context: int) -> Size:
-        return Size(self.prompts, self.max_tokens, context, max(self.concurrency))
+    def size(self, context: int, workload: str = "") -> Size:
+        return Size(self.cases(workload), self.max_tokens, context, max(self.concurrency))
 
     def groups(self, workload: str, concurrency: int) -> int:
         """Batches that are measured in each mode and repeat."""
         each = self.size(context=0).edits if workloads.in_loops(workload) else 1
-        return self.prompts // each // concurrency * each
+        return self.cases(workload) // each // concurrency * each
 
     @property
     def users(self) -> int:

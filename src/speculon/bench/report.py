@@ -71,7 +71,7 @@ class Report:
         model = {**model_facts(llm), "widened_to": plan.widen and plan.widen * 1_000_000}
         return cls(
             shlex.join(["speculon", *argv]),
-            asdict(plan),
+            {**asdict(plan), "data": plan.data and plan.data.facts()},
             model,
             workload_facts(cases),
             cells,

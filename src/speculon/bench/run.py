@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from speculon.bench import workloads
 from speculon.bench.cell import Cell, Runs, summarise
+from speculon.bench.data import answered
 from speculon.bench.measure import Measurement, in_place, measure
-from speculon.bench.plan import AGAIN, TRANSFORMERS, BenchPlan, Mode, parse_mode
+from speculon.bench.plan import AGAIN, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
 from speculon.bench.workloads import Case
 from speculon.control.policies import Policies
 from speculon.errors import InvalidParameter
@@ -31,8 +33,13 @@ def run(
             "concurrency", max(plan.concurrency), f"max_num_seqs is {llm.config.max_num_seqs}"
         )
     check_drafters(llm, plan)
-    size = plan.size(llm.engine.max_context)
-    cases = {name: workloads.build(name, llm.tokenizer, size) for name in plan.workloads}
+    check_invariance(llm, plan)
+    context = llm.engine.max_context
+    plan = with_answers(llm, plan)
+    cases = {
+        name: workloads.build(name, llm.tokenizer, plan.size(context, name), plan.more)
+        for name in plan.workloads
+    }
     check_pools(llm, plan, cases)
     if plan.widen:
         widen(llm, plan.widen, plan.fuse)
@@ -56,6 +63,17 @@ def run(
     return cells, cases
 
 
+def with_answers(llm: LLM, plan: BenchPlan) -> BenchPlan:
+    """Later turns of a file's prompts follow the target's answers: the same ones in every mode."""
+    if plan.data is None:
+        return plan
+    names = {name.partition("@")[0] for name in plan.workloads} & plan.data.prompts.keys()
+    with_turns = {name for name in names if any(one.follows for one in plan.data.prompts[name])}
+    chosen = {name: plan.data.prompts[name] for name in with_turns}
+    found = {**plan.data.prompts, **answered(chosen, llm, plan.max_tokens)}
+    return replace(plan, data=replace(plan.data, prompts=found))
+
+
 def check_drafters(llm: LLM, plan: BenchPlan) -> None:
     """Raises before anything is measured where a mode has nothing that could draft."""
     for mode in map(parse_mode, plan.modes):
@@ -64,6 +82,13 @@ def check_drafters(llm: LLM, plan: BenchPlan) -> None:
             raise InvalidParameter(
                 "modes", mode.label, f"{reason.value}: {method} needs a checkpoint, given with --draft"
             )
+
+
+def check_invariance(llm: LLM, plan: BenchPlan) -> None:
+    """Raises before anything is measured where the baseline would be the engine itself."""
+    target = llm.engine.target
+    if plan.with_variant and not target.batch_invariant:
+        raise InvalidParameter("with_variant", True, f"batch-invariant: {target.invariance}")
 
 
 def check_pools(llm: LLM, plan: BenchPlan, cases: dict[str, list[Case]]) -> None:
@@ -97,20 +122,29 @@ def policies_of(llm: LLM, plan: BenchPlan) -> dict[str, Policies]:
 
 def writer(llm: LLM, plan: BenchPlan) -> Callable[[list[Case], Mode, str], Measurement]:
     """Runs cases in a mode; pools last for one mode and one time, which the last argument names."""
-    policies = policies_of(llm, plan)
+    policies, baselines = policies_of(llm, plan), baselines_of(llm, plan)
 
-    def ours(cases: list[Case], mode: Mode, time: str) -> Measurement:
+    def write(cases: list[Case], mode: Mode, time: str) -> Measurement:
+        if mode.label in baselines:
+            return baselines[mode.label](cases)
         with in_place(llm.engine, policy=policies[mode.label]):
             return measure(llm, cases, mode.speculation, f"{mode.label}, {time}")
 
-    if not plan.with_transformers:
-        return ours
-    from speculon.bench.baseline import TransformersBaseline
+    return write
 
-    stock = TransformersBaseline(llm, plan.widen)
-    return lambda cases, mode, time: (
-        stock.measure(cases) if mode.label == TRANSFORMERS else ours(cases, mode, time)
-    )
+
+def baselines_of(llm: LLM, plan: BenchPlan) -> dict[str, Callable[[list[Case]], Measurement]]:
+    """What the plan compares with beside the engine, by label; each has a copy of the weights."""
+    if not (plan.with_transformers or plan.with_variant):
+        return {}
+    from speculon.bench.baseline import BatchVariant, TransformersBaseline
+
+    baselines: dict[str, Callable[[list[Case]], Measurement]] = {}
+    if plan.with_transformers:
+        baselines[TRANSFORMERS] = TransformersBaseline(llm, plan.widen).measure
+    if plan.with_variant:
+        baselines[VARIANT] = BatchVariant(llm).measure
+    return baselines
 
 
 def alternate(repeats: int, groups: int, modes: list[Mode]) -> Iterator[tuple[int, int, Mode]]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from speculon.bench.against import Against, MeanRatio
 from speculon.bench.cell import Cell
-from speculon.bench.plan import AGAIN
+from speculon.bench.plan import AGAIN, BASELINES
 from speculon.bench.render import markdown_table, number, terminal_table
 from speculon.bench.rounds import SPEEDS, Requirement, RoundCosts
 from speculon.proposers.registry import OFF
@@ -179,16 +179,12 @@ def verdict(cells: Sequence[Cell], against: Sequence[Against]) -> str:
 
 
 def fastest(cells: Sequence[Cell]) -> str:
-    """Of the modes that are in every cell: transformers is compared in some alone."""
+    """Of the engine's modes."""
     ratios: dict[str, list[float]] = {}
     for cell in cells:
         ratios.setdefault(cell.mode, []).append(cell.ratio)
     noise = mean_ratio(ratios[AGAIN])
-    means = {
-        mode: mean_ratio(some)
-        for mode, some in ratios.items()
-        if mode not in (OFF, AGAIN) and len(some) == len(ratios[OFF])
-    }
+    means = {mode: mean_ratio(some) for mode, some in ratios.items() if mode not in {OFF, AGAIN, *BASELINES}}
     mode = max(means, key=means.__getitem__, default=OFF)
     ending = f"(plain decoding against itself: {noise:.2f}x)."
     if means and means[mode] > max(1.0, noise):

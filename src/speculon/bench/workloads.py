@@ -15,7 +15,7 @@ import ast
 import hashlib
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TypeVar
@@ -61,15 +61,19 @@ class Size:
 
 T = TypeVar("T")
 Builder = Callable[[Tokenizer, Size], Iterator[Case]]
+Known = Mapping[str, tuple[Builder, float | None]]  # usual temperature; None: several
 
 
-def build(name: str, tokenizer: Tokenizer, size: Size) -> list[Case]:
-    """The first cases of a workload that fit the context; too few are an error."""
-    find, temperature = parse(name)
+def build(name: str, tokenizer: Tokenizer, size: Size, more: Known | None = None) -> list[Case]:
+    """The first cases of a workload that fit the context; too few are an error.
+
+    `more` are workloads that are not built in. They decide themselves how many are too few.
+    """
+    find, temperature = parse(name, more)
     if size.prompt_tokens < 1:
         raise InvalidParameter("max_tokens", size.max_tokens, f"the context is {size.context} tokens")
     cases = [at(temperature, case, i) for i, case in enumerate(islice(find(tokenizer, size), size.cases))]
-    if len(cases) < size.cases:
+    if len(cases) < size.cases and name.partition("@")[0] in WORKLOADS:
         raise BenchError(
             f"workload {name}: {len(cases)} of {size.cases} cases found among the held-out files in "
             f"{corpus.stdlib_root()}"
@@ -93,12 +97,13 @@ def groups_of(cases: list[Case], concurrency: int) -> list[list[Case]]:
     return [list(group) for row in rows for group in zip(*row, strict=True)]
 
 
-def parse(text: str) -> tuple[Builder, float | None]:
+def parse(text: str, more: Known | None = None) -> tuple[Builder, float | None]:
     """The builder of `NAME` or `NAME@T`, and the temperature; None: each case has its own."""
     name, at_sign, number = text.partition("@")
-    if name not in WORKLOADS:
-        raise InvalidParameter("workloads", text, f"known are {', '.join(WORKLOADS)}")
-    find, usual = WORKLOADS[name]
+    known = {**WORKLOADS, **(more or {})}
+    if name not in known:
+        raise InvalidParameter("workloads", text, f"known are {', '.join(known)}")
+    find, usual = known[name]
     try:
         temperature = float(number) if at_sign else usual
     except ValueError:
@@ -196,7 +201,7 @@ def mixed(tokenizer: Tokenizer, size: Size) -> Iterator[Case]:
             yield at(temperature, case, i)
 
 
-WORKLOADS: dict[str, tuple[Builder, float | None]] = {  # usual temperature; None: several
+WORKLOADS: Known = {
     "code": (code, 0),
     "edit": (edit, 0),
     "prose": (prose, 1),
@@ -207,7 +212,7 @@ WORKLOADS: dict[str, tuple[Builder, float | None]] = {  # usual temperature; Non
 
 def in_loops(name: str) -> bool:
     """Whether its users have several requests, one after the other."""
-    return parse(name)[0] is warm
+    return name.partition("@")[0] == "warm"
 
 
 def ask(tokenizer: Tokenizer, message: str) -> list[int]:
