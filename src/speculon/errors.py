@@ -165,7 +165,7 @@ class RecordError(SpeculonError, ValueError):
 
 
 class DataError(SpeculonError, ValueError):
-    """Texts to learn from that cannot be read or used; names the file, and the line if known."""
+    """Texts to learn from or measure that cannot be read or used; names the file, and the line if known."""
 
 
 class EngineError(SpeculonError, RuntimeError):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, cast, overload
 
 from speculon.config import EngineConfig, RequestSpeculation, SamplingParams, SpeculationConfig
 from speculon.engine.build import build_engine
@@ -18,6 +18,9 @@ from speculon.outputs import Completion, RequestOutput, absorb
 from speculon.sequence import Event
 from speculon.telemetry import MonitorCounts
 from speculon.text import NO_TOKENIZER, Stream, Tokenizer, check_messages, final_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("speculon")
 
@@ -29,7 +32,7 @@ Speculation = RequestSpeculation | Mapping[str, Any] | None
 class LLM:
     """A model with its engine.
 
-    >>> llm = LLM("demo")
+    >>> llm = LLM("smollm2")
     >>> llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=64))[0].text
 
     Keywords are the fields of `EngineConfig`. Raises `ModelError` for a checkpoint that cannot be used,
@@ -76,6 +79,14 @@ class LLM:
             raise InvalidParameter("tokenizer", None, NO_TOKENIZER).about("tokenizer")
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers itself, with `apply_chat_template` and all else that it has.
+
+        Raises `InvalidParameter` where the model was loaded without one.
+        """
+        inner: PreTrainedTokenizerBase = self.tokenizer.inner
+        return inner
+
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
@@ -117,15 +128,39 @@ class LLM:
                 absorb(outputs[i], event)
         return self._finished(calls, outputs)
 
+    @overload
     def chat(
         self,
         messages: Seq[Message],
         params: SamplingParams | None = None,
         *,
         speculation: Speculation = None,
-    ) -> RequestOutput:
-        """Answers a conversation through the checkpoint's chat template."""
-        return self.generate([self.tokenizer.apply_chat(messages)], params, speculation=speculation)[0]
+    ) -> RequestOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> list[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: Speculation | Seq[Speculation] = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answers a conversation, or each of a list of conversations, through the checkpoint's chat template.
+
+        A list gives a list. Its `params` and `speculation` are one for all or one per conversation.
+        """
+        apply, many = self.tokenizer.apply_chat, conversations(messages)
+        if many is not None:
+            return self.generate([apply(one) for one in many], params, speculation=speculation)
+        return self.generate([apply(cast(Seq[Message], messages))], params, speculation=speculation)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, speculation: Speculation = None
@@ -356,6 +391,13 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if not is_list(prompts):
         raise InvalidParameter("prompts", prompts, "a string, a list of token ids, or a list of these")
     return list(prompts)
+
+
+def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Seq[Message]] | None:
+    """The conversations of a list of them; None where it is a single one."""
+    if not is_list(messages) or not messages or not is_list(messages[0]):
+        return None
+    return [cast(Seq[Message], one) for one in messages]
 
 
 def one_per_prompt(name: str, value: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:

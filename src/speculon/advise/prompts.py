@@ -2,72 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import Any
+from itertools import count, zip_longest
 
 from speculon.bench import workloads
+from speculon.bench.data import Prompt, encode
 from speculon.bench.workloads import Case, Size
 from speculon.config import SamplingParams
-from speculon.errors import BenchError, InvalidParameter, InvalidRequest
-from speculon.text import Tokenizer, check_messages
+from speculon.errors import BenchError
+from speculon.text import Tokenizer
 
-GROUP = "prompts"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A prompt: its text, or a conversation."""
-
-    group: str  # where it comes from; groups are reported apart
-    content: str | list[dict[str, Any]]
+Samples = Mapping[str, Sequence[Prompt]]  # by group; groups are reported apart
 
 
-def read_lines(name: str, text: str) -> list[Sample]:
-    """A file with JSON lines: a string, {"prompt": ...}, {"messages": [...]}, or a list of messages."""
-    return [
-        Sample(name, read_line(f"{name}:{number}", line))
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip()
-    ]
-
-
-def read_line(place: str, line: str) -> str | list[dict[str, Any]]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise InvalidParameter("prompt-file", place, f"not JSON ({error})") from None
-    if isinstance(value, dict):
-        value = value.get("messages", value.get("prompt"))
-    if isinstance(value, list):
-        try:
-            check_messages(value)
-        except InvalidRequest as error:
-            raise InvalidParameter("prompt-file", place, str(error)) from None
-    elif not isinstance(value, str) or not value:
-        raise InvalidParameter(
-            "prompt-file", place, 'a line is "text", {"prompt": "text"}, {"messages": [...]}, or messages'
-        )
-    return value
-
-
-def as_cases(
-    samples: Sequence[Sample], tokenizer: Tokenizer, params: SamplingParams, chat: bool = False
-) -> dict[str, list[Case]]:
+def as_cases(samples: Samples, tokenizer: Tokenizer, params: SamplingParams) -> dict[str, list[Case]]:
     """Cases by group; a sampled one has a seed, so that every measurement writes the same text."""
-    found: dict[str, list[Case]] = {}
-    for number, sample in enumerate(samples):
-        content = (
-            [{"role": "user", "content": sample.content}]
-            if chat and isinstance(sample.content, str)
-            else sample.content
-        )
-        prompt = tokenizer.encode(content) if isinstance(content, str) else tokenizer.apply_chat(content)
-        case = Case(f"{sample.group} {number + 1}", prompt, params)
-        found.setdefault(sample.group, []).append(workloads.at(params.temperature, case, number))
-    return found
+    numbers = count()
+    return {
+        group: [
+            workloads.at(params.temperature, Case(prompt.name, encode(prompt, tokenizer), params), number)
+            for prompt, number in zip(prompts, numbers, strict=False)
+        ]
+        for group, prompts in samples.items()
+    }
 
 
 def workload_cases(names: Sequence[str], tokenizer: Tokenizer, size: Size) -> dict[str, list[Case]]:

@@ -37,7 +37,9 @@ def settings(
         **({"num_speculative_tokens": k} if k else {}),
         **kept,
     }
-    if drafts:
+    if not drafts and base.drafts:
+        found["draft"] = {}  # else the model's own one would be loaded
+    elif drafts:
         found["draft"] = base.draft if isinstance(base.draft, str) else drafts
     return found
 

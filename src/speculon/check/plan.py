@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from speculon.bench.data import Prompt
 from speculon.config import MAX_SAMPLES, SamplingParams
 from speculon.errors import InvalidParameter
 
@@ -41,11 +42,15 @@ SAMPLERS = (
 QUICK: dict[str, Any] = {"max_tokens": 32, "runs": 96, "positions": 8, "cases": 2}
 
 
+def follows(prompt: str | Prompt) -> bool:
+    return isinstance(prompt, Prompt) and prompt.follows
+
+
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
     """The sizes of a check. Raises `InvalidParameter` for what cannot be."""
 
-    prompts: tuple[str, ...] = PROMPTS
+    prompts: tuple[str | Prompt, ...] = PROMPTS  # texts that are continued, or prompts of a file
     samplers: tuple[SamplingParams, ...] = SAMPLERS
     max_tokens: int = 64  # of a greedy or seeded text
     runs: int = 192  # sampled texts per arm, prompt and sampler
@@ -59,10 +64,9 @@ class CheckPlan:
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
             raise InvalidParameter("prompt", "", "has no text")
-        if len(set(self.prompts)) < len(self.prompts):
-            raise InvalidParameter(
-                "prompt", next(p for p in self.prompts if self.prompts.count(p) > 1), "is given twice"
-            )
+        texts = [one if isinstance(one, str) else one.content for one in self.prompts if not follows(one)]
+        if twice := [text for text in texts if texts.count(text) > 1]:
+            raise InvalidParameter("prompt", str(twice[0]), "is given twice")
         if not self.samplers or any(sampler.greedy for sampler in self.samplers):
             raise InvalidParameter(
                 "sampler", "temperature 0", "greedy texts are checked apart; give a temperature above 0"

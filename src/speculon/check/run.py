@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from speculon.bench.data import Prompt, answered, encode
 from speculon.check.arms import Advance, ArmStats
 from speculon.check.exact import Divergence, ExactResult, Margin, greedy, seeded
 from speculon.check.plan import CheckPlan, named
@@ -43,7 +44,8 @@ def check(llm: LLM, plan: CheckPlan, advance: Advance = lambda n: None) -> Findi
     Raises `InvalidParameter` where nothing would draft.
     """
     check_drafter(llm)
-    prompts = [llm.tokenizer.encode(text) for text in plan.prompts]
+    texts = [Prompt("prompt", text, text) if isinstance(text, str) else text for text in plan.prompts]
+    prompts = [encode(one, llm.tokenizer) for one in answered({"": texts}, llm, plan.max_tokens)[""]]
     check_room(llm, plan, prompts)
     margin, exact = greedy(llm, plan, prompts, advance)
     exact += seeded(llm, plan, prompts, margin, advance)

@@ -28,6 +28,21 @@ Widen = Annotated[
         help="widen the target to N million parameters: the same text at the cost of a larger model",
     ),
 ]
+BenchData = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; each category "
+        "is a workload, instead of the usual ones or beside those of --workloads",
+    ),
+]
+DataFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="prompts as JSON lines, or .gz of them: Spec-Bench, chats, prompts, HumanEval; may be repeated",
+    ),
+]
 BenchFolder = Annotated[
     Path | None,
     typer.Option(
@@ -63,6 +78,7 @@ def bench(
             metavar="LIST", help="of code, edit, prose, mixed, warm; NAME@T: at temperature T (default: all)"
         ),
     ] = None,
+    data: BenchData = None,
     modes: Modes = None,
     concurrency: Annotated[
         str | None, typer.Option(metavar="LIST", help="concurrent requests (default: 1,4,8)")
@@ -74,6 +90,10 @@ def bench(
     ] = None,
     with_transformers: Annotated[
         bool | None, typer.Option(help="also measure transformers' generate, one request at a time")
+    ] = None,
+    with_variant: Annotated[
+        bool | None,
+        typer.Option(help="also measure plain decoding without batch invariance: what that costs"),
     ] = None,
     widen: Widen = None,
     quick: Annotated[
@@ -92,12 +112,14 @@ def bench(
 
     requested = {
         "workloads": words("workloads", workloads),
+        "data": data,
         "modes": words("modes", modes),
         "concurrency": numbers("concurrency", concurrency),
         "prompts": prompts,
         "max_tokens": max_tokens,
         "repeats": repeats,
         "with_transformers": with_transformers,
+        "with_variant": with_variant,
         "widen": widen,
     }
     run(requested, quick, out, given, as_json)
@@ -126,15 +148,15 @@ def advise(
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="a sample prompt, or with .jsonl one prompt or chat a line; may be repeated; - is stdin"
-        ),
+        typer.Option(help="a file with a sample prompt; may be repeated; - is stdin"),
     ] = None,
+    data: DataFiles = None,
     chat: AsChat = False,
     workloads: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="instead of prompts: of code, edit, prose; NAME@T (with the demo model: all)"
+            metavar="LIST",
+            help="instead of prompts: of code, edit, prose; NAME@T (with the default model: all)",
         ),
     ] = None,
     concurrency: Annotated[
@@ -166,7 +188,7 @@ def advise(
 
     requested = {"concurrency": numbers("concurrency", concurrency), "at_once": at_once, "repeats": repeats}
     run(
-        Prompts(prompt or [], prompt_file or [], chat, words("workloads", workloads)),
+        Prompts(prompt or [], prompt_file or [], data or [], chat, words("workloads", workloads)),
         {name: value for name, value in requested.items() if value is not None},
         write,
         out,
@@ -182,6 +204,7 @@ def check(
     prompt_file: Annotated[
         list[Path] | None, typer.Option(help="a file to continue; may be repeated; - is stdin")
     ] = None,
+    data: DataFiles = None,
     sampler: Samplers = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="of a greedy or seeded completion (default: 64)")
@@ -225,7 +248,6 @@ def check(
         "seeds": seeds,
         "seed": seed,
     }
-    task = CheckOptions(
-        prompt or [], prompt_file or [], sampler or [], {**sizes, "control": control}, quick, out
-    )
+    texts = (prompt or [], prompt_file or [], data or [])
+    task = CheckOptions(*texts, sampler or [], {**sizes, "control": control}, quick, out)
     run(task, given, speculative_config, as_json)

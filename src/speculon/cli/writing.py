@@ -23,17 +23,14 @@ def demo(
         int | None,
         typer.Option(min=1, max=MAX_DRAFTS, help="K drafts in every round (default: set by the policy)"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="measurements of each mode, alternated")] = 3,
-    number: Annotated[
-        int | None, typer.Option(min=1, help="another of the held-out functions and files")
-    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements of each mode, alternated")] = 2,
     as_json: Json = False,
     given: Given = {},  # noqa: B006 (made by settings_from)
 ) -> None:
-    """The shipped model edits and continues code it was not trained on, with and without speculation."""
+    """A model answers questions and edits code, with and without speculation, and both texts are compared."""
     from speculon.commands.demo import run
 
-    run(num_speculative_tokens, rounds, number, given, as_json)
+    run(num_speculative_tokens, rounds, given, as_json)
 
 
 @command(TEXT)
@@ -90,8 +87,8 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="a folder, a hub id, or `demo`: the model that ships with speculon; may be repeated, the "
-            "first is the default (default: demo)"
+            help="a folder, a GGUF file, a hub id, or a name such as `smollm2`; may be repeated, the first "
+            "is the default (default: smollm2)"
         ),
     ] = None,
     replicas: Annotated[
@@ -116,7 +113,9 @@ def serve(
 @command(MODELS)
 @settings_from(SpeculationConfig, only=FIT)
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="[MODEL]", help="a folder, a hub id, or `demo`")] = "demo",
+    path: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="a folder, a GGUF file, a hub id, or a name")
+    ] = "smollm2",
     model: Annotated[str | None, typer.Option(help="the same, as the other commands spell it")] = None,
     fuse: Annotated[
         bool, typer.Option(help="join layers into fewer, faster operations, and list them")

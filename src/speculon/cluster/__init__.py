@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: `serve run speculon.cluster:app model=demo replicas=2`."""
+"""Replicas on Ray Serve: `serve run speculon.cluster:app model=smollm2 replicas=2`."""
 
 from __future__ import annotations
 

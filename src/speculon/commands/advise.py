@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from speculon.advise import settings as settings_file
 from speculon.advise.advice import Advice
 from speculon.advise.answer import warnings
 from speculon.advise.plan import MAX_K, AdvisePlan
-from speculon.advise.prompts import Sample, Split, as_cases, read_lines, workload_cases
+from speculon.advise.prompts import Samples, Split, as_cases, workload_cases
 from speculon.advise.run import advise, count_measurements
 from speculon.bench import workloads
+from speculon.bench.data import Prompt, read_prompts
 from speculon.commands.bench import show_files
 from speculon.commands.generate import read_text
 from speculon.commands.options import Given, engine_settings, pick
@@ -25,6 +26,7 @@ from speculon.config import EngineConfig, SamplingParams
 from speculon.errors import InvalidParameter
 
 FOLDER = Path("speculon-advise")
+DEFAULT_MODEL = EngineConfig.model_fields["model"].default
 PROMPTS, MAX_TOKENS = 8, 96  # per built-in workload, and written per prompt
 
 
@@ -34,30 +36,37 @@ class Prompts:
 
     prompts: list[str]
     files: list[Path]
+    data: list[Path]
     chat: bool
     workloads: tuple[str, ...] | None
 
-    def samples(self) -> list[Sample]:
-        """Prompts first, then files; a name that ends with .jsonl has a prompt or a chat on every line."""
-        found = [Sample("prompts", prompt) for prompt in self.prompts]
-        for path in self.files:
-            text = read_text(path)
-            found += read_lines(path.name, text) if path.suffix == ".jsonl" else [Sample(path.name, text)]
-            if not found:
-                raise InvalidParameter("prompt-file", str(path), "has no line")
-        if any(sample.content == "" for sample in found):
-            raise InvalidParameter("prompt", "", "is empty")
+    def samples(self) -> dict[str, list[Prompt]]:
+        """Prompts first, then files with one each, then files with one on every line."""
+        texts = [("prompts", prompt) for prompt in self.prompts]
+        texts += [(path.name, read_text(path)) for path in self.files]
+        found: dict[str, list[Prompt]] = {}
+        for number, (group, text) in enumerate(texts, 1):
+            if group.endswith(".jsonl"):
+                raise InvalidParameter("prompt-file", group, "prompts on lines are for --data")
+            if not text:
+                raise InvalidParameter("prompt", "", "is empty")
+            content = [{"role": "user", "content": text}] if self.chat else text
+            found.setdefault(group, []).append(Prompt(group, f"{group} {number}", content))
+        for path in self.data:
+            for group, prompts in read_prompts(path).prompts.items():
+                named = [replace(one, name=f"{group} {one.name}") for one in prompts if not one.follows]
+                found.setdefault(group, []).extend(named)
         return found
 
-    def builtin(self, model: str, samples: list[Sample], params: dict[str, Any]) -> tuple[str, ...]:
+    def builtin(self, model: str, samples: Samples, params: dict[str, Any]) -> tuple[str, ...]:
         """The benchmark's workloads to use where no prompt is given; none where some are."""
         if samples and self.workloads:
             reason = "either these or prompts of your own"
             raise InvalidParameter("workloads", ",".join(self.workloads), reason)
         if samples:
             return ()
-        if not self.workloads and model != "demo":
-            reason = "give some by --prompt or --prompt-file, as they will be used; or --workloads"
+        if not self.workloads and model != DEFAULT_MODEL:
+            reason = "give some by --prompt, --prompt-file or --data, as they will be used; or --workloads"
             raise InvalidParameter("prompt", None, reason)
         wrong = next((name for name in params if name != "max_tokens"), None)
         if wrong:
@@ -95,7 +104,7 @@ def run(
         size = workloads.Size(PROMPTS, params.max_tokens or MAX_TOKENS, llm.engine.max_context)
         cases = workload_cases(builtin, llm.tokenizer, size)
     else:
-        cases = as_cases(samples, llm.tokenizer, params, prompts.chat)
+        cases = as_cases(samples, llm.tokenizer, params)
     split = Split.of(cases)
     with counting(as_json, "measuring", count_measurements(split, plan), still=True) as advance:
         advice = advise(llm, split, plan, advance)

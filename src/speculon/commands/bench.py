@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from speculon.bench import report, tables
+from speculon.bench.data import DATA, PromptFile, read_prompts
 from speculon.bench.plan import FIXED, BenchPlan, parse_mode
 from speculon.bench.run import run as compare
 from speculon.commands.options import Given, engine_settings
@@ -46,7 +47,38 @@ def run(options: dict[str, Any], quick: bool, out: Path | None, given: Given, as
 
 def make_plan(options: dict[str, Any], quick: bool, config: EngineConfig) -> BenchPlan:
     named = {name: value for name, value in options.items() if value is not None}
-    return BenchPlan(**{**(QUICK if quick else {}), **named, "fuse": config.fuse})
+    fields = {**(QUICK if quick else {}), **named, "fuse": config.fuse}
+    if DATA in named:
+        fields |= fields_of(read_prompts(named[DATA]), named, fields)
+    return BenchPlan(**fields)
+
+
+def fields_of(data: PromptFile, named: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields where a file is measured, with the concurrencies that its prompts suffice for.
+
+    A concurrency that somebody named is left as it is.
+    """
+    found: dict[str, Any] = {DATA: data, "workloads": with_data(data, named.get("workloads", ()))}
+    if "concurrency" not in named:
+        fewest = min(map(len, data.prompts.values()))
+        usual = fields.get("concurrency", BenchPlan().concurrency)
+        found["concurrency"] = tuple(count for count in usual if count <= fewest)
+    return found
+
+
+def with_data(data: PromptFile, workloads: tuple[str, ...]) -> tuple[str, ...]:
+    """The workloads that were named, and all of the file where none of it was.
+
+    `data` and `data@T` are all of the file.
+    """
+    found: list[str] = []
+    for text in workloads:
+        name, at_sign, temperature = text.partition("@")
+        every = data.prompts if name == DATA else (name,)
+        found += [f"{one}{at_sign}{temperature}" for one in every]
+    if not any(name.startswith(f"{DATA}:") for name in found):
+        found += data.prompts
+    return tuple(found)
 
 
 def needed_settings(settings: dict[str, Any], config: EngineConfig, plan: BenchPlan) -> dict[str, Any]:

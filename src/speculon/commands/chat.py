@@ -40,10 +40,6 @@ HELP: Mapping[str, str] = {
     "/quit": "leave; so does Ctrl-D",
 }
 KEYS = f"Ctrl-C ends an answer and keeps its text. {QUOTES} begins and ends a message of several lines."
-FIRST_TRY = (
-    "The demo model is no assistant: it writes Python, best with --temperature 0. "
-    "Try: Write a Python function named `__repr__`."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +127,6 @@ class Chat:
         raw = "Text is continued as it is." if self.session.raw else ""
         size = f"{target.num_parameters / 1e6:.1f} M parameters, {target.device}"
         self.tell(f"{self.llm.config.model}: {size}. /help lists the commands. {raw}")
-        if self.llm.config.model == "demo" and not self.session.raw:
-            self.tell(FIRST_TRY)
         if self.show_drafts:
             self.explain_colours()
 

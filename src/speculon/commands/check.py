@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from speculon.bench.data import read_prompts
 from speculon.check.plan import QUICK, CheckPlan
 from speculon.commands.bench import show_files
 from speculon.commands.generate import read_text
@@ -31,6 +32,7 @@ class CheckOptions:
 
     prompts: list[str]
     files: list[Path]
+    data: list[Path]
     samplers: list[str]
     sizes: dict[str, Any]
     quick: bool
@@ -38,7 +40,10 @@ class CheckOptions:
 
     def plan(self) -> CheckPlan:
         given: dict[str, Any] = {name: value for name, value in self.sizes.items() if value is not None}
-        if prompts := (*self.prompts, *map(read_text, self.files)):
+        lines = [
+            prompt for path in self.data for some in read_prompts(path).prompts.values() for prompt in some
+        ]
+        if prompts := (*self.prompts, *map(read_text, self.files), *lines):
             given["prompts"] = prompts
         if self.samplers:
             objects = [read_object("sampler", text) for text in self.samplers]

@@ -1,12 +1,11 @@
-"""`speculon demo`: the shipped model edits and continues held-out code, with and without speculation."""
+"""`speculon demo`: a model answers questions and edits code, with and without speculation."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from itertools import chain, zip_longest
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,43 +18,22 @@ from speculon.commands.options import Given, engine_settings
 from speculon.commands.screen import counting, loading, output, print_json
 from speculon.commands.side_by_side import ACCEPTED, Piece, Run, replay
 from speculon.config import EngineConfig, SamplingParams
-from speculon.errors import BenchError
+from speculon.demo.prompts import PROMPTS, Prompt
 from speculon.proposers.registry import AUTO, OFF
 
 if TYPE_CHECKING:
     from speculon.bench.measure import Measurement
-    from speculon.bench.workloads import Case, Size
+    from speculon.bench.workloads import Case
     from speculon.llm import LLM
     from speculon.sequence import Event
 
-MAX_TOKENS = 192
-TEMPERATURE = 0.9  # of the continuation
-SHOWN_LINES = 12  # of a file that is continued
-GRAM = 8  # tokens of the pieces that a text is compared by
-DISTINCT = 0.9  # share of distinct pieces, below which a text counts as repetitive
-JUDGED_FROM = 48  # tokens, from which on a text is judged
-CANDIDATES = 12  # files that are tried for a continuation that does not repeat itself
-SEARCH_SECONDS = 15.0  # after which the best one so far is taken
-
-# for a Python without the sources of its standard library
-FALLBACK = '''def moving_average(values, size):
-    """Averages of every `size` neighbours."""
-    if size < 1:
-        raise ValueError("size must be positive")
-    total = sum(values[:size])
-    averages = [total / size]
-    for old, new in zip(values, values[size:]):
-        total += new - old
-        averages.append(total / size)
-    return averages'''
-OLD, NEW = "total", "running_sum"
+TIE = 1e-4  # nat between two tokens that are equally likely but for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    title: str
+    prompt: Prompt
     case: Case
-    chat: bool  # through the chat template; else the prompt is continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +56,8 @@ class Outcome:
     speculative: Side
     times_faster: float
     same_text: bool
+    failed: bool  # a text differs, though the target is batch-invariant, or by more than a numeric tie
     why: str
-    exact: bool | None  # equal to the only right answer, where there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +68,7 @@ class Recorded:
     pieces: tuple[Piece, ...]
 
 
-def run(k: int | None, rounds: int, number: int | None, given: Given, as_json: bool) -> None:
+def run(k: int | None, rounds: int, given: Given, as_json: bool) -> None:
     # without the caches a run could use results of another
     settings = {"prefix_cache": False, **engine_settings(given), "state": None}
     EngineConfig(**settings)
@@ -99,14 +77,16 @@ def run(k: int | None, rounds: int, number: int | None, given: Given, as_json: b
         from speculon.llm import LLM
 
         llm = LLM(progress=tell, **settings)
-        tell("choosing held-out code")
-        tasks = choose(llm, number)
     console = output(quiet=as_json)
     console.print(introduction(llm))
     label = AUTO if k is None else f"{AUTO}:{k}"
-    outcomes = [perform(llm, task, label, rounds, console) for task in tasks]
+    outcomes = [perform(llm, as_task(llm, prompt), label, rounds, console) for prompt in PROMPTS]
+    same = sum(outcome.same_text for outcome in outcomes)
+    console.print(f"Plain and speculative texts are equal for {same} of {len(outcomes)} prompts.")
     if as_json:
         print_json({"model": llm.config.model, "tasks": [asdict(outcome) for outcome in outcomes]})
+    if any(outcome.failed for outcome in outcomes):
+        raise SystemExit(1)
 
 
 def introduction(llm: LLM) -> Text:
@@ -115,80 +95,18 @@ def introduction(llm: LLM) -> Text:
     return Text.assemble(
         f"{llm.config.model}: {size}.\n",
         ("Green", ACCEPTED),
-        " tokens are accepted drafts: a lookup or a small draft model proposed them, and the target verified"
+        " tokens are accepted drafts: a lookup or a drafter proposed them, and the target verified"
         " several in one call.",
     )
 
 
-def choose(llm: LLM, number: int | None) -> list[Task]:
-    """An edit and a continuation from files that the demo model was not trained on."""
-    from speculon.bench.workloads import Size, build
-
-    most = min(MAX_TOKENS, llm.engine.max_context // 2)
-    size = Size(number or 1, most, llm.engine.max_context)
-    try:
-        edit, code = (build(name, llm.tokenizer, size)[-1] for name in ("edit", "code"))
-    except BenchError:
-        edit, code = written_here(llm, size.max_tokens)
-        code = sampled(code, number or 1)
-    else:
-        found = continuations(llm, replace(size, cases=CANDIDATES))
-        code = sampled(code, number) if number else least_repetitive(llm, found)
-    return [
-        Task(f"An edit: {edit.name}", edit, True),
-        Task(f"A continuation: {code.name}, temperature {TEMPERATURE}", code, False),
-    ]
-
-
-def sampled(case: Case, seed: int) -> Case:
-    """Greedy texts of small models repeat themselves."""
-    return replace(case, params=case.params.model_copy(update={"temperature": TEMPERATURE, "seed": seed}))
-
-
-def continuations(llm: LLM, size: Size) -> Iterator[Case]:
-    from speculon.bench.workloads import code
-
-    return (
-        sampled(case, i) for i, case in zip(range(1, size.cases + 1), code(llm.tokenizer, size), strict=False)
-    )
-
-
-def least_repetitive(llm: LLM, cases: Iterator[Case], clock: Callable[[], float] = perf_counter) -> Case:
-    """The first case whose text does not repeat itself; after `SEARCH_SECONDS`, the best one so far."""
-    began, best = clock(), (0, next(cases))
-    for case in chain([best[1]], cases):
-        best = max(best, (tokens_before_repetition(llm, case), case), key=lambda pair: pair[0])
-        if best[0] == case.params.max_tokens or clock() - began > SEARCH_SECONDS:
-            break
-    return best[1]
-
-
-def tokens_before_repetition(llm: LLM, case: Case) -> int:
-    """The number of tokens until too many runs of tokens occur twice; a whole text counts as `max_tokens`."""
-    tokens: list[int] = []
-    with closing(llm.events(case.prompt, case.params, speculation={"pool": ""})) as events:
-        for event in events:
-            tokens += event.tokens
-            if len(tokens) >= JUDGED_FROM and distinct(tokens) < DISTINCT:
-                return len(tokens)
-    return case.params.max_tokens or len(tokens)
-
-
-def distinct(token_ids: list[int]) -> float:
-    """The share of distinct runs of tokens: 1 where nothing occurs twice."""
-    runs = [tuple(token_ids[i : i + GRAM]) for i in range(len(token_ids) - GRAM + 1)]
-    return len(set(runs)) / len(runs) if runs else 0.0
-
-
-def written_here(llm: LLM, max_tokens: int) -> tuple[Case, Case]:
+def as_task(llm: LLM, prompt: Prompt) -> Task:
+    """Greedy, through the chat template."""
     from speculon.bench.workloads import Case, ask
-    from speculon.demo import corpus
 
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    prompt = ask(llm.tokenizer, corpus.edit_prompt(FALLBACK, OLD, NEW))
-    edit = Case(f"moving_average, {OLD} -> {NEW}", prompt, params, corpus.edit_answer(FALLBACK, OLD, NEW))
-    start = FALLBACK + "\n\n\ndef moving_average_of_squares(values, size):\n"
-    return edit, Case("moving_average", llm.tokenizer.encode(start), params)
+    most = min(prompt.max_tokens, llm.engine.max_context // 2)
+    params = SamplingParams(temperature=0, max_tokens=most)
+    return Task(prompt, Case(prompt.title, ask(llm.tokenizer, prompt.text), params))
 
 
 def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> Outcome:
@@ -200,8 +118,8 @@ def perform(llm: LLM, task: Task, label: str, rounds: int, console: Console) -> 
         # no pool: else the text of the last round would be drafted from
         "fast": {**parse_mode(label).speculation, "pool": ""},
     }
-    console.print("", Text(task.title, style="bold underline"), sep="\n")
-    show_prompt(llm, task, console)
+    console.print("", Text(task.prompt.title, style="bold underline"), sep="\n")
+    console.print(Text(task.prompt.text, style="dim"), "", sep="\n")
     warm = record(llm, task.case, modes["fast"])
     if not console.is_terminal:
         show_text(warm, console)
@@ -254,12 +172,6 @@ def as_pieces(llm: LLM, case: Case, arrivals: list[tuple[float, Event]]) -> Iter
         yield Piece(seconds, tuple(parts), len(event.tokens))
 
 
-def show_prompt(llm: LLM, task: Task, console: Console) -> None:
-    prompt = llm.tokenizer.decode(task.case.prompt)
-    shown = prompt if task.chat else "\n".join(prompt.split("\n")[-SHOWN_LINES:])
-    console.print(Text(shown, style="dim"), end="\n" if console.is_terminal else "")
-
-
 def show_text(recorded: Recorded, console: Console) -> None:
     """The whole text, accepted drafts marked."""
     for piece in recorded.pieces:
@@ -284,21 +196,35 @@ def typical(plain: list[Recorded], fast: list[Recorded]) -> tuple[Run, Run]:
 
 
 def compare(llm: LLM, task: Task, label: str, plain: list[Measurement], fast: list[Measurement]) -> Outcome:
+    from torch import float32
+
+    from speculon.bench.cell import tie_gap
     from speculon.bench.measure import loops
 
-    ratio = median(
+    ratios = [
         quick.tokens_per_second / slow.tokens_per_second for quick, slow in zip(fast, plain, strict=True)
-    )
-    same = all(one.token_ids == plain[0].token_ids for one in (*plain, *fast))
-    text, right = fast[0].texts[0], task.case.reference
+    ]
+    others = [one.token_ids[0] for one in (*fast, *plain) if one.token_ids != plain[0].token_ids]
+    gaps = [tie_gap(llm, task.case, other, plain[0].token_ids[0]) for other in others]
+    gap = None if None in gaps else max((one for one in gaps if one is not None), default=0.0)
     sides = side(plain), side(fast)
-    why = f"{faster(ratio)}: {reason(*sides, plain, fast)}\n{sameness(llm, task.case, same, plain, fast)}"
-    exact = None if right is None else text.strip() == right
-    if exact:
-        why += "\nThe edit is exactly right."
-    elif loops(plain[0].token_ids[0]):
+    same = sameness(gap) if others else "Same text: yes, token for token."
+    target = llm.engine.target
+    failed = bool(others) and (target.batch_invariant or (target.dtype is float32 and not tied(gap)))
+    why = f"{faster(ratios)}: {reason(*sides, plain, fast)}\n{same}"
+    if loops(plain[0].token_ids[0]):
         why += "\nThis text repeats itself: most drafts of a repetition are accepted."
-    return Outcome(task.title, text, sides[0], label, sides[1], ratio, same, why, exact)
+    return Outcome(
+        task.prompt.title,
+        fast[0].texts[0],
+        sides[0],
+        label,
+        sides[1],
+        median(ratios),
+        not others,
+        failed,
+        why,
+    )
 
 
 def side(measurements: list[Measurement]) -> Side:
@@ -313,10 +239,14 @@ def side(measurements: list[Measurement]) -> Side:
     )
 
 
-def faster(ratio: float) -> str:
-    if ratio > 1.05:
+def faster(ratios: list[float]) -> str:
+    """By the median; no faster and no slower where the ratios are on both sides of 1."""
+    ratio = median(ratios)
+    if ratio > 1.05 and min(ratios) > 1:
         return f"{ratio:.1f} times as fast"
-    return "No faster" if ratio > 0.95 else f"Slower, {ratio:.2f} times as fast"
+    if ratio < 0.95 and max(ratios) < 1:
+        return f"Slower, {ratio:.2f} times as fast"
+    return "No faster"
 
 
 def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measurement]) -> str:
@@ -338,17 +268,15 @@ def reason(slow: Side, quick: Side, plain: list[Measurement], fast: list[Measure
     )
 
 
-def sameness(llm: LLM, case: Case, same: bool, plain: list[Measurement], fast: list[Measurement]) -> str:
-    from speculon.bench.cell import tie_gap
+def tied(gap: float | None) -> bool:
+    return gap is not None and gap < TIE
 
-    if same:
-        return "Same text: yes, token for token."
-    base = plain[0].token_ids[0]
-    other = next(one.token_ids[0] for one in (*fast, *plain) if one.token_ids[0] != base)
-    gap = tie_gap(llm, case, other, base)
+
+def sameness(gap: float | None) -> str:
+    """Of texts that differ, by the `gap` between the target's two candidates there (None: not comparable)."""
     if gap is None:
         return "Same text: NO."
-    verdict = "a numeric tie" if gap < 1e-4 else "more than a numeric tie"
+    verdict = "a numeric tie" if tied(gap) else "more than a numeric tie"
     return (
         f"Same text: no; where they differ, the target's two candidates are {gap:.1e} nat apart: {verdict}."
     )

@@ -45,6 +45,7 @@ WORDS = {
     "num_parameters": "parameters",
     "num_bytes": "weight files",
     "quantization": "quantization",
+    "tensor_types": "tensor types",
     "mtp": "MTP layers",
     "kv_bytes_per_token": "KV per token",
     "layers": "attention",

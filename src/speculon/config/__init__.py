@@ -5,7 +5,7 @@ file (`speculon.toml`, or `SPECULON_CONFIG`) > default.
 """
 
 from speculon.config.engine import EngineConfig
-from speculon.config.file import VARIABLE, settings_file
+from speculon.config.file import MODELS, VARIABLE, settings_file
 from speculon.config.sampling import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -38,6 +38,7 @@ __all__ = [
     "MAX_PREDICTION",
     "MAX_SAMPLES",
     "MAX_STOPS",
+    "MODELS",
     "USUAL_DRAFTS",
     "VARIABLE",
     "Acceptance",

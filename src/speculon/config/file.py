@@ -12,6 +12,8 @@ from speculon.errors import ConfigError
 
 FILE = "speculon.toml"
 VARIABLE = "SPECULON_CONFIG"
+MODELS = "SPECULON_MODELS"  # folders of models that have a name
+CACHE = "SPECULON_CACHE"  # the folder where loads keep what they found; empty: nothing is kept
 PART = r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\w-]+)"  # of a dotted key; quoted, it may have dots itself
 DOTTED = rf"{PART}(?:\s*\.\s*{PART})*"
 TABLE = re.compile(rf"\s*\[\s*({DOTTED})\s*\]\s*(?:#.*)?$")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from speculon.checkpoints.locate import refuse_missing
+from speculon.checkpoints.locate import refuse_missing, usual_drafters
 from speculon.config.models import Methods
 from speculon.config.speculation import AUTO as AUTO
 from speculon.config.speculation import OFF as OFF
@@ -46,7 +46,8 @@ def known_methods() -> list[str]:
 def methods() -> Methods:
     """What per-model settings must know of the methods; a plug-in may read a drafter or none."""
     own = frozenset(TABLE).difference(WITH_CHECKPOINT, OF_TARGET)
-    return Methods(frozenset(known_methods()), frozenset(WITH_CHECKPOINT), own | {OFF}, refuse_missing)
+    known, with_draft = frozenset(known_methods()), frozenset(WITH_CHECKPOINT)
+    return Methods(known, with_draft, own | {OFF}, refuse_missing, usual_drafters)
 
 
 def check_method(name: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from speculon.errors import DataError, InvalidRequest
 
+ALONE = " (prompts without answers take --regenerate N: the target then answers them)"
 HELD_OUT = 50  # one document in so many is never trained on
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -47,16 +48,23 @@ class Document:
     prompt: int
 
 
-def read_documents(paths: Iterable[Path], tokens: Tokens, vocab_size: int) -> list[Document]:
-    """Every document of files and folders, in order of names. Raises DataError with file and line."""
+def read_documents(
+    paths: Iterable[Path], tokens: Tokens, vocab_size: int, *, prompts_alone: bool = False
+) -> list[Document]:
+    """Every document of files and folders, in order of names. Raises DataError with file and line.
+
+    With `prompts_alone` a prompt without an answer is a document of its own, in which nothing is learned.
+    """
+    paths = list(paths)
+    readers = PROMPT_READERS if prompts_alone else RECORD_READERS
     found = [
         one
         for path in paths
         for file in files_of(path)
-        for one in documents_in(file, tokens, named=file == path)
+        for one in documents_in(file, tokens, readers, named=file == path)
     ]
     if not found:
-        raise DataError(f"{', '.join(map(str, paths))}: no documents in it")
+        raise DataError(f"{', '.join(map(str, paths))}: no documents in it{'' if prompts_alone else ALONE}")
     most = max(max(document.ids) for document in found)
     if most >= vocab_size:
         raise DataError(f"token id {most}: the target's vocabulary ends at {vocab_size - 1}")
@@ -77,7 +85,7 @@ def files_of(path: Path) -> list[Path]:
     return sorted(file for file in below if file.is_file())
 
 
-def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
+def documents_in(file: Path, tokens: Tokens, readers: Readers, named: bool) -> Iterator[Document]:
     """The documents of a file. One that is not UTF-8 is refused if it was named, else skipped."""
     try:
         text = file.read_bytes().decode("utf-8")
@@ -89,7 +97,7 @@ def documents_in(file: Path, tokens: Tokens, named: bool) -> Iterator[Document]:
         # not splitlines(): JSON strings may contain other line separators
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield from read_line(line, f"{file}:{number}", tokens)
+                yield from read_line(line, f"{file}:{number}", tokens, readers)
     elif text.strip():
         yield from plain(tokens.encode(text))
 
@@ -99,18 +107,19 @@ def plain(ids: Seq[int]) -> Iterator[Document]:
         yield Document(tuple(ids), (True,) * len(ids), 0)
 
 
-def read_line(line: str, place: str, tokens: Tokens) -> Iterator[Document]:
+def read_line(line: str, place: str, tokens: Tokens, readers: Readers) -> Iterator[Document]:
     """One line of JSONL, read according to its keys."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise DataError(f"{place}: not JSON ({error})") from None
-    keys = next((keys for keys in RECORD_READERS if isinstance(record, dict) and keys <= record.keys()), None)
+    keys = next((keys for keys in readers if isinstance(record, dict) and keys <= record.keys()), None)
     if keys is None:
-        known = "; ".join(" and ".join(sorted(keys)) for keys in RECORD_READERS)
-        raise DataError(f"{place}: none of the known keys in it: {known}")
+        known = "; ".join(" and ".join(sorted(keys)) for keys in readers)
+        advice = ALONE if isinstance(record, dict) and "prompt" in record else ""
+        raise DataError(f"{place}: none of the known keys in it: {known}{advice}")
     try:
-        yield from RECORD_READERS[keys](record, tokens)
+        yield from readers[keys](record, tokens)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{place}: {error}") from None
 
@@ -147,6 +156,28 @@ def chat(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
         yield Document(tuple(ids), tuple(answer), prompt)
 
 
+def chat_or_prompt(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    """A chat, or, where it has no answer and ends with a user's turn, a prompt alone."""
+    found = list(chat(record, tokens))
+    if found:
+        yield from found
+        return
+    messages = record["messages"]
+    if messages and messages[-1]["role"] != "assistant":
+        known = (record.get("tools") or (), record.get("chat_template_kwargs"))
+        yield from unanswered(tokens.encode(tokens.render_chat(messages, *known), add_special_tokens=False))
+
+
+def prompt_alone(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
+    yield from unanswered(tokens.encode(text_of(record, "prompt")))
+
+
+def unanswered(ids: Seq[int]) -> Iterator[Document]:
+    """A prompt that the target will answer."""
+    if ids:
+        yield Document(tuple(ids), (False,) * len(ids), len(ids))
+
+
 def completion(record: Mapping[str, Any], tokens: Tokens) -> Iterator[Document]:
     before = tokens.encode(text_of(record, "prompt"))
     after = tokens.encode(text_of(record, "completion"), add_special_tokens=False)
@@ -176,11 +207,17 @@ def text_of(record: Mapping[str, Any], key: str) -> str:
 
 
 Reader = Callable[[Mapping[str, Any], Tokens], Iterator[Document]]
-RECORD_READERS: Mapping[frozenset[str], Reader] = {
+Readers = Mapping[frozenset[str], Reader]
+RECORD_READERS: Readers = {
     frozenset({"messages"}): chat,
     frozenset({"prompt", "completion"}): completion,
     frozenset({"tokens"}): token_ids,
     frozenset({"text"}): whole,
+}
+PROMPT_READERS: Readers = {
+    **RECORD_READERS,
+    frozenset({"messages"}): chat_or_prompt,
+    frozenset({"prompt"}): prompt_alone,  # the last: one with a completion is read above
 }
 
 

@@ -37,13 +37,15 @@ class DraftModel(nn.Module):
 
     def loss(self, batch: Batch) -> Tensor:
         """KL, a weighted mean over positions."""
-        hidden, head = self.hidden(batch.ids).flatten(0, 1), self.model.get_output_embeddings().weight
-        return kl(hidden, head, batch.p.flatten(0, 1), batch.entropy.flatten(), batch.weights.flatten())
+        learned, head = batch.weights > 0, self.model.get_output_embeddings().weight
+        hidden = self.hidden(batch.ids)[learned]
+        return kl(hidden, head, batch.p[learned], batch.entropy[learned], batch.weights[learned])
 
     def correct(self, batch: Batch) -> Tensor:
         """Whether its best token is the target's, at each weighted position [1, M]."""
-        best = self.model.get_output_embeddings()(self.hidden(batch.ids)).argmax(-1)
-        return (best == batch.best)[batch.weights > 0][None]
+        learned = batch.weights > 0
+        logits = self.model.get_output_embeddings()(self.hidden(batch.ids)[learned])
+        return (logits.argmax(-1) == batch.best[learned])[None]
 
 
 class DraftModelTraining:

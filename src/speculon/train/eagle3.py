@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from speculon.checkpoints.locate import locate
 from speculon.errors import InvalidParameter, UnsupportedModel
 from speculon.train.data import Rows
 from speculon.train.eagle3_head import Eagle3Head, HeadForm
-from speculon.train.export import write_head
+from speculon.train.export import WEIGHTS, write_head
 from speculon.train.settings import HeadSettings
 from speculon.train.teacher import Teacher
 
@@ -32,19 +36,28 @@ class Eagle3Training:
         return self.settings.ttt
 
     def check(self, teacher: Teacher) -> None:
-        """Raises InvalidParameter for a form that does not fit the target."""
-        form_of(self.settings, teacher)
+        """Raises InvalidParameter for a form that does not fit the target, or the head to start from."""
+        form = form_of(self.settings, teacher)
+        if self.settings.start is not None:
+            refuse_other_form(self.settings.start, form, self.settings.draft_vocab or teacher.vocab_size)
         count = self.settings.draft_vocab or 0
         if count > teacher.vocab_size:
             raise InvalidParameter("draft_vocab", count, f"the target has {teacher.vocab_size} tokens")
 
     def drafter(self, teacher: Teacher, rows: Rows) -> Eagle3Head:
-        """Random layers between the target's embeddings and output head."""
-        teacher.used = most_used(rows, self.settings.draft_vocab, teacher).to(teacher.device)
+        """Random layers between the target's embeddings and output head, or the head that it starts from."""
+        before = {} if self.settings.start is None else load_file(locate(self.settings.start) / WEIGHTS)
+        if "d2t" in before:
+            used = before["d2t"] + torch.arange(len(before["d2t"]))
+        else:
+            used = most_used(rows, self.settings.draft_vocab, teacher)
+        teacher.used = used.to(teacher.device)
         head = Eagle3Head(form_of(self.settings, teacher), self.settings.ttt, self.settings.decay).to(
             teacher.device
         )
         head.start_from(teacher.embed, teacher.norm, teacher.head.weight, teacher.used)
+        if before:
+            copy_into(head, before, self.settings.start)
         return head
 
     def write(self, drafter: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
@@ -57,6 +70,33 @@ class Eagle3Training:
             "draft": {self.method: str(folder)},
             "num_speculative_tokens": self.settings.ttt,
         }
+
+
+def refuse_other_form(start: Path, form: HeadForm, vocab: int) -> None:
+    """Raises InvalidParameter where `start` is no head of this form."""
+    folder = locate(start)
+    if not all((folder / name).is_file() for name in ("config.json", WEIGHTS)):
+        raise InvalidParameter("start", str(start), f"has no config.json and {WEIGHTS}")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    here = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in form.taps], "draft_vocab_size": vocab}
+    for name, value in {**here, **{flag: getattr(form, flag) for flag in flags}}.items():
+        if config.get(name) != value:
+            reason = f"{name} is {config.get(name)} there and {value} here: give that head's settings"
+            raise InvalidParameter("start", str(start), reason)
+
+
+@torch.no_grad()
+def copy_into(head: Eagle3Head, before: Mapping[str, Tensor], source: Path | None) -> None:
+    """Copies the weights of a head of the same shape. Raises InvalidParameter for another one."""
+    for name, parameter in head.named_parameters():
+        shape = list(before[name].shape) if name in before else "missing"
+        if shape != list(parameter.shape):
+            reason = (
+                f"{name} is {shape} there and {list(parameter.shape)} here: give the settings of that head"
+            )
+            raise InvalidParameter("start", str(source), reason)
+        parameter.copy_(before[name])
 
 
 def form_of(settings: HeadSettings, teacher: Teacher) -> HeadForm:

@@ -14,6 +14,8 @@ from speculon.train.eagle3_head import Eagle3Head
 from speculon.train.record import write_json
 from speculon.train.teacher import Teacher
 
+WEIGHTS = "model.safetensors"
+
 
 def write_head(head: Eagle3Head, teacher: Teacher, target: str, folder: Path) -> None:
     """config.json and model.safetensors (bf16), without embeddings, which are the target's."""
@@ -26,7 +28,7 @@ def write_head(head: Eagle3Head, teacher: Teacher, target: str, folder: Path) ->
         tensors["d2t"] = used - torch.arange(len(used))  # an offset: target id = draft id + d2t
         tensors["t2d"] = torch.zeros(form.vocab_size, dtype=torch.bool).index_fill(0, used, True)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     write_json(folder / "config.json", head_config(head, teacher, target))
 
 

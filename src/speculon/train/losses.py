@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KL_ROWS = 128  # at once on a CPU, whose caches hold their logits
 TINY = 1e-5  # added to a sum of weights, so that rows of weight 0 have no loss
 
 
@@ -32,7 +33,7 @@ def cross_entropy(hidden: Tensor, head: Tensor, tokens: Tensor, weights: Tensor)
 class HeadKL(torch.autograd.Function):
     """Both products of the backward pass run in the forward pass, since d KL / d logits = (q - p) w.
 
-    So no [N, V] tensor is kept for the backward pass.
+    So no [N, V] tensor is kept for the backward pass. On a CPU logits are made for KL_ROWS rows at once.
     """
 
     @staticmethod
@@ -41,15 +42,21 @@ class HeadKL(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             h, w = hidden.to(p.dtype), head.to(p.dtype)
-            logits = (h @ w.T).float()  # [N, V]
             share = weights / (weights.sum() + TINY)  # [N]
-            q = logits.softmax(-1)
-            log_total = logits.amax(-1) - q.amax(-1).log()  # where q is largest, log q = logit - log_total
-            cross = log_total - (p * logits).sum(-1)  # -sum p log q, since sum p = 1
-            slope = q.sub_(p).mul_(share[:, None]).to(p.dtype)
+            total, slope = share.new_zeros(()), torch.empty_like(p)
+            rows = KL_ROWS if h.device.type == "cpu" else max(1, len(h))
+            for first in range(0, len(h), rows):
+                part = slice(first, first + rows)
+                logits = (h[part] @ w.T).float()  # [n, V]
+                q = logits.softmax(-1)
+                # where q is largest, log q = logit - log_total
+                log_total = logits.amax(-1) - q.amax(-1).log()
+                cross = log_total - logits.mul_(p[part]).sum(-1)  # -sum p log q, since sum p = 1
+                total += ((cross - entropy[part]) * share[part]).sum()
+                slope[part] = q.sub_(p[part]).mul_(share[part, None])
             for_head = (slope.T @ h).to(head.dtype) if ctx.needs_input_grad[1] else None  # None: frozen
             ctx.save_for_backward((slope @ w).to(hidden.dtype), for_head)
-            return ((cross - entropy) * share).sum()
+            return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

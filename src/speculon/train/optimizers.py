@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from speculon.errors import ConfigError
+from speculon.models.load import pick_dtype
 from speculon.train.settings import TrainSettings
 
 # AdamW at 1e-4 is usual for heads of width 4096
@@ -45,10 +47,27 @@ def muon(module: nn.Module, settings: TrainSettings, width: int) -> list[torch.o
     rate = peak_rate(settings, width)
     rest = grouped([p for p in named.values() if id(p) not in ours], rate, settings.weight_decay)
     matrices = [{"params": inner, "peak": settings.muon_lr, "weight_decay": settings.weight_decay}]
+    native = pick_dtype("auto", "bfloat16", inner[0].device) is torch.bfloat16
     return [
-        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"),
+        (torch.optim.Muon if native else in_fp32(torch.optim.Muon))(matrices, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, betas=(0.9, 0.95), fused=True),
     ]
+
+
+def in_fp32(optimizer: type[torch.optim.Optimizer]) -> Any:
+    """Muon with fp32 products: in emulated bf16 they took 72 % of a training step (AMD EPYC, AVX2)."""
+
+    class InFp32(optimizer):  # type: ignore[valid-type, misc]
+        def step(self, closure: Any = None) -> Any:
+            with Fp32ForBf16():
+                return super().step(closure)
+
+    return InFp32
+
+
+class Fp32ForBf16(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (Tensor.float if func is Tensor.bfloat16 else func)(*args, **(kwargs or {}))
 
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainSettings, int], list[torch.optim.Optimizer]]] = {

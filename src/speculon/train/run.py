@@ -51,6 +51,7 @@ def train(method: TrainingMethod, settings: TrainSettings, progress: Progress) -
         "method": method.method,
         **method.settings.model_dump(mode="json"),
         "target_hash": teacher.fingerprint,
+        "dtype": str(teacher.precision),  # of the cached states
     }
     if settings.regenerate:
         refuse_other_run(settings, identity)  # before the texts of another run are used
@@ -93,18 +94,20 @@ def trainer_of(
 def documents_of(
     settings: TrainSettings, tokens: Tokenizer, teacher: Teacher
 ) -> tuple[list[Document], list[Document]]:
-    """Training documents and held-out ones."""
-    documents = read_documents(settings.data, tokens, teacher.vocab_size)
+    """Training documents and held-out ones. Prompts alone will do where answers are regenerated."""
+    alone = settings.regenerate > 0
+    documents = read_documents(settings.data, tokens, teacher.vocab_size, prompts_alone=alone)
     if not settings.eval_data:
         return split(documents)
-    return documents, read_documents(settings.eval_data, tokens, teacher.vocab_size)
+    return documents, read_documents(settings.eval_data, tokens, teacher.vocab_size, prompts_alone=alone)
 
 
 def held_out_rows(settings: TrainSettings, held: list[Document], end: int | None) -> Rows | None:
     """The first rows of the held-out documents; None where they fill none, or `eval_rows` is 0."""
-    if not settings.eval_rows or sum(len(document.ids) for document in held) < settings.length:
+    answered = [document for document in held if any(document.answer)]
+    if not settings.eval_rows or sum(len(document.ids) for document in answered) < settings.length:
         return None
-    rows = Rows.of(held, settings.length, end, 0.0, settings.seed)
+    rows = Rows.of(answered, settings.length, end, 0.0, settings.seed)
     return Rows(rows.ids[: settings.eval_rows], rows.weights[: settings.eval_rows])
 
 

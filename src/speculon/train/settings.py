@@ -20,7 +20,7 @@ LOSS = "learn the target's probabilities (kl), or the tokens of the text (ce)"
 class TrainSettings(Checked):
     """Settings of a run, whatever is trained."""
 
-    target: str = Field(description="the model to draft for: a folder, a hub id, or `demo`")
+    target: str = Field(description="the model to draft for: a folder, a hub id, or a name")
     data: tuple[Path, ...] = Field(
         min_length=1, description="texts to learn from: a file or a folder of plain text or JSONL"
     )
@@ -60,8 +60,8 @@ class TrainSettings(Checked):
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the run with rising learning rates")
     weight_decay: float = Field(0.01, ge=0, le=1, description="weight decay of matrices")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="dtype of products; weights and sums are in fp32"
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="dtype of products (auto: bf16, or fp32 on a CPU that cannot multiply bf16)"
     )
     device: str = Field("auto", description="auto | cpu | cuda | cuda:N")
     cache_gb: float = Field(
@@ -108,6 +108,9 @@ class TrainSettings(Checked):
 class HeadSettings(Checked):
     """The shape of an EAGLE-3 head. None means the target's number."""
 
+    start: Path | None = Field(
+        None, description="folder of a head of the same shape to start from (None: random layers)"
+    )
     taps: str | None = Field(
         None, description="tapped target layers, as 1,9,16; -1: embeddings (None: three)"
     )

@@ -46,21 +46,21 @@ class StepDrafter(nn.Module):
         counts = batch.weights[:, self._positions(0, batch)] > 0  # [B, N]
         return torch.stack(
             [
-                (self.best(k, states) == batch.best[:, self._positions(k, batch)])[counts]
+                self.best(k, states[counts]) == batch.best[:, self._positions(k, batch)][counts]
                 for k, states in enumerate(self.states(batch))
             ]
         )
 
     def _loss_of(self, step: int, states: Tensor, batch: Batch) -> Tensor:
-        at, head, hidden = self._positions(step, batch), self.head_of(step), states.flatten(0, 1)
-        weights = batch.weights[:, at]
+        at, head = self._positions(step, batch), self.head_of(step)
+        learned = batch.weights[:, at] > 0  # [B, N]
+        hidden, weights = states[learned], batch.weights[:, at][learned]  # [M, H], [M]
         if self.goal == "kl":
-            p, entropy = batch.p[:, at].flatten(0, 1), batch.entropy[:, at].flatten()
-            return kl(hidden, head, p, entropy, weights.flatten())
+            return kl(hidden, head, batch.p[:, at][learned], batch.entropy[:, at][learned], weights)
         ids = F.pad(batch.ids, (0, 1))  # the token after the row is not known: weight 0
-        tokens = ids[:, at.start + 1 : at.stop + 1]
         known = torch.arange(at.start, at.stop, device=ids.device) + 1 < batch.ids.shape[1]
-        return cross_entropy(hidden, head, tokens.flatten(), (weights * known).flatten())
+        weights = weights * known.expand_as(learned)[learned]
+        return cross_entropy(hidden, head, ids[:, at.start + 1 : at.stop + 1][learned], weights)
 
     def _positions(self, step: int, batch: Batch) -> slice:
         """The target's positions that predict the same tokens as the rows of a step."""

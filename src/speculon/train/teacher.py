@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculon.checkpoints.headers import read_checkpoint, refuse_unsafe
@@ -17,7 +18,8 @@ from speculon.models.quiet import quiet
 from speculon.train.data import digest
 
 Taps = tuple[int, ...] | int | None  # layers; so many of them, evenly spread; a low, a middle, a high one
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
+LOGIT_ROWS = 512  # positions whose logits over the whole vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Batch:
     weights: Tensor  # [B, T] of the loss
     taps: Tensor  # [B, T, k * Ht]
     last: Tensor  # [B, T, Ht], the last hidden states, after the final norm
-    p: Tensor  # [B, T, Vd], over the tokens that can be drafted
+    p: Tensor  # [B, T, Vd], over the tokens that can be drafted; 0 where the weight is 0
     entropy: Tensor  # [B, T], of p
     best: Tensor  # [B, T], the target's best token
     draw: int = 0  # seed of what a drafter draws for this batch
@@ -43,15 +45,15 @@ class Teacher:
             refuse_unsafe(checkpoint, allow_pickle=False)
             config = load_config(checkpoint, trust_remote_code=False)
             place = pick_device(device)
-            exact = precision == "fp32" or path == "demo"  # otherwise as `LLM` runs it
-            dtype = pick_dtype("float32" if exact else "auto", checkpoint.dtype, place)
+            # otherwise as `LLM` runs it
+            dtype = pick_dtype("float32" if precision == "fp32" else "auto", checkpoint.dtype, place)
             self.model = (
                 load_model(checkpoint, config, dtype, place, trust_remote_code=False)
                 .eval()
                 .requires_grad_(False)
             )
         self.folder = checkpoint.path
-        self.device, self.precision = place, PRECISIONS[precision]
+        self.device, self.precision = place, pick_dtype(DTYPES[precision], "bfloat16", place)
         self.config = config.get_text_config()
         self.base = self.model.get_decoder()
         self.layers = decoder_layers(self.base, self.config.num_hidden_layers)
@@ -113,28 +115,43 @@ class Teacher:
         )
 
     @torch.no_grad()
-    def logits(self, last: Tensor) -> Tensor:
-        """The target's logits [..., V] from its last hidden states [..., Ht]."""
+    def logits(self, last: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The target's logits [..., V] from its last hidden states [..., Ht], or those of `tokens` alone."""
+        chosen = slice(None) if tokens is None else tokens
+        weight = self.head.weight[chosen]
         with self.autocast():
-            logits = self.head(last.to(self.head.weight.dtype))
+            logits = F.linear(
+                last.to(weight.dtype), weight, None if self.head.bias is None else self.head.bias[chosen]
+            )
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
+    def best(self, last: Tensor) -> Tensor:
+        """The target's best token [..., T] after its last hidden states [..., T, Ht]."""
+        parts = last.flatten(0, -2).split(LOGIT_ROWS)
+        return torch.cat([self.logits(part).argmax(-1) for part in parts]).view(last.shape[:-1])
+
     @torch.no_grad()
-    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, draw: int = 0) -> Batch:
-        """A batch to learn from. Positions whose best token cannot be drafted get weight 0."""
+    def batch(self, ids: Tensor, weights: Tensor, states: Tensor, best: Tensor, draw: int = 0) -> Batch:
+        """A batch to learn from. Positions whose best token cannot be drafted get weight 0.
+
+        p and its entropy are 0 at positions of weight 0.
+        """
         taps, last = states[..., : -self.width], states[..., -self.width :]
-        logits = self.logits(last)
-        best = logits.float().argmax(-1)
-        if len(self.used) < self.vocab_size:
+        everything = len(self.used) == self.vocab_size
+        if not everything:
             draftable = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
             draftable[self.used] = True
-            weights, logits = weights * draftable[best], logits[..., self.used]
-        logits = logits.float()
+            weights = weights * draftable[best]
+        learned = weights > 0
+        logits = self.logits(last[learned], None if everything else self.used).float()  # [M, Vd]
+        log_total = logits.logsumexp(-1)
         p = logits.softmax(-1)
-        log_total = logits.amax(-1) - p.amax(-1).log()
-        entropy = log_total - (p * logits).sum(-1)
-        return Batch(ids, weights, taps, last, p.to(self.precision), entropy, best, draw)
+        entropy = ids.new_zeros(ids.shape, dtype=torch.float32)
+        entropy[learned] = log_total - p.mul(logits).sum(-1)
+        spread = last.new_zeros(*ids.shape, len(self.used), dtype=self.precision)
+        spread[learned] = p.to(self.precision)
+        return Batch(ids, weights, taps, last, spread, entropy, best, draw)
 
     def _refuse_other_logits(self) -> None:
         """Raises UnsupportedModel where its logits are not its head over the last hidden state."""

@@ -22,6 +22,7 @@ class Methods:
     with_draft: frozenset[str]  # methods that need a `draft`
     without_draft: frozenset[str]  # methods that read none
     refuse_missing: Callable[[str], None]  # raises `ModelNotFound` for a path that is not there
+    usual_drafters: Callable[[str], Mapping[str, str]] = lambda model: {}  # of a model by name, by method
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,10 @@ class Resolved:
     def method(self) -> None:
         """A method that needs a drafter and has none becomes `auto`, which uses what there is."""
         method, draft = self.settings.get("method"), self.value("draft")
-        if method is None or method.value not in self._methods.with_draft or self.value("model") == "demo":
+        if method is None or method.value not in self._methods.with_draft:
             return
+        if draft is None:
+            draft = self._methods.usual_drafters(self.value("model")) or None
         if draft is None or (isinstance(draft, Mapping) and method.value not in draft):
             reason = f"needs a drafter, and draft = {shorten(draft)} ({self._origin('draft')})"
             if self._missing:

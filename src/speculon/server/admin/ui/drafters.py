@@ -42,7 +42,7 @@ class Drafters(Control):
         chosen = self._chosen()
         if chosen == self._begun:
             return self._value
-        return (next(iter(chosen.values())) if len(chosen) == 1 else chosen) if chosen else None
+        return next(iter(chosen.values())) if len(chosen) == 1 else chosen
 
     def write(self, value: Any) -> None:
         for row in self._rows:
