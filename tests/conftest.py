@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from speculon.config.file import CACHE, MODELS
 from speculon.proposers import registry
 
 settings.register_profile("speculon", deadline=None, database=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speculon")
+# Of subprocesses, too. No test is to pass because an earlier run did.
+os.environ |= {MODELS: str(Path(__file__).with_name("models")), CACHE: ""}
 
 # A shell starts a background job with interrupts ignored, and children inherit it; tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +40,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SPECULON_")]:
-        monkeypatch.delenv(name)
+        if name not in (MODELS, CACHE):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ def fault_of_speculon(arguments: list[str]) -> str | None:
 def variables() -> set[str]:
     """Every variable of the environment that is a setting."""
     tables = {"": EngineConfig, "SPECULATION__": SpeculationConfig, "SERVE__": ServeConfig}
-    return {"SPECULON_CONFIG"} | {
+    return {"SPECULON_CONFIG", "SPECULON_MODELS", "SPECULON_CACHE"} | {
         f"SPECULON_{table}{name.upper()}" for table, model in tables.items() for name in model.model_fields
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from tests.browser.conftest import KEY, log_in
 from tests.server.outside import Outside, started
 
@@ -25,9 +25,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
     models = folder / "models"
     models.mkdir()
     for name, shipped in (("coder", "demo"), ("head", "demo-eagle3"), ("blocks", "demo-dflash")):
-        (models / name).symlink_to(SHIPPED[shipped])
+        (models / name).symlink_to(locate(shipped))
     misfit(models / "deep")
-    options = ("--models-dir", str(models), "--admin", "--block-size", "16", "--restart-engine")
+    folders = ("--model", str(models / "coder"), "--models-dir", str(models))
+    options = (*folders, "--admin", "--block-size", "16", "--restart-engine")
     with started(folder, *options, SPECULON_SERVE__ADMIN_KEY=KEY) as server:
         server.ready()
         yield server
@@ -38,10 +39,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
 def misfit(folder: Path) -> None:
     """The head, with a config that names a layer which the target has not."""
     folder.mkdir()
-    for file in SHIPPED["demo-eagle3"].iterdir():
+    for file in locate("demo-eagle3").iterdir():
         if file.name != "config.json":
             (folder / file.name).symlink_to(file)
-    config = json.loads((SHIPPED["demo-eagle3"] / "config.json").read_text())
+    config = json.loads((locate("demo-eagle3") / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 2, 50]})
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from speculon.bench.cell import Cell
-from speculon.bench.plan import AGAIN, TRANSFORMERS
+from speculon.bench.plan import AGAIN, BASELINES
 from speculon.bench.rounds import Requirement, RoundCosts
 from speculon.telemetry import PARTS
 
@@ -52,7 +52,7 @@ def make_cell(mode: str = "ngram:4", **fields: object) -> Cell:
         "different": 0,
         "tie_nats": [],
         "reasons": {"no_match": 3},
-        "diagnosis": None if mode in ("off", AGAIN, TRANSFORMERS) else "pays",
+        "diagnosis": None if mode in ("off", AGAIN, *BASELINES) else "pays",
         "per_repeat": [200.0, 200.0],
         "speeds": [[200.0, 200.0], [200.0, 200.0]],
     }

@@ -13,13 +13,14 @@ from speculon.advise.answer import answer, headline, measured, warnings
 from speculon.advise.maths import Cascade, DraftTrace, TimedRound, best, bootstrap_fits, break_even
 from speculon.advise.measure import FIXED, Continuation, request_at
 from speculon.advise.plan import AdvisePlan
-from speculon.advise.prompts import GROUP
 from speculon.advise.tables import rows, speed_table, threshold_table
 from speculon.advise.trial import Candidate, Pair, Result, Trial, result_of
 from speculon.bench.workloads import Case
 from speculon.config import SamplingParams, SpeculationConfig
 from tests.pure.screens import cut_off, on_screen
 from tests.pure.test_advise import BATCHES, BOTH, DRAFT, LOOK, PROMPT, Drafts, rounds_of, texts_of
+
+GROUP = "prompts"
 
 
 def written(drafts: list[Drafts], loops: Sequence[int] = ()) -> list[Continuation]:
@@ -117,8 +118,8 @@ def test_lookup_and_drafter_together_or_not() -> None:
     together = advise(mixed, rounds_of(draft=0.3), [LOOK, DRAFT, BOTH])
     assert together.chosen.cascade == BOTH and together.settings["draft"] == "some/draft"
     costly = advise(mixed, rounds_of(draft=3.0), [LOOK, DRAFT, BOTH])
-    # nobody asks for it, so it is not loaded
-    assert costly.chosen.cascade == LOOK and "draft" not in costly.settings
+    # empty, so that the model's usual one is not loaded in its place
+    assert costly.chosen.cascade == LOOK and costly.settings["draft"] == {}
 
 
 def test_a_batch_in_which_rows_are_dear_ends_it() -> None:

@@ -11,26 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculon.advise.prompts import Split, read_lines
+from speculon.advise.prompts import Split
 from speculon.advise.settings import as_flags, as_toml, merged, next_command, settings, whole, write
 from speculon.bench.workloads import Case
 from speculon.config import EngineConfig, SamplingParams, SpeculationConfig
 from speculon.errors import BenchError, ConfigError, InvalidParameter
 
 # prompts
-
-
-def test_lines_are_prompts_and_chats() -> None:
-    chat = '[{"role": "user", "content": "hi"}]'
-    lines = f'"one"\n\n{{"prompt": "two"}}\n{{"messages": {chat}}}\n{chat}\n'
-    messages = [{"role": "user", "content": "hi"}]
-    assert [sample.content for sample in read_lines("a.jsonl", lines)] == ["one", "two", messages, messages]
-
-
-@pytest.mark.parametrize("line", ["no json", "3", "{}", '""', '{"prompt": ""}', "[]", '[{"content": "x"}]'])
-def test_a_line_that_is_no_prompt_is_refused_by_its_place(line: str) -> None:
-    with pytest.raises(InvalidParameter, match=r"prompt-file = 'a.jsonl:2'"):
-        read_lines("a.jsonl", f'"fine"\n{line}\n')
 
 
 def test_half_of_every_group_is_held_out() -> None:
@@ -83,8 +70,9 @@ def test_the_model_is_in_the_file_though_it_is_the_default() -> None:
         EngineConfig(events="x.jsonl"),
         settings(SpeculationConfig(draft="d"), "auto", "goodput", None, ("draft_model",)),
     )
-    assert values == {"model": "demo", "speculation": {"method": "auto", "policy": "goodput", "draft": "d"}}
-    assert as_toml(values).startswith('model = "demo"\n\n[speculation]\nmethod = "auto"\n')
+    speculation = {"method": "auto", "policy": "goodput", "draft": "d"}
+    assert values == {"model": "smollm2", "speculation": speculation}
+    assert as_toml(values).startswith('model = "smollm2"\n\n[speculation]\nmethod = "auto"\n')
 
 
 def test_flags_say_the_same() -> None:

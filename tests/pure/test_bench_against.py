@@ -17,7 +17,7 @@ from speculon.bench import against, report
 from speculon.bench.against import Against, MeanRatio, against_best_fixed, estimate
 from speculon.bench.cell import Cell
 from speculon.bench.diagnosis import GATES, diagnose, gated
-from speculon.bench.plan import AGAIN, TRANSFORMERS
+from speculon.bench.plan import AGAIN, BASELINES
 from speculon.bench.report import Report
 from speculon.bench.tables import against_figures, against_markdown, against_table
 from speculon.core import Reason
@@ -152,8 +152,9 @@ def test_what_wrote_nothing_is_left_out() -> None:
     assert against_best_fixed(cells_of(fast=[200] * 4, auto=[0] * 4)) == []
 
 
-def test_transformers_own_loop_is_no_candidate() -> None:
-    cells = [*cells_of(auto=[200] * 4), make_cell(TRANSFORMERS, speeds=[[900.0] * 4])]
+@pytest.mark.parametrize("baseline", sorted(BASELINES))
+def test_a_baseline_is_no_candidate(baseline: str) -> None:
+    cells = [*cells_of(auto=[200] * 4), make_cell(baseline, speeds=[[900.0] * 4])]
     assert one(cells).picked == ("off", "off")
 
 

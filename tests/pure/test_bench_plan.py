@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, BenchPlan, Mode, parse_mode
+from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT, BenchPlan, Mode, parse_mode
 from speculon.bench.run import alternate
 from speculon.bench.workloads import Case, groups_of, parse
 from speculon.config import MAX_DRAFTS, USUAL_DRAFTS, RequestSpeculation, SamplingParams
@@ -149,6 +149,7 @@ def test_a_temperature_that_cannot_be(text: str, message: str) -> None:
         ({"repeats": 0}, InvalidParameter),
         ({"modes": ("ngram:4", "ngram:4")}, InvalidParameter),
         ({"widen": 0}, InvalidParameter),
+        ({"widen": 20, "with_variant": True}, InvalidParameter),
         ({"max_tokens": 0}, InvalidParameter),
         ({"prompts": 15}, InvalidParameter),  # 8 users with two edits each
     ],
@@ -166,6 +167,14 @@ def test_plain_decoding_is_measured_twice_and_transformers_only_where_it_does_th
     assert [mode.label for mode in plan.modes_of("prose@0", 1)] == ["off", "ngram:4", TRANSFORMERS, AGAIN]
     assert [mode.label for mode in plan.modes_of("code@1", 1)] == ["off", "ngram:4", AGAIN]
     assert [mode.speculates for mode in plan.modes_of("code", 1)] == [False, True, False, False]
+
+
+def test_plain_decoding_without_batch_invariance_is_in_every_cell() -> None:
+    plan = BenchPlan(modes=("ngram:4",), with_variant=True)
+    for count in (1, 8):
+        modes = plan.modes_of("prose", count)
+        assert [mode.label for mode in modes] == ["off", "ngram:4", VARIANT, AGAIN]
+        assert [mode.speculates for mode in modes] == [False, True, False, False]
 
 
 def test_modes_alternate_and_nobody_is_always_first() -> None:

@@ -6,7 +6,7 @@ import pytest
 from rich.table import Table
 
 from speculon.bench.against import Against, MeanRatio
-from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS
+from speculon.bench.plan import AGAIN, MODES, TRANSFORMERS, VARIANT
 from speculon.bench.render import terminal_table
 from speculon.bench.tables import (
     against_table,
@@ -112,12 +112,12 @@ def test_the_result_is_a_sentence() -> None:
     )
 
 
-def test_the_mean_over_cells_is_geometric_and_a_mode_of_some_cells_alone_is_not_compared() -> None:
+def test_the_mean_over_cells_is_geometric_and_baselines_are_not_compared() -> None:
     cells = [
         make_cell(mode, workload=workload, ratio=ratio)
         for workload, ratios in (
-            ("code", {"off": 1, "a": 4.0, "b": 2.1, AGAIN: 1, TRANSFORMERS: 9}),
-            ("prose", {"off": 1, "a": 1.0, "b": 2.1, AGAIN: 1}),
+            ("code", {"off": 1, "a": 4.0, "b": 2.1, AGAIN: 1, TRANSFORMERS: 9, VARIANT: 9}),
+            ("prose", {"off": 1, "a": 1.0, "b": 2.1, AGAIN: 1, VARIANT: 9}),
         )
         for mode, ratio in ratios.items()
     ]

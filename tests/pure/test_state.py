@@ -337,7 +337,7 @@ def test_a_full_disk_costs_the_state_alone(
 
 def test_the_lines_are_json_for_anybody(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in the(kept(tmp_path), "pools").read_text().splitlines()]
-    assert lines[0]["identity"] == {"model": "demo", "parameters": 7, "vocab_size": 50} and lines[-1] == {
+    assert lines[0]["identity"] == {"model": "smollm2", "parameters": 7, "vocab_size": 50} and lines[-1] == {
         "end": 2
     }
     assert [line[0] for line in lines[1:-1]] == ["suffix", "suffix"] and lines[1][1][2] == [

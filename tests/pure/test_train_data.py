@@ -163,6 +163,30 @@ def test_a_bad_line_is_refused_with_file_and_number(tmp_path: Path, line: str, w
         read(file)
 
 
+PROMPTS = [{"messages": TURNS[:1]}, {"prompt": "ask"}, {"messages": TURNS[:2]}]
+
+
+def test_prompts_without_answers_are_documents_where_the_target_answers(tmp_path: Path) -> None:
+    file = lines(tmp_path / "x.jsonl", *PROMPTS, {"prompt": "a", "completion": "b"}, {"messages": []})
+    found = read_documents([file], Bytes(), 256, prompts_alone=True)
+    assert [text(one) for one in found] == [
+        "<user>a</><assistant>",
+        "ask",
+        "<user>a</><assistant>b</>",
+        "ab",
+    ]
+    assert [learned(one) for one in found] == ["", "", "b</>", "b"]
+    assert [one.prompt for one in found[:2]] == [len(one.ids) for one in found[:2]]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"), [(PROMPTS[0], "no documents"), (PROMPTS[1], "none of the known")]
+)
+def test_elsewhere_they_are_refused_with_advice(tmp_path: Path, record: Any, words: str) -> None:
+    with pytest.raises(DataError, match=rf"{words}.*\(prompts without answers take --regenerate"):
+        read(lines(tmp_path / "x.jsonl", record))
+
+
 def test_empty_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" \n")
     with pytest.raises(DataError, match="no documents"):

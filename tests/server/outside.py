@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx2 as httpx
 
+from speculon.config.file import CACHE, MODELS
+
 ROOT = Path(__file__).resolve().parents[2]
 LISTENS = re.compile(r"listens on (http://\S+)")
 REAL = ("-m", "speculon.cli")
@@ -29,9 +31,14 @@ class Outside:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._log = folder / "stderr.txt"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("SPECULON_")}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SPECULON_") or name in (MODELS, CACHE)
+        }
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         clean |= {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SCRIPTED_STEP": "0.01"}
+        clean |= {"SPECULON_MODEL": "demo"}  # where no flag names one
         with self._log.open("wb") as log:
             command = [sys.executable, *program, "serve", *arguments]
             self.process = subprocess.Popen(

@@ -83,7 +83,9 @@ def test_other_refusals_have_openai_s_shape(inside: Inside, body: dict[str, Any]
 def test_a_method_that_is_off_leaves_its_reason(inside: Inside, method: str) -> None:
     row = table_of(inside)[f"methods.{method}"]
     wishes = {"method": method, "stats": True}
-    answer = inside.post("completions", prompt="an an an an", max_tokens=6, speculation=wishes)
+    answer = inside.post(
+        "completions", prompt="an an an an", max_tokens=6, ignore_eos=True, speculation=wishes
+    )
     assert answer.status_code == 200, answer.text
     off = "no_drafter" in answer.json()["speculation"]["reasons"]
     assert row["status"] == ("off" if off else "on") and row["reason"].startswith("no_drafter: ") == off

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.commands.serve import catalogue_of
 from speculon.config import EngineConfig
 from speculon.config.models import ModelSettingsFile
@@ -131,7 +131,7 @@ def test_the_first_model_that_is_given_is_the_default(tmp_path: Path) -> None:
 def test_a_table_is_about_the_subfolder_of_its_name(tmp_path: Path) -> None:
     """A model is found once, under the settings of its table; others of the folder have none."""
     for name in ("one", "two"):
-        shutil.copytree(SHIPPED["demo-draft"], tmp_path / "models" / name)
+        shutil.copytree(locate("demo-draft"), tmp_path / "models" / name)
     (tmp_path / "models.toml").write_text("[models.one]\npinned = true\n")
     serve = {"models_file": tmp_path / "models.toml", "models_dir": tmp_path / "models"}
     found = catalogue_of({}, EngineConfig(serve=serve), [])

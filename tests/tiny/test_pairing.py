@@ -112,15 +112,15 @@ def test_a_path_without_method_is_recognised(household: Path) -> None:
     assert drafts_of(target, str(household / "draft")) == str(household / "draft")
     assert drafts_of(target, {"draft_model": "x"}) == {"draft_model": "x"}
     assert drafts_of(target, None) is None
-    assert drafts_of(Path("demo"), None) == "demo-draft"
+    assert drafts_of(Path("demo"), None) == {"draft_model": "demo-draft"}
     assert drafts_of(target, str(household / "nowhere")) == str(household / "nowhere")
     with pytest.raises(UnsupportedModel, match="dflash2: DFlash2"):
         drafts_of(target, str(household / "dflash2"))
 
 
-def test_the_models_that_ship_find_each_other() -> None:
+def test_the_models_of_the_tests_find_each_other() -> None:
     found = drafts_of(Path("demo"), "auto")
-    assert Path(found["draft_model"]).name == "draft"
+    assert Path(found["draft_model"]).name == "demo-draft"
 
 
 def test_an_engine_drafts_with_what_it_found(household: Path, caplog: pytest.LogCaptureFixture) -> None:

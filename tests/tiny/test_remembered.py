@@ -1,71 +1,145 @@
-"""Who measures the same prompt again must not find the answer of last time, which would flatter."""
+"""What a load found is not found again; what is damaged, foreign or refused is."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from importlib import import_module
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes.serving import latency
-from rich.console import Console
+import torch
 
-from speculon import LLM, SamplingParams
-from speculon.bench.workloads import Case
-from speculon.commands.demo import Task, perform
-from speculon.proposers.suffix import Suffix
-from tests.tiny.folders import make_folder
-
-ENGINES = Path(__file__).parents[2] / "recipes" / "peers" / "engines"
+from speculon.errors import UnsupportedModel
+from speculon.models import fuse, load, pieces, remembered
+from speculon.models.load import load_target
+from speculon.models.load_check import paged_logits
+from tests.tiny.checkpoint import write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(
-        str(make_folder(tmp_path_factory.mktemp("remembered") / "model")), prefix_cache=False, warmup=False
-    )
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def remembered(llm: LLM) -> int:
-    found = llm.engine.proposers.find("suffix")
-    assert isinstance(found, Suffix)
-    return len(found.pools.sizes)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
 
 
-def test_the_demo_remembers_no_round(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case("x", llm.tokenizer.encode("class Stack:"), SamplingParams(temperature=0, max_tokens=24))
-    perform(llm, Task("x", case, False), "auto:4", 2, Console(quiet=True))
-    assert remembered(llm) == 0
-    # the planted error: no pool named
-    llm.generate([case.prompt], case.params, speculation={"method": "auto"})
-    assert remembered(llm) == 1
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Which checks were computed."""
+    made: list[str] = []
+
+    def recorded(module: Any, name: str) -> None:
+        inner = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    recorded(load, "check_logits")
+    recorded(load, "logits_in_fp32")
+    recorded(fuse, "check_loop")
+    recorded(pieces, "measured")
+    yield made
 
 
-def test_the_engine_beside_others_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ENGINES))
-    ours, worker = import_module("ours"), import_module("worker")
-    monkeypatch.setattr(ours, "LLM", lambda model, **settings: settings)
-    for method in ("ngram", "auto"):
-        settings = worker.Settings(method, 4, "target", "draft", 1, 1024, 8, ())
-        assert ours.Speculon(settings).llm["speculation"]["suffix_pools"] == 0
-    for name in ("ours", "worker"):
-        sys.modules.pop(name)
+def test_the_second_load_checks_nothing_twice_and_computes_the_same(
+    cache: Path, folder: Path, calls: list[str]
+) -> None:
+    first = load_target(folder, dtype="bfloat16", batch_invariant=None)
+    assert {"check_logits", "logits_in_fp32", "check_loop"} <= {*calls}
+    calls.clear()
+    second = load_target(folder, dtype="bfloat16", batch_invariant=None)
+    assert calls == []
+    assert str(second.fusion) == str(first.fusion) and second.invariance == first.invariance
+    assert second.layers == first.layers, "with the same padding"
+    assert torch.equal(paged_logits(first), paged_logits(second))
 
 
-def test_servers_under_load_remember_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[tuple[str, ...]] = []
+@pytest.mark.parametrize("what", ["weights", "config", "dtype", "code", "chip", "threads"])
+def test_another_checkpoint_machine_or_code_is_checked(
+    what: str, cache: Path, folder: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_target(folder)
+    calls.clear()
+    dtype = "float32"
+    if what == "weights":
+        file = folder / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(bytes(content))
+    elif what == "config":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    elif what == "dtype":
+        dtype = "bfloat16"
+    elif what == "code":
+        monkeypatch.setattr(remembered, "code", lambda: "other code")
+    elif what == "chip":
+        monkeypatch.setattr(remembered, "chip_name", lambda: "another chip")
+    else:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    load_target(folder, dtype=dtype)
+    assert "check_logits" in calls
 
-    def refuse(*flags: str, log: Path) -> Any:
-        started.append(flags)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(latency, "Server", refuse)
-    monkeypatch.setattr(latency, "write_prompts", lambda *_: None)
-    with pytest.raises(KeyboardInterrupt):
-        latency.measure(
-            argparse.Namespace(methods="auto", concurrency="1", prompts=1, tokens=1, threads=1, out=tmp_path)
-        )
-    (flags,) = started
-    assert flags[flags.index("--suffix-pools") + 1] == "0" and "--no-prefix-cache" in flags
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"key": 1}', b'{"key": "x", "results": {"logits": true}}', b"\xff\xfe"]
+)
+def test_a_damaged_or_foreign_entry_is_ignored(
+    content: bytes, cache: Path, folder: Path, calls: list[str]
+) -> None:
+    load_target(folder)
+    (entry,) = cache.iterdir()
+    entry.write_bytes(content)
+    calls.clear()
+    load_target(folder)
+    assert "check_logits" in calls
+    assert json.loads(entry.read_text())["results"]["logits"] is True, "and written anew"
+
+
+def test_a_damaged_result_is_found_anew(cache: Path, folder: Path, calls: list[str]) -> None:
+    target = load_target(folder, dtype="bfloat16", batch_invariant=None)
+    (entry,) = cache.iterdir()
+    kept = json.loads(entry.read_text())
+    kept["results"] = {name: 3 if name.startswith("rows") else x for name, x in kept["results"].items()}
+    entry.write_text(json.dumps(kept))
+    calls.clear()
+    assert load_target(folder, dtype="bfloat16", batch_invariant=None).invariance == target.invariance
+    assert not target.batch_invariant or "measured" in calls
+
+
+def test_a_model_that_is_refused_is_refused_again(
+    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "stock_logits", lambda target: torch.zeros(17, target.vocab_size))
+        for _ in range(2):
+            with pytest.raises(UnsupportedModel, match="differ from"):
+                load_target(folder)
+    assert not cache.exists()
+    load_target(folder)
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECULON_CACHE", str(tmp_path / "file" / "cache"))
+    assert load_target(folder).fusion is not None
+
+
+def test_nothing_is_remembered_where_the_folder_is_empty(
+    folder: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECULON_CACHE", "")
+    for _ in range(2):
+        calls.clear()
+        load_target(folder)
+        assert "check_logits" in calls

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipes.survey import run
+from recipes.survey import coarse, run
 from recipes.survey.compare import TIE, Text, difference
 from recipes.survey.models import small_model
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from speculon.batch import Batch
 from speculon.kv.store import View
 from speculon.models.load import wrap_model
+from speculon.models.load_check import FURTHER
 from speculon.models.target import Output, Target
 
 SUPPORTED, REFUSED, PLANTED = "gemma3n_text", "xlnet", "gpt2"  # the first has a list of layer widths
@@ -55,6 +57,7 @@ def test_a_supported_and_a_refused_type_pass(tmp_path: Path) -> None:
     assert rows[REFUSED]["reason"] == "XLNetLMHeadModel takes no `position_ids`"
     for name in (SUPPORTED, PLANTED):
         assert 0 < rows[name]["accepted"] < rows[name]["drafted"]
+        assert 0.5 < rows[name]["bf16"] < FURTHER
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "**2 of 3 types are supported**, 1 are refused" in page
 
@@ -78,6 +81,20 @@ def test_a_type_that_differs_fails_the_command(
     assert rows[PLANTED]["outcome"] == "differs"
     assert rows[PLANTED]["reason"].startswith(f"{arm}: token ")
     assert "1 differ or fail" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_type_that_is_far_from_fp32_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coarse, "wrap_model", lambda model, share: wrap_model(wrong(model), share=share))
+    _, rows = outcomes(tmp_path, PLANTED)
+    assert rows[PLANTED]["bf16"] > 2
+
+
+def wrong(model: PreTrainedModel) -> PreTrainedModel:
+    """With a late norm's weights too large by 2 %."""
+    model = deepcopy(model)
+    with torch.no_grad():
+        model.transformer.ln_f.weight *= 1.02
+    return model
 
 
 def test_an_error_that_is_no_refusal_fails_the_command(

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from speculon.checkpoints.families import read_eagle3_config
 from speculon.cli import app
 from speculon.commands.train import length
-from speculon.errors import ConfigError, InvalidParameter
+from speculon.errors import ConfigError, DataError, InvalidParameter
 from speculon.models.quiet import quiet
 from speculon.train import losses
 from speculon.train.data import Rows
@@ -59,6 +59,10 @@ def rows_of(teacher: Teacher, count: int = 3, length: int = 20) -> Rows:
     chance = torch.Generator().manual_seed(1)
     ids = torch.randint(3, teacher.vocab_size, (count, length), generator=chance)
     return Rows(ids.int().numpy(), torch.rand(count, length, generator=chance).numpy())
+
+
+def best_of(teacher: Teacher, states: Tensor) -> Tensor:
+    return teacher.best(states[..., -teacher.width :])
 
 
 def head_of(
@@ -162,7 +166,7 @@ def test_taps_and_logits_are_the_targets(teacher: Teacher) -> None:
     torch.testing.assert_close(
         states, torch.cat([out.hidden_states[0], out.hidden_states[1], out.hidden_states[-1]], -1)
     )
-    batch = teacher.batch(ids, torch.ones(ids.shape), states)
+    batch = teacher.batch(ids, torch.ones(ids.shape), states, best_of(teacher, states))
     torch.testing.assert_close(batch.p, out.logits.softmax(-1))
     torch.testing.assert_close(batch.entropy, torch.distributions.Categorical(logits=out.logits).entropy())
     assert torch.equal(batch.best, out.logits.argmax(-1))
@@ -191,13 +195,15 @@ def test_every_architecture_can_be_a_teacher(name: str, tmp_path: Path) -> None:
 def test_a_small_vocabulary_learns_only_draftable_tokens(teacher: Teacher) -> None:
     ids = torch.from_numpy(rows_of(teacher).ids).long()
     states = teacher.states(ids)
-    whole = teacher.batch(ids, torch.ones(ids.shape), states)
+    best = best_of(teacher, states)
+    whole = teacher.batch(ids, torch.ones(ids.shape), states, best)
     teacher.used = whole.best.unique()[::2]
-    part = teacher.batch(ids, torch.ones(ids.shape), states)
+    part = teacher.batch(ids, torch.ones(ids.shape), states, best)
     assert torch.equal(part.weights > 0, torch.isin(whole.best, teacher.used))
-    torch.testing.assert_close(
-        part.p, whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
-    )
+    expected = whole.p[..., teacher.used] / whole.p[..., teacher.used].sum(-1, keepdim=True)
+    learned = part.weights > 0
+    torch.testing.assert_close(part.p[learned], expected[learned])
+    assert not part.p[~learned].any()
 
 
 def test_states_are_cached_within_the_limit_and_reused(
@@ -315,6 +321,24 @@ def test_answers_are_regenerated_once(world: Path, monkeypatch: pytest.MonkeyPat
     assert file.read_text() == lines
     monkeypatch.setattr("speculon.train.regenerate.LLM", None)
     train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+def test_prompts_alone_are_answered_by_the_target(world: Path, tmp_path: Path, form: str) -> None:
+    texts = [f"def f{number}(items):" for number in range(60)]
+    records = [
+        {"prompt": text} if form == "prompt" else {"messages": [{"role": "user", "content": text}]}
+        for text in texts
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    own: dict[str, Any] = {"data": (file,), "work": tmp_path / "work", "steps": 2, "eval_prompts": 1}
+    given = settings(world, f"answers to {form}", regenerate=30, regenerate_tokens=16, **own)
+    done = train(Eagle3Training(HeadSettings(ttt=1)), given, Silent())
+    assert done.record is not None and done.record["data"]["answer_tokens"] > 100
+    assert done.record["evaluation"]["emitted"] > 0
+    with pytest.raises(DataError, match="--regenerate"):
+        train(Eagle3Training(HeadSettings(ttt=1)), given.model_copy(update={"regenerate": 0}), Silent())
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def network(folder: Path, **given: Any) -> tuple[MtpTraining, Teacher, MtpDrafte
 def batch_of(teacher: Teacher, ids: list[int]) -> Batch:
     tokens = torch.tensor([ids])
     weights = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0))
-    return teacher.batch(tokens, weights, teacher.states(tokens))
+    states = teacher.states(tokens)
+    return teacher.batch(tokens, weights, states, teacher.best(states[..., -teacher.width :]))
 
 
 # the rows of training are those of the engine

